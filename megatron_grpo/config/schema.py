@@ -1,0 +1,454 @@
+"""Every configuration key, its type, default and meaning; conf/ only chooses values for what is declared here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+MISSING = "???"
+"""Value of a key that the user has to give (OmegaConf's own marker)."""
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section:
+    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" is accepted, "three" is not)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str = MISSING
+    """Folder in Hugging Face format (config.json, *.safetensors, tokenizer) that the policy starts from."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Section):
+    """How the policy is laid out over ranks: world size = tensor * pipeline * context * data."""
+
+    tensor: Positive = 1
+    """Ranks that split every weight matrix (TP). Must divide attention heads and key/value heads."""
+
+    pipeline: Positive = 1
+    """Ranks that split the layers (PP). Must divide the number of layers."""
+
+    context: Positive = 1
+    """Ranks that split each sequence (CP)."""
+
+    expert: Positive = 1
+    """Ranks that split the experts of a mixture-of-experts model (EP)."""
+
+    data: Positive = 1
+    """Replicas of the model, each training on its share of the samples (DP)."""
+
+    sequence: bool = False
+    """Also split the activations between tensor-parallel regions along the sequence. Needs tensor > 1."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay."""
+
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0 to lr."""
+
+    decay_steps: Positive | None = None
+    """Optimizer steps until min_lr is reached, warm-up included; null: grpo.max_num_steps."""
+
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay, applied to matrices only (not to biases and norms)."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of the update."""
+
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(Section):
+    """The Megatron-Core model that is trained."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; gradients are accumulated and reduced in float32."""
+
+    max_total_sequence_length: Positive = 2048
+    """Longest prompt plus response in tokens; generation stops there too."""
+
+    microbatch_tokens: Positive = 8192
+    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+
+    logprob_microbatch_tokens: Positive | None = None
+    """The same for passes that only compute log-probabilities; null: microbatch_tokens."""
+
+    logprob_chunk_size: Positive | None = None
+    """Tokens whose log-probabilities are computed at once; smaller needs less memory, null is all at once."""
+
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+
+    threads: Positive | None = None
+    """CPU threads of each rank; null: the machine's cores shared out evenly. Not used on GPUs."""
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(Section):
+    """The frozen reference policy: the starting weights, in the policy's layout. Loaded only when a KL penalty needs it."""
+
+    offload: bool = False
+    """Keep the reference weights in host memory and move them to the device only while they are needed."""
+
+
+@dataclass(kw_only=True)
+class GenerationParallelConfig(Section):
+    """How vLLM is laid out: engines = data, ranks of an engine = tensor * pipeline."""
+
+    tensor: Positive = 1
+    """Ranks that split every weight matrix of an engine."""
+
+    pipeline: Positive = 1
+    """Ranks that split the layers of an engine."""
+
+    data: Positive = 1
+    """Independent engines; prompts are shared out over them."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Section):
+    """vLLM engine settings."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of weights and activations; null: policy.precision."""
+
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: slower tokens, faster start."""
+
+    max_num_seqs: Positive = 256
+    """Most sequences decoded together by one engine."""
+
+    gpu_memory_utilization: Fraction = 0.9
+    """Share of each GPU's memory an engine may take. Not used on CPU."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Host memory for the KV cache of each rank, CPU only."""
+
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of shared prompt beginnings within one weight version."""
+
+
+@dataclass(kw_only=True)
+class GenerationConfig(Section):
+    """Sampling from the policy with vLLM."""
+
+    parallel: GenerationParallelConfig = field(default_factory=GenerationParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    max_new_tokens: Positive = 1024
+    """Longest response in tokens."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Logits are divided by this, in sampling and in training alike; 0 is greedy."""
+
+    top_p: Fraction = 1.0
+    """Sample from the smallest set of tokens with at least this probability; 1 is no filter."""
+
+    top_k: Positive | None = None
+    """Sample from this many likeliest tokens; null is no filter."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response, beside the tokenizer's end-of-text token."""
+
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a response."""
+
+    timeout_s: Seconds = 1800.0
+    """Deadline of one generation phase."""
+
+
+@dataclass(kw_only=True)
+class RefitConfig(Section):
+    """Moving the policy's weights into generation after every optimizer step."""
+
+    bucket_mib: Annotated[float, Field(gt=0)] = 256.0
+    """Size of the buffer that tensors are packed into before they are sent."""
+
+    timeout_s: Seconds = 600.0
+    """Deadline of one refit; past it the run stops with an error that names the ranks that are missing."""
+
+
+@dataclass(kw_only=True)
+class RewardScalingConfig(Section):
+    """Clamp rewards to the source range, then map it linearly onto the target range."""
+
+    enabled: bool = False
+    """Whether rewards are scaled."""
+
+    source_min: float = 0.0
+    """Rewards below are raised to this."""
+
+    source_max: float = 1.0
+    """Rewards above are lowered to this."""
+
+    target_min: float = 0.0
+    """What source_min becomes."""
+
+    target_max: float = 1.0
+    """What source_max becomes."""
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(Section):
+    """The training loop."""
+
+    num_prompts_per_step: Positive = 32
+    """Prompts of one step."""
+
+    num_generations_per_prompt: Positive = 16
+    """Responses sampled for each prompt; samples of a step = prompts * generations."""
+
+    max_num_epochs: Positive = 1
+    """Passes over the training data after which training ends."""
+
+    max_num_steps: Positive = 1000
+    """Steps after which training ends."""
+
+    max_rollout_turns: Annotated[int, Field(ge=1, le=1)] = 1
+    """Model turns of one rollout. Only 1 so far."""
+
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of their group's rewards."""
+
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a sample: mean reward of the *other* samples of its group (true) or of the whole group (false)."""
+
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss; they still count in the baseline."""
+
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+
+    val_period: NonNegative = 10
+    """Steps between validations; 0 is never."""
+
+    val_batch_size: Positive = 256
+    """Validation prompts generated together."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    val_at_end: bool = True
+    """Validate after the last step."""
+
+    max_val_samples: Positive = 256
+    """Most validation prompts used."""
+
+    seed: int = 42
+    """Seed of everything random in the run."""
+
+
+@dataclass(kw_only=True)
+class LossConfig(Section):
+    """ClippedPGLossFn."""
+
+    ratio_clip_min: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Probability ratios are clipped from below at 1 - this."""
+
+    ratio_clip_max: Annotated[float, Field(ge=0)] = 0.2
+    """Probability ratios are clipped from above at 1 + this."""
+
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual clipping: bound on the loss of samples with negative advantage; null is off."""
+
+    reference_policy_kl_penalty: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the KL penalty against the reference policy; 0: no reference policy is loaded."""
+
+    token_level_loss: bool = True
+    """Average over all tokens of the step (true) or over sequences, each averaged over its tokens (false)."""
+
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL estimate by the importance ratio, so that it is taken under the current policy."""
+
+    use_importance_sampling_correction: bool = False
+    """Weight the loss by training probability / sampling probability, to correct for different engines."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Prompts."""
+
+    train_path: str = MISSING
+    """JSONL file of training rows."""
+
+    val_path: str | None = None
+    """JSONL file of validation rows; null: no validation."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages."""
+
+    answer_key: str = "answer"
+    """Column with the reference answer that the environment gets."""
+
+    task_name: str = "math"
+    """Environment of rows that have no task_name column."""
+
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template (true) or use the text as it is (false)."""
+
+    system_prompt: str | None = None
+    """System message put before every prompt; needs apply_chat_template."""
+
+    max_input_seq_length: Positive = 1024
+    """Rows whose prompt has more tokens are left out, and counted."""
+
+    shuffle: bool = True
+    """Visit training rows in an order drawn anew each epoch."""
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig(Section):
+    """One environment: what scores the responses."""
+
+    type: Literal["math", "addition"] = "math"
+    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer."""
+
+    num_workers: Positive = 1
+    """Ray actors that score in parallel."""
+
+    timeout_s: Seconds = 60.0
+    """Deadline for scoring one batch."""
+
+
+@dataclass(kw_only=True)
+class ClusterConfig(Section):
+    """The machines of the run."""
+
+    num_nodes: Positive = 1
+    """Machines."""
+
+    gpus_per_node: NonNegative = 0
+    """GPUs of each machine; 0: run on CPU."""
+
+    ray_address: str | None = None
+    """Address of a running Ray cluster; null starts one for the run, on loopback, that ends with it."""
+
+    startup_timeout_s: Seconds = 900.0
+    """Deadline for all processes to be up."""
+
+
+@dataclass(kw_only=True)
+class CheckpointingConfig(Section):
+    """Checkpoints under run_dir/checkpoints/step_N."""
+
+    enabled: bool = True
+    """Whether checkpoints are written."""
+
+    save_period: Positive = 10
+    """Steps between checkpoints; the last step is always saved."""
+
+    keep_top_k: Positive | None = None
+    """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
+
+    metric_name: str = "val_accuracy"
+    """Metric that ranks checkpoints."""
+
+    higher_is_better: bool = True
+    """Direction of metric_name."""
+
+    resume: str = "auto"
+    """auto: the newest complete checkpoint of run_dir, if any; none: start over; else the path of a checkpoint."""
+
+
+@dataclass(kw_only=True)
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Whether metrics go to W&B (needs the wandb package)."""
+
+    project: str = "megatron_grpo"
+    """Project name."""
+
+    name: str | None = None
+    """Run name; null: the name of the run directory."""
+
+
+@dataclass(kw_only=True)
+class LoggerConfig(Section):
+    """What is reported where; metrics.jsonl, summary.json and the plot are always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to run_dir/tensorboard."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    num_val_samples_to_print: NonNegative = 5
+    """Validation responses printed each time."""
+
+    progress: bool = True
+    """Show the live progress line."""
+
+
+@dataclass(kw_only=True)
+class PrepareConfig(Section):
+    """Model and data made before the run, for recipes that need no download."""
+
+    name: Literal["addition"] | None = None
+    """addition: a tiny Qwen3 that adds two-digit numbers with about 30% accuracy, and its problems; null: nothing."""
+
+    folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
+    """Where it is made, once; later runs reuse it."""
+
+
+@dataclass(kw_only=True)
+class Config(Section):
+    """One run."""
+
+    name: str = "grpo"
+    """Name of the recipe; the first folder under outputs/."""
+
+    run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
+    """Folder of everything the run writes. One that already holds this run resumes it."""
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
+    """Environments by task name."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)

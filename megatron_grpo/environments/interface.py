@@ -1,0 +1,36 @@
+"""What an environment is: something that looks at responses and scores them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.rollouts.trajectory import StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentRequest:
+    """One response to score."""
+
+    prompt: str | list[dict[str, str]]
+    response: str
+    stop_reason: StopReason
+    extra_env_info: dict[str, Any]
+    """From the datum; for the built-in environments "answer" is the reference answer."""
+
+
+@dataclass(slots=True)
+class EnvironmentReturn:
+    """The score of one response."""
+
+    reward: float
+    correct: bool
+
+
+class EnvironmentInterface(ABC):
+    """Scores responses; runs inside a Ray actor, one instance per worker."""
+
+    @abstractmethod
+    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Scores in the order of the requests; never raises for what a model wrote."""
