@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.data.sequences import SequenceBatch
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """What losses and metrics of one optimizer step are divided by, over all ranks and microbatches."""
+
+    tokens: float
+    """Tokens in the loss (sum of loss_mask)."""
+    sequences: float
+    """Sequences with at least one token in the loss."""
+
+
+class LossFunction(Protocol):
+    """A loss over one microbatch whose sum over all microbatches and ranks is the loss of the step."""
+
+    def __call__(
+        self, curr_logprobs: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """
+        Args:
+            curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t.
+            tokens: entries of SequenceBatch.tokens, each [sequences, length], float32, zero on padding.
+            counts: of the whole step.
+
+        Returns:
+            The microbatch's share of the loss (scalar) and of each metric (detached scalars). Shares add up to the
+            step's value; a metric whose name ends in _max or _min is reduced by that instead.
+        """
 
 
 @dataclass(slots=True)
@@ -35,7 +63,7 @@ class PolicyInterface(ABC):
         """The same under the frozen reference policy."""
 
     @abstractmethod
-    def train(self, batch: SequenceBatch, loss: LossConfig) -> TrainResult:
+    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
         """One optimizer step on the whole batch, split over data-parallel ranks and microbatches.
 
         `batch.tokens` holds loss_mask, advantages, generation_logprobs and, when the loss needs them, prev_logprobs and
