@@ -123,7 +123,7 @@ class PolicyConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen reference policy: the starting weights, in the policy's layout. Loaded only when a KL penalty needs it."""
+    """The frozen reference policy: the starting weights in the policy's layout, loaded only when a KL penalty needs it."""
 
     offload: bool = False
     """Keep the reference weights in host memory and move them to the device only while they are needed."""

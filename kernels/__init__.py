@@ -1,0 +1,1 @@
+"""Triton and CUDA kernels with their torch references, imported as megatron_grpo_kernels."""
