@@ -17,9 +17,11 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class Section:
-    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" is accepted, "three" is not)."""
+    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" does not)."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 @dataclass(kw_only=True)
@@ -27,7 +29,7 @@ class ModelConfig(Section):
     """Which model is trained."""
 
     path: str = MISSING
-    """Folder in Hugging Face format (config.json, *.safetensors, tokenizer) that the policy starts from."""
+    """What the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,16 @@ class ParallelConfig(Section):
 
     sequence: bool = False
     """Also split the activations between tensor-parallel regions along the sequence. Needs tensor > 1."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the policy."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What padded lengths are a multiple of: sequence parallelism splits them over the tensor-parallel ranks."""
+        return self.tensor if self.sequence else 1
 
 
 @dataclass(kw_only=True)
@@ -120,10 +132,13 @@ class PolicyConfig(Section):
     threads: Positive | None = None
     """CPU threads of each rank; null: the machine's cores shared out evenly. Not used on GPUs."""
 
+    timeout_s: Seconds = 1800.0
+    """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
+
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen reference policy: the starting weights in the policy's layout, loaded only when a KL penalty needs it."""
+    """The frozen reference policy: the starting weights in the policy's layout. Loaded only when there is a KL penalty."""
 
     offload: bool = False
     """Keep the reference weights in host memory and move them to the device only while they are needed."""
@@ -141,6 +156,11 @@ class GenerationParallelConfig(Section):
 
     data: Positive = 1
     """Independent engines; prompts are shared out over them."""
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Worker processes of one engine."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(kw_only=True)

@@ -45,6 +45,14 @@ class SequenceBatch:
             },
         )
 
+    def to(self, device: torch.device) -> SequenceBatch:
+        """The same batch on another device."""
+        return SequenceBatch(
+            lengths=self.lengths,
+            token_ids=self.token_ids.to(device),
+            tokens={name: values.to(device) for name, values in self.tokens.items()},
+        )
+
     def padded(self, name: str, length: int) -> Tensor:
         """One entry as a rectangle, padded on the right with zeros.
 

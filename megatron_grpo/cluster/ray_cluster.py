@@ -1,0 +1,103 @@
+"""The Ray cluster of a run: started on loopback for one machine or joined on many, and where processes are placed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 512 * 2**20
+
+
+class RayCluster:
+    """Starts or joins Ray and hands out resources to policy ranks and generation engines."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._policy_group: PlacementGroup | None = None
+        self._engine_groups: list[PlacementGroup] = []
+
+    def start(self) -> None:
+        """Start Ray on this machine, or join the cluster at `cluster.ray_address`."""
+        if self.config.ray_address is not None:
+            try:
+                ray.init(address=self.config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError as error:
+                raise RunError(
+                    f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
+                ) from None
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
+            _node_ip_address=LOOPBACK,
+        )
+
+    def reserve(self, policy: ParallelConfig, generation: GenerationParallelConfig) -> None:
+        """Reserve GPUs for both sides; a no-op on CPU.
+
+        Policy ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node. An engine that fits
+        a node gets one bundle there; a larger one gets a bundle per GPU, which vLLM's Ray executor fills.
+        """
+        per_node = self.config.gpus_per_node
+        if not per_node:
+            return
+        world = policy.world_size
+        sizes = [min(per_node, world - start) for start in range(0, world, per_node)]
+        self._policy_group = placement_group([{"GPU": n, "CPU": n} for n in sizes], strategy="PACK")
+        ranks = generation.ranks_per_engine
+        bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
+        self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
+        groups = [self._policy_group, *self._engine_groups]
+        ready, late = ray.wait(
+            [group.ready() for group in groups], num_returns=len(groups), timeout=self.config.startup_timeout_s
+        )
+        if late:
+            free = ray.available_resources().get("GPU", 0)
+            raise RunError(
+                f"the cluster has not enough free GPUs: the policy needs {world}, generation {ranks * generation.data}; "
+                f"{free:g} are still free after placing {len(ready)} of {len(groups)} groups"
+            )
+
+    def policy_options(self, rank: int) -> dict[str, Any]:
+        """Ray options of one policy rank."""
+        if self._policy_group is None:
+            return {"num_cpus": 0}
+        bundle = rank // self.config.gpus_per_node
+        return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(self._policy_group, bundle)}
+
+    def engine_options(self, engine: int) -> dict[str, Any]:
+        """Ray options of one generation engine."""
+        if not self._engine_groups:
+            return {"num_cpus": 0}
+        group = self._engine_groups[engine]
+        whole = len(group.bundle_specs) == 1
+        gpus = int(group.bundle_specs[0]["GPU"]) if whole else 0
+        return {
+            "num_cpus": 1 if whole else 0,
+            "num_gpus": gpus,
+            "scheduling_strategy": _in_group(group, 0 if whole else -1),
+        }
+
+    def shutdown(self) -> None:
+        """End what the run started; idempotent."""
+        if ray.is_initialized():
+            ray.shutdown()
+
+
+def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+    )

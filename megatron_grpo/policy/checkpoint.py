@@ -1,0 +1,71 @@
+"""A policy rank's part of a Megatron distributed checkpoint: weights, optimizer, schedule and random state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_grpo.policy.engine import MegatronEngine
+
+# Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+
+
+def save_engine(engine: MegatronEngine, folder: str) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all policy ranks."""
+    state = _sharded_state(engine, is_loading=False)
+    state["random"] = _random_state_shard()
+    dist_checkpointing.save(state, folder, content_metadata=_METADATA)
+
+
+def load_engine(engine: MegatronEngine, folder: str) -> None:
+    """Load a folder that `save_engine` wrote, also in another layout; collective over all policy ranks.
+
+    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the policy computes draws
+    from it as long as the model has no dropout.
+    """
+    state = _sharded_state(engine, is_loading=True)
+    written_by = dist_checkpointing.load_common_state_dict(folder)["layout"]
+    if written_by == state["layout"]:
+        state["random"] = _random_state_shard()
+    loaded = dist_checkpointing.load(state, folder)
+    engine.model.load_state_dict(loaded["model"])
+    engine.optimizer.optimizer.load_state_dict(loaded["optimizer"])
+    engine.optimizer.scheduler.num_steps = loaded["schedule_steps"]
+    engine.optimizer.scheduler.step(0)
+    if "random" in loaded:
+        torch.set_rng_state(loaded["random"]["torch"])
+        get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
+
+
+def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+    model = engine.model.sharded_state_dict(metadata=_METADATA)
+    return {
+        "model": model,
+        "optimizer": engine.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "schedule_steps": engine.optimizer.scheduler.num_steps,
+        "layout": {
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "data": parallel_state.get_data_parallel_world_size(),
+        },
+    }
+
+
+def _random_state_shard() -> ShardedObject:
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    return ShardedObject("random_state", state, shape, place, replica_id=0)

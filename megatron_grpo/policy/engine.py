@@ -1,0 +1,201 @@
+"""One rank of the policy: its shard of the model, log-probabilities and optimizer steps. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.interface import GlobalCounts, LossFunction
+from megatron_grpo.policy.logprobs import token_logprobs, vocab_shard
+from megatron_grpo.policy.model import build_model
+from megatron_grpo.policy.optimizer import PolicyOptimizer
+
+Microbatches = list[list[int]]
+"""Indices into a rank's SequenceBatch, one list per microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """What one rank knows of an optimizer step."""
+
+    grad_norm: float
+    learning_rate: float
+    metrics: list[dict[str, float]] | None
+    """Loss and metrics of each of its microbatches, on the reporting rank of each data-parallel replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    batch: SequenceBatch
+    token_ids: Tensor
+    """[sequences, padded length] on the device."""
+
+
+class MegatronEngine:
+    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
+
+    Args:
+        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
+        shape: of the model in config.model.path.
+        folder: the model's folder in Hugging Face format.
+        reference: how to hold the reference policy; None: there is none.
+        temperature: sampling temperature, which log-probabilities are taken under.
+        decay_steps: optimizer steps of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        shape: ModelShape,
+        folder: str,
+        *,
+        reference: ReferenceConfig | None,
+        temperature: float,
+        decay_steps: int,
+    ) -> None:
+        self.config, self.shape, self.temperature = config, shape, temperature
+        self.model = self._build(folder)
+        self.optimizer = PolicyOptimizer(self.model, config, decay_steps)
+        self.reference: GPTModel | None = None
+        self._offload_reference = reference is not None and reference.offload
+        if reference is not None:
+            self.reference = self._build(folder).eval().requires_grad_(False)
+            if self._offload_reference:
+                self.reference.to("cpu")
+
+    def _build(self, folder: str) -> GPTModel:
+        model = build_model(
+            self.shape,
+            self.config.parallel,
+            precision=self.config.precision,
+            activation_checkpointing=self.config.activation_checkpointing,
+        )
+        load_hf_weights(model, self.shape, folder)
+        return model
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank speaks for its data-parallel replica: last pipeline stage, tensor rank 0."""
+        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """Log-probability of every token of `batch` under the current weights.
+
+        Returns:
+            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+        """
+        self.model.eval()
+        return self._forward_logprobs(self.model, batch, microbatches)
+
+    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """The same under the frozen reference policy."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        if self._offload_reference:
+            self.reference.to(current_platform().device)
+        logprobs = self._forward_logprobs(self.reference, batch, microbatches)
+        if self._offload_reference:
+            self.reference.to("cpu")
+        return logprobs
+
+    def train(
+        self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
+    ) -> StepShare:
+        """One optimizer step; `batch` is this replica's share, `counts` are of the whole step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are untouched.
+        """
+        self.model.train()
+        self.optimizer.zero_grad()
+
+        def loss_of(logits: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs = self._token_logprobs(logits, microbatch)
+            length = microbatch.token_ids.shape[1]
+            tokens = {name: microbatch.batch.padded(name, length) for name in microbatch.batch.tokens}
+            loss, metrics = loss_fn(logprobs, tokens, counts)
+            # The schedule asks for a token count to average by; `counts` has already done that.
+            return loss, loss.new_zeros((), dtype=torch.int), metrics
+
+        metrics = self._run_schedule(self.optimizer.model, batch, microbatches, loss_of, forward_only=False)
+        grad_norm = self.optimizer.grad_norm()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"gradient norm is {grad_norm}; the weights were left as they were")
+        learning_rate = self.optimizer.step(grad_norm)
+        own = [{name: float(value) for name, value in one.items()} for one in metrics] if self.is_reporter else None
+        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
+
+    @torch.no_grad()
+    def _forward_logprobs(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        def keep(logits: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+            logprobs = self._token_logprobs(logits, microbatch)
+            return logprobs.new_zeros(()), logprobs.new_zeros((), dtype=torch.int), microbatch.batch.unpad(logprobs)
+
+        pieces = self._run_schedule(model, batch, microbatches, keep, forward_only=True)
+        if not self.is_reporter:
+            return None
+        by_sequence: list[Tensor] = [torch.empty(0)] * len(batch)
+        for indices, piece in zip(microbatches, pieces, strict=True):
+            for index, values in zip(indices, piece.cpu().split([batch.lengths[i] for i in indices]), strict=True):
+                by_sequence[index] = values
+        return torch.cat(by_sequence)
+
+    def _token_logprobs(self, logits: Tensor, microbatch: _Microbatch) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        shard = vocab_shard(self.shape.vocab, logits.shape[-1], group)
+        return token_logprobs(
+            logits,
+            microbatch.token_ids,
+            shard,
+            temperature=self.temperature,
+            chunk_tokens=self.config.logprob_chunk_size,
+        )
+
+    def _run_schedule(
+        self,
+        model: torch.nn.Module,
+        batch: SequenceBatch,
+        microbatches: Microbatches,
+        finish: Callable[[Tensor, _Microbatch], tuple[Tensor, Tensor, Any]],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's pipeline schedule; the third value of `finish` per microbatch, on the last stage."""
+
+        def forward_step(data: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            microbatch: _Microbatch = next(data)
+            token_ids = microbatch.token_ids
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+            logits = module(token_ids, positions, None)
+            return logits, lambda output: finish(output, microbatch)
+
+        prepared = [self._prepare(batch, indices) for indices in microbatches]
+        longest = max(one.token_ids.shape[1] for one in prepared)
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(prepared),
+            model=[model],
+            num_microbatches=len(prepared),
+            seq_length=longest,
+            micro_batch_size=max(len(one.batch) for one in prepared),
+            forward_only=forward_only,
+        )
+        return results
+
+    def _prepare(self, batch: SequenceBatch, indices: list[int]) -> _Microbatch:
+        selected = batch.select(indices).to(current_platform().device)
+        multiple = self.config.parallel.sequence_multiple
+        length = -(-max(selected.lengths) // multiple) * multiple
+        return _Microbatch(batch=selected, token_ids=selected.padded("token_ids", length))

@@ -1,0 +1,104 @@
+"""Log-probabilities of given tokens from logits whose vocabulary is split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which part of the vocabulary this rank's logits cover."""
+
+    start: int
+    """Vocabulary entry of column 0."""
+    columns: int
+    """Columns that are real entries; the rest of the rank's columns is padding."""
+    group: dist.ProcessGroup | None
+    """Ranks that hold the other parts; None: there are no others."""
+
+
+def vocab_shard(vocab: int, width: int, group: dist.ProcessGroup | None) -> VocabShard:
+    """The part of a vocabulary of `vocab` entries that a rank holds when every rank has `width` columns."""
+    if group is None or dist.get_world_size(group) == 1:
+        return VocabShard(start=0, columns=vocab, group=None)
+    start = dist.get_rank(group) * width
+    return VocabShard(start=start, columns=max(0, min(width, vocab - start)), group=group)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """log softmax(scale * logits)[target], reducing one number per token instead of gathering the vocabulary.
+
+    Forward: log p = z_target - logsumexp(z), z = scale * logits. Backward: d log p / d logits = scale (1[target] - p).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, shard: VocabShard, chunk: int) -> Tensor:
+        local = targets - shard.start
+        here = (local >= 0) & (local < shard.columns)
+        index = local.clamp(0, max(shard.columns - 1, 0))[:, None]
+        logsumexp = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        target_logit = torch.zeros_like(logsumexp)
+        for rows in _chunks(len(targets), chunk):
+            z = logits[rows, : shard.columns].float() * scale
+            logsumexp[rows] = torch.logsumexp(z, dim=1)
+            if shard.columns:
+                target_logit[rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
+        if shard.group is not None:
+            highest = logsumexp.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
+            both = torch.stack([torch.exp(logsumexp - highest), target_logit])
+            dist.all_reduce(both, group=shard.group)
+            logsumexp, target_logit = both[0].log() + highest, both[1]
+        ctx.save_for_backward(logits, logsumexp, here, index)
+        ctx.scale, ctx.shard, ctx.chunk = scale, shard, chunk
+        return target_logit - logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        logits, logsumexp, here, index = ctx.saved_tensors
+        columns = ctx.shard.columns
+        grad = torch.zeros_like(logits)
+        for rows in _chunks(len(logsumexp), ctx.chunk):
+            coefficient = (grad_outputs[0][rows] * ctx.scale)[:, None]
+            piece = torch.exp(logits[rows, :columns].float() * ctx.scale - logsumexp[rows, None]).mul_(-coefficient)
+            if columns:
+                piece.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
+            grad[rows, :columns] = piece.to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, shard: VocabShard, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> Tensor:
+    """Log-probability of every token given the ones before it.
+
+    Args:
+        logits: [sequences, length, columns of this rank], any float type; position t predicts token t + 1.
+        token_ids: [sequences, length], int64, the same on every rank of the shard's group.
+        shard: which vocabulary entries this rank's columns are; padding columns take no part.
+        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
+        chunk_tokens: tokens whose logits are turned to float32 at once; None is all.
+
+    Returns:
+        [sequences, length], float32, differentiable in `logits`; 0 at position 0, which nothing predicts.
+    """
+    sequences, length, width = logits.shape
+    next_tokens = token_ids.roll(-1, dims=1).reshape(-1)
+    logprobs = _VocabParallelLogprobs.apply(
+        logits.reshape(sequences * length, width),
+        next_tokens,
+        1.0 / temperature if temperature > 0 else 1.0,
+        shard,
+        chunk_tokens or sequences * length,
+    )
+    return torch.nn.functional.pad(logprobs.view(sequences, length)[:, :-1], (1, 0))

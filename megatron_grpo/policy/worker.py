@@ -1,0 +1,106 @@
+"""The Ray actor around one policy rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What every rank builds its engine from."""
+
+    config: PolicyConfig
+    shape: ModelShape
+    folder: str
+    reference: ReferenceConfig | None
+    temperature: float
+    decay_steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the layout."""
+
+    data: int
+    is_reporter: bool
+
+
+@ray.remote
+class PolicyWorker:
+    """Holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
+
+    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
+        self.rank, self.world_size, self.threads = rank, world_size, threads
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a free port on it, for the group's store."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, int(probe.getsockname()[1])
+
+    def start(self, settings: EngineSettings, master: tuple[str, int]) -> RankPlace:
+        """Join the group, build the model and load this rank's weights."""
+        from megatron_grpo.platform.device import current_platform
+        from megatron_grpo.platform.megatron_cpu import apply_patches
+
+        apply_patches()
+        import torch
+        from megatron.core import parallel_state
+
+        from megatron_grpo.policy.engine import MegatronEngine
+        from megatron_grpo.policy.parallel import initialize_parallel
+
+        if current_platform().name == "cpu":
+            torch.set_num_threads(self.threads)
+        initialize_parallel(
+            settings.config.parallel,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_address=master[0],
+            master_port=master[1],
+            seed=settings.seed,
+            timeout_s=settings.config.timeout_s,
+        )
+        self.engine = MegatronEngine(
+            settings.config,
+            settings.shape,
+            settings.folder,
+            reference=settings.reference,
+            temperature=settings.temperature,
+            decay_steps=settings.decay_steps,
+        )
+        return RankPlace(data=parallel_state.get_data_parallel_rank(), is_reporter=self.engine.is_reporter)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(engine, *args)."""
+        return fn(self.engine, *args)
+
+    def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
+        """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
+        return getattr(self.engine, method)(*shard, *args)
+
+
+def save_checkpoint(engine: Any, folder: str) -> None:
+    """Write this rank's part of a checkpoint; runs on every rank."""
+    from megatron_grpo.policy.checkpoint import save_engine
+
+    save_engine(engine, folder)
+
+
+def load_checkpoint(engine: Any, folder: str) -> None:
+    """Load this rank's part of a checkpoint; runs on every rank."""
+    from megatron_grpo.policy.checkpoint import load_engine
+
+    load_engine(engine, folder)
