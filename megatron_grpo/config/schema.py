@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class Section:
-    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" does not)."""
+    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" not)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
@@ -138,7 +138,7 @@ class PolicyConfig(Section):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(Section):
-    """The frozen reference policy: the starting weights in the policy's layout. Loaded only when there is a KL penalty."""
+    """The frozen reference policy: the starting weights in the policy's layout. Loaded only for a KL penalty."""
 
     offload: bool = False
     """Keep the reference weights in host memory and move them to the device only while they are needed."""
@@ -290,6 +290,9 @@ class GRPOConfig(Section):
 
     max_val_samples: Positive = 256
     """Most validation prompts used."""
+
+    val_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
 
     seed: int = 42
     """Seed of everything random in the run."""

@@ -1,0 +1,42 @@
+"""What a command line turns into a message without a traceback: mistakes in the configuration, and failed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WIDEST_SUBJECT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: where it is (usually key=value) and what to do about it."""
+
+    subject: str
+    text: str
+
+    @property
+    def key(self) -> str:
+        """The configuration key the problem is about."""
+        return self.subject.partition("=")[0]
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, in one message."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a configuration error without a problem"
+        self.problems = tuple(problems)
+        super().__init__(format_problems(self.problems))
+
+
+class RunError(RuntimeError):
+    """A failure of a run that the user can understand and act on; its text is the whole message."""
+
+
+def format_problems(problems: Sequence[Problem]) -> str:
+    """A headline and one line for each problem, the explanations aligned."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
+    lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
+    return "\n".join([f"configuration has {count}:", *lines])

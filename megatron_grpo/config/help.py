@@ -1,0 +1,76 @@
+"""The text that --help prints, from the schema and from what lies in conf/."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from megatron_grpo.config.keys import keys
+from megatron_grpo.config.overrides import RECIPES, config_groups
+
+_COMMON = (
+    "run_dir",
+    "policy.model.path",
+    "policy.parallel.tensor",
+    "policy.parallel.pipeline",
+    "policy.parallel.data",
+    "policy.optimizer.lr",
+    "policy.max_total_sequence_length",
+    "generation.parallel.tensor",
+    "generation.parallel.pipeline",
+    "generation.parallel.data",
+    "generation.max_new_tokens",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "loss_fn.reference_policy_kl_penalty",
+    "data.train_path",
+    "data.val_path",
+    "cluster.gpus_per_node",
+    "checkpointing.save_period",
+    "checkpointing.resume",
+)
+
+_TEMPLATE = """\
+GRPO post-training on Megatron-Core and vLLM.
+
+usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [--cfg job] [--help]
+
+  --cfg job   print the configuration with everything filled in, and stop
+  --help      this text
+
+recipes (+exp=NAME):
+{recipes}
+
+groups (GROUP=OPTION):
+{groups}
+
+common keys (--cfg job shows all; docs/configuration.md explains them):
+{keys}
+
+examples:
+  python -m megatron_grpo.train +exp=quickstart
+  python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3 policy.parallel.tensor=2
+  python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
+  python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
+"""
+
+
+def help_text() -> str:
+    """Usage, recipes, groups, the keys that are changed most, and examples."""
+    options = config_groups()
+    recipes = {name: recipe_summary(name) for name in options.pop(RECIPES)}
+    groups = {name: ", ".join(found) for name, found in options.items()}
+    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON}
+    return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
+
+
+def recipe_summary(name: str) -> str:
+    """The comment at the top of a recipe, as one line."""
+    lines = resources.files("megatron_grpo.conf").joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
+    return " ".join(comments)
+
+
+def _table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

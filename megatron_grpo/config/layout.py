@@ -1,0 +1,167 @@
+"""Checks of a configuration against itself and against the model's sizes: layouts, batch and length arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import Config
+
+VALIDATION_PREFIX = "val_"
+"""Metrics that only validation produces begin with this."""
+
+
+def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
+    """Everything that does not fit together; with shape None, what depends on the model is left out."""
+    problems = [
+        *_parallel(config),
+        *_devices(config),
+        *_batch(config),
+        *_lengths(config, shape),
+        *_optimizer(config),
+        *_sampling(config),
+        *_data(config),
+        *_checkpointing(config),
+    ]
+    if shape is not None:
+        policy, generation = config.policy.parallel, config.generation.parallel
+        problems += _split("policy.parallel", policy.tensor, policy.pipeline, shape)
+        problems += _split("generation.parallel", generation.tensor, generation.pipeline, shape)
+    return problems
+
+
+def policy_ranks(config: Config) -> int:
+    """World size of the policy."""
+    parallel = config.policy.parallel
+    return parallel.tensor * parallel.pipeline * parallel.context * parallel.data
+
+
+def generation_ranks(config: Config) -> int:
+    """Worker processes of all engines together."""
+    parallel = config.generation.parallel
+    return parallel.tensor * parallel.pipeline * parallel.data
+
+
+def divisors(number: int, *others: int) -> str:
+    """For a message: what divides all of the numbers ("1, 2 or 4")."""
+    found = [str(d) for d in range(1, number + 1) if all(n % d == 0 for n in (number, *others))]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
+def _split(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Iterator[Problem]:
+    heads, groups, ffn = shape.attention_heads, shape.key_value_heads, shape.ffn_hidden
+    usable = divisors(heads, groups, ffn)
+    for size, what in ((heads, "attention heads"), (groups, "key/value heads"), (ffn, "feed-forward width")):
+        if size % tensor:
+            text = f"does not divide the model's {size} {what}; use {usable}"
+            yield Problem(f"{section}.tensor={tensor}", text)
+            break
+    if shape.layers % pipeline:
+        text = f"does not divide the model's {shape.layers} layers; use {divisors(shape.layers)}"
+        yield Problem(f"{section}.pipeline={pipeline}", text)
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    parallel = config.policy.parallel
+    if parallel.context != 1:
+        yield Problem(f"policy.parallel.context={parallel.context}", "context parallelism is not supported yet; use 1")
+    if parallel.expert != 1:
+        text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
+        yield Problem(f"policy.parallel.expert={parallel.expert}", text)
+    if parallel.sequence and parallel.tensor == 1:
+        yield Problem("policy.parallel.sequence=True", "needs policy.parallel.tensor > 1")
+
+
+def _devices(config: Config) -> Iterator[Problem]:
+    cluster = config.cluster
+    wanted, there = policy_ranks(config) + generation_ranks(config), cluster.num_nodes * cluster.gpus_per_node
+    if cluster.gpus_per_node and wanted > there:
+        yield Problem(
+            f"cluster.gpus_per_node={cluster.gpus_per_node}",
+            f"{cluster.num_nodes} node(s) have {there} GPUs, but policy.parallel takes {policy_ranks(config)} and "
+            f"generation.parallel {generation_ranks(config)}; make the layouts smaller or give more GPUs",
+        )
+    engine = config.generation.parallel.tensor * config.generation.parallel.pipeline
+    if cluster.gpus_per_node and config.generation.parallel.tensor > cluster.gpus_per_node:
+        yield Problem(
+            f"generation.parallel.tensor={config.generation.parallel.tensor}",
+            f"an engine of {engine} ranks splits its matrices within one node, which has {cluster.gpus_per_node} GPUs; "
+            "use generation.parallel.pipeline across nodes",
+        )
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+    samples = prompts * generations
+    if generations < 2:
+        text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
+        yield Problem(f"grpo.num_generations_per_prompt={generations}", text)
+    for key, parts, what in (
+        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks"),
+        ("generation.parallel.data", config.generation.parallel.data, "engines"),
+    ):
+        if samples % parts:
+            yield Problem(
+                f"{key}={parts}",
+                f"{prompts} prompts x {generations} generations = {samples} samples do not share out evenly over "
+                f"{parts} {what}",
+            )
+
+
+def _lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    policy, longest = config.policy, config.policy.max_total_sequence_length
+    prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
+    if prompt + response > longest:
+        yield Problem(
+            f"policy.max_total_sequence_length={longest}",
+            f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response} "
+            "tokens do not fit",
+        )
+    if shape is not None and 0 < shape.max_positions < longest:
+        text = f"the model has {shape.max_positions} positions; use at most that"
+        yield Problem(f"policy.max_total_sequence_length={longest}", text)
+    for name in ("microbatch_tokens", "logprob_microbatch_tokens"):
+        tokens = getattr(policy, name)
+        if tokens is not None and tokens < longest:
+            text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
+            yield Problem(f"policy.{name}={tokens}", text)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer = config.policy.optimizer
+    decay = optimizer.decay_steps or config.grpo.max_num_steps
+    if optimizer.min_lr > optimizer.lr:
+        text = f"is above policy.optimizer.lr={optimizer.lr:g}, which it is the end of"
+        yield Problem(f"policy.optimizer.min_lr={optimizer.min_lr:g}", text)
+    if optimizer.decay_style != "constant" and optimizer.warmup_steps >= decay:
+        text = f"leaves no step for the decay, which ends at step {decay}"
+        yield Problem(f"policy.optimizer.warmup_steps={optimizer.warmup_steps}", text)
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    if config.generation.temperature == 0:
+        text = "greedy samples of a prompt are all the same, so there is nothing to learn from; use 1.0"
+        yield Problem("generation.temperature=0", text)
+    scaling = config.grpo.reward_scaling
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
+        yield Problem(f"grpo.reward_scaling.source_min={scaling.source_min:g}", text)
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.task_name not in config.env:
+        text = f"no such environment under env; there is {', '.join(config.env) or 'none'}"
+        yield Problem(f"data.task_name={data.task_name}", text)
+    if data.system_prompt is not None and not data.apply_chat_template:
+        yield Problem("data.system_prompt", "has a place only in a chat; needs data.apply_chat_template=true")
+
+
+def _checkpointing(config: Config) -> Iterator[Problem]:
+    checkpointing, grpo = config.checkpointing, config.grpo
+    validates = config.data.val_path is not None and (grpo.val_period or grpo.val_at_start or grpo.val_at_end)
+    ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
+    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates:
+        text = "ranks checkpoints, but there is no validation; give data.val_path and grpo.val_period"
+        yield Problem(f"checkpointing.metric_name={checkpointing.metric_name}", text)

@@ -1,0 +1,133 @@
+"""Checks of what a configuration asks of this machine: GPUs, model, data files, the run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.model_source import is_hub_name, is_prepared, local_folder
+from megatron_grpo.config.rows import row_problems
+from megatron_grpo.config.schema import Config
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def machine_problems(config: Config) -> list[Problem]:
+    """Everything that is missing here. Without the GPUs, only that: the files are looked for where the run will be."""
+    missing_gpus = list(_gpus(config))
+    if missing_gpus:
+        return missing_gpus
+    return [*_nodes(config), *_model(config), *_data(config), *_folders(config)]
+
+
+def visible_gpus() -> int:
+    """CUDA devices of this machine as the driver's device files show them, within CUDA_VISIBLE_DEVICES."""
+    devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return devices
+    return min(devices, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
+
+
+def _gpus(config: Config) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.gpus_per_node == 0 or cluster.ray_address is not None:
+        return
+    there = visible_gpus()
+    if there < cluster.gpus_per_node:
+        have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
+        yield Problem(
+            f"cluster.gpus_per_node={cluster.gpus_per_node}",
+            f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them",
+        )
+
+
+def _nodes(config: Config) -> Iterator[Problem]:
+    if config.cluster.num_nodes > 1 and config.cluster.ray_address is None:
+        text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
+        yield Problem(f"cluster.num_nodes={config.cluster.num_nodes}", text)
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    path = config.policy.model.path
+    if is_prepared(config):
+        return
+    subject = f"policy.model.path={path}"
+    if is_hub_name(path):
+        reason = None if local_folder(path) else _fetch_config(path)
+        if reason is not None:
+            yield Problem(subject, f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}")
+            return
+    elif not Path(path).is_dir():
+        text = "no such folder; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
+        yield Problem(subject, text)
+        return
+    folder = local_folder(path)
+    assert folder is not None
+    try:
+        ModelShape.from_folder(folder)
+    except ValueError as error:
+        yield Problem(subject, str(error))
+        return
+    if is_hub_name(path):
+        return  # the rest is downloaded when the run starts
+    if not any(folder.glob("*.safetensors")):
+        yield Problem(
+            subject, "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+        )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+
+
+def _fetch_config(path: str) -> str | None:
+    """Download a hub model's config.json into the cache; the reason when that fails."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(path, "config.json")
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    for key, path in (("data.train_path", data.train_path), ("data.val_path", data.val_path)):
+        if path is None or _made_before_the_run(config, path):
+            continue
+        subject = f"{key}={path}"
+        if not Path(path).is_file():
+            yield Problem(subject, "no such file; give a JSONL file, one object with prompt and answer a line")
+            continue
+        rows, wrong = row_problems(Path(path), data, set(config.env))
+        yield from wrong
+        wanted = config.grpo.num_prompts_per_step
+        if key == "data.train_path" and not wrong and rows < wanted:
+            yield Problem(subject, f"has {rows} rows, fewer than one step's grpo.num_prompts_per_step={wanted}")
+        if key == "data.val_path" and not wrong and rows == 0:
+            yield Problem(subject, "has no rows")
+
+
+def _made_before_the_run(config: Config, path: str) -> bool:
+    return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
+
+
+def _folders(config: Config) -> Iterator[Problem]:
+    yield from _writable("run_dir", Path(config.run_dir))
+    if config.prepare.name is not None:
+        yield from _writable("prepare.folder", Path(config.prepare.folder))
+    resume = config.checkpointing.resume
+    if resume not in ("auto", "none") and not Path(resume).is_dir():
+        yield Problem(f"checkpointing.resume={resume}", "no such folder; give auto, none or the path of a checkpoint")
+
+
+def _writable(key: str, folder: Path) -> Iterator[Problem]:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        yield Problem(f"{key}={folder}", f"{existing} is a file, not a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem(f"{key}={folder}", f"no permission to write in {existing}")

@@ -1,0 +1,69 @@
+"""Where a model is: a folder, a hub name, or one that is made before the run; and what its sizes are."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import MISSING, Config
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this names a model of the Hugging Face hub ("Qwen/Qwen3-8B") rather than a folder."""
+    return _HUB_NAME.fullmatch(path) is not None and not Path(path).parent.exists()
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder with the model's config.json on this machine, from the hub's cache if need be; None: not here."""
+    if not is_hub_name(path):
+        return Path(path) if Path(path).is_dir() else None
+    from huggingface_hub import try_to_load_from_cache  # here: it takes longer to import than everything else together
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def model_folder(path: str) -> Path:
+    """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
+
+    Raises:
+        RunError: it cannot be downloaded.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=_WANTED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"policy.model.path={path} could not be downloaded: {reason}") from error
+
+
+def known_shape(config: Config) -> ModelShape | None:
+    """Sizes of the policy's model as far as this machine knows them; None: the model is not here (yet)."""
+    if is_prepared(config):
+        return ModelShape.from_hf_config(
+            importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").HF_CONFIG
+        )
+    if config.policy.model.path == MISSING:
+        return None
+    folder = local_folder(config.policy.model.path)
+    if folder is None:
+        return None
+    try:
+        return ModelShape.from_folder(folder)
+    except ValueError:
+        return None  # the check of files says what is wrong with it
+
+
+def is_prepared(config: Config) -> bool:
+    """Whether the model is made before the run, so that nothing of it needs to exist yet."""
+    return config.prepare.name is not None and Path(config.policy.model.path).is_relative_to(config.prepare.folder)
