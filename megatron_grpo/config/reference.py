@@ -41,7 +41,7 @@ def _options() -> Iterator[str]:
     yield "## Groups\n"
     for name, options in config_groups().items():
         if name != RECIPES:
-            yield f"- `{name}=`" + ", ".join(f"`{option}`" for option in options)
+            yield f"- `{name}`: " + ", ".join(f"`{name}={option}`" for option in options)
     yield ""
 
 

@@ -1,0 +1,62 @@
+# Every target sets up what it needs in .venv, once, and again only when the lock files or the packaging change.
+#   make quickstart              a whole GRPO run on this machine's CPU
+#   make test | test-unit | lint
+#   make gpu-check               what only a CUDA machine can check, with that machine's own packages
+#   make lock | docs             write requirements/*.lock, docs/configuration.md anew
+# PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch) .ci/run
+
+.DELETE_ON_ERROR:
+.PHONY: quickstart test test-unit lint gpu-check lock docs
+
+quickstart: $(VENV)/.runtime
+	$(BIN)/python -m megatron_grpo.train +exp=quickstart
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit tests/parity tests/integration
+
+test-unit: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/hadolint docker/Dockerfile.*
+
+gpu-check:
+	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+		echo "gpu-check: this machine has no CUDA GPU, so nothing was checked"; \
+	else \
+		PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu; \
+	fi
+
+lock: $(VENV)/.dev
+	$(BIN)/python requirements/lock.py
+
+docs: $(VENV)/.runtime
+	$(BIN)/python -m megatron_grpo.config.reference > docs/configuration.md
+
+# --no-deps: two packages ask for companions of torch that break its CPU build (requirements/lock.py says which). The
+# public package index serves torch's CUDA build only, so unless a configured index has the CPU one it comes from PyTorch.
+$(VENV)/.runtime: requirements/cpu.lock pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, and $(PYTHON) is older; give one with make PYTHON=..."; exit 1; }
+	@echo "setting up $(VENV): about 4 GB, a few minutes the first time"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --no-deps "$(TORCH)" || $(PIP) install --no-deps --index-url $(TORCH_CPU_INDEX) "$(TORCH)"
+	$(PIP) install --no-deps -r requirements/cpu.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.lock
+	$(PIP) install --no-deps -r requirements/dev.lock
+	@touch $@
