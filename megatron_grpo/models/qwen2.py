@@ -1,0 +1,24 @@
+"""Qwen2 and Qwen2.5: Llama's layout with biases on the query, key and value projections."""
+
+from __future__ import annotations
+
+from megatron_grpo.models.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, head
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry
+
+QKV_BIAS = (
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.linear_qkv.bias",),
+        (
+            HFTensor("model.layers.{layer}.self_attn.q_proj.bias", ("heads",)),
+            HFTensor("model.layers.{layer}.self_attn.k_proj.bias", ("kv_heads",)),
+            HFTensor("model.layers.{layer}.self_attn.v_proj.bias", ("kv_heads",)),
+        ),
+        axis=0,
+        merge="qkv",
+    ),
+)
+
+
+def entries(tied: bool) -> tuple[WeightEntry, ...]:
+    """The family's table."""
+    return INPUT + ATTENTION + QKV_BIAS + MLP + OUTPUT_NORM + head(tied)

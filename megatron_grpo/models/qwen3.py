@@ -1,0 +1,24 @@
+"""Qwen3 (dense): Llama's layout with an RMS norm on every query and key head."""
+
+from __future__ import annotations
+
+from megatron_grpo.models.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, head
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry
+
+QK_NORM = (
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.q_layernorm.weight",),
+        (HFTensor("model.layers.{layer}.self_attn.q_norm.weight", ("head_dim",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.k_layernorm.weight",),
+        (HFTensor("model.layers.{layer}.self_attn.k_norm.weight", ("head_dim",)),),
+        axis=None,
+    ),
+)
+
+
+def entries(tied: bool) -> tuple[WeightEntry, ...]:
+    """The family's table."""
+    return INPUT + ATTENTION + QK_NORM + MLP + OUTPUT_NORM + head(tied)

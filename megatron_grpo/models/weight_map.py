@@ -1,0 +1,161 @@
+"""The table that says how each Megatron parameter is made of Hugging Face tensors, and who holds which slice of them.
+
+One entry covers one Megatron parameter (of every layer, when its name has a `{layer}`). Whatever the merge, a
+tensor-parallel rank's parameter is made of one contiguous slice of each Hugging Face tensor: `WeightEntry.slices` gives
+them, `merge` and `split` go from the slices to the parameter and back. Reading, writing, gathering and shard-to-shard
+plans need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.model_shape import ModelShape
+
+Dim = Literal["vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim"]
+"""A dimension of a tensor; "heads" and "kv_heads" are in units of features: heads * head_dim."""
+
+Merge = Literal["plain", "qkv", "gate_up", "vocab"]
+"""How slices of several tensors become one parameter:
+plain: the parameter is the slice;
+qkv: for each key/value group its query heads, then its key, then its value, along dimension 0;
+gate_up: the rank's gate rows, then its up rows;
+vocab: rows are padded with zeros to a multiple of the tensor-parallel size."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """A tensor of the Hugging Face model."""
+
+    name: str
+    """With `{layer}` where the number of the layer goes."""
+    dims: tuple[Dim, ...]
+
+    def shape(self, model: ModelShape) -> tuple[int, ...]:
+        """Its full shape."""
+        return tuple(dim_size(dim, model) for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """Rows (or columns) `start:stop` along `axis` of one full Hugging Face tensor; axis None: all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    axis: int | None
+    start: int
+    stop: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        if self.axis is None:
+            return self.shape
+        return (*self.shape[: self.axis], self.stop - self.start, *self.shape[self.axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """One Megatron parameter and what it is made of."""
+
+    megatron: tuple[str, ...]
+    """Its name, with `{layer}`; several when Transformer Engine's layer spec and the torch one name it differently."""
+    hf: tuple[HFTensor, ...]
+    axis: int | None
+    """Dimension that tensor parallelism splits, the same in every tensor; None: every rank holds all of it."""
+    merge: Merge = "plain"
+    copy: bool = False
+    """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
+
+    def slices(self, model: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[WeightSlice]:
+        """What rank `tp_rank` of `tp_size` holds of each tensor, in the order of `hf`; `layer` counts from 0."""
+        found = []
+        for tensor in self.hf:
+            shape = tensor.shape(model)
+            start, stop = 0, 0
+            if self.axis is not None:
+                size = shape[self.axis]
+                width = -(-size // tp_size) if self.merge == "vocab" else size // tp_size
+                start, stop = min(tp_rank * width, size), min((tp_rank + 1) * width, size)
+            found.append(WeightSlice(tensor.name.format(layer=layer), shape, self.axis, start, stop))
+        return found
+
+    def merge_slices(self, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
+        """Slices of the tensors -> the rank's parameter.
+
+        Args:
+            parts: in the order of `hf`.
+            rows: of the parameter; more than the slice has only where the vocabulary is padded.
+        """
+        if self.merge == "qkv":
+            group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)]
+            return torch.cat(group_parts, dim=1).flatten(0, 1)
+        if self.merge == "gate_up":
+            return torch.cat(parts)
+        if self.merge == "vocab":
+            return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
+        return parts[0]
+
+    def split_parameter(self, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
+        """The inverse of `merge_slices`; the results are contiguous and may share memory with `local`."""
+        if self.merge == "qkv":
+            widths = _group(model)
+            grouped = local.view(-1, sum(widths), *local.shape[1:])
+            return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+        if self.merge == "gate_up":
+            return list(local.chunk(2))
+        if self.merge == "vocab":
+            return [local[: slices[0].stop - slices[0].start]]
+        return [local]
+
+
+def dim_size(dim: Dim, model: ModelShape) -> int:
+    """Size of a dimension in a model of this shape."""
+    return {
+        "vocab": model.vocab,
+        "hidden": model.hidden,
+        "ffn": model.ffn_hidden,
+        "heads": model.attention_heads * model.head_dim,
+        "kv_heads": model.key_value_heads * model.head_dim,
+        "head_dim": model.head_dim,
+    }[dim]
+
+
+def padded_vocab(model: ModelShape, tp_size: int) -> int:
+    """Vocabulary entries of the Megatron model: the next multiple of the tensor-parallel size."""
+    return -(-model.vocab // tp_size) * tp_size
+
+
+def is_per_layer(name: str) -> bool:
+    """Whether a name stands for one tensor per layer."""
+    return "{layer}" in name
+
+
+def _group(model: ModelShape) -> list[int]:
+    """Rows of one key/value group: its queries, its key, its value."""
+    heads_per_group = model.attention_heads // model.key_value_heads
+    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
+
+
+def global_entries(entries: tuple[WeightEntry, ...], layers: list[int]) -> Iterator[tuple[WeightEntry, int, int]]:
+    """Every (entry, layer in the model, layer in this stage) of a stage that holds `layers`, in the order of the table.
+
+    Runs of per-layer entries are repeated for each layer; both numbers are 0 for entries outside layers.
+    """
+    position = 0
+    while position < len(entries):
+        end = position
+        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
+            end += 1
+        for local, layer in enumerate(layers):
+            for entry in entries[position:end]:
+                yield entry, layer, local
+        if end < len(entries):
+            yield entries[end], 0, 0
+        position = end + 1

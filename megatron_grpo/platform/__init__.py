@@ -1,0 +1,1 @@
+"""What differs between CUDA and CPU, decided in one place."""

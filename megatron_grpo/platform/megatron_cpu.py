@@ -1,0 +1,206 @@
+"""Every patch that lets Megatron-Core 0.16, which takes CUDA for granted, run on a CPU.
+
+Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
+whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
+GPU. Looking a name up in it costs what it costs in the real torch, and operators are not intercepted at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.platform.device import current_platform
+
+CUDA_MODULES = {
+    "megatron.core.dist_checkpointing.exchange_utils": 'device="cuda" for shards that ranks exchange',
+    "megatron.core.dist_checkpointing.strategies.async_utils": "current_device for the votes of asynchronous saves",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize before tensors are written",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize after shards are exchanged",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver": 'device="cuda" for the votes of a save',
+    "megatron.core.distributed.distributed_data_parallel": "current_device and Stream for gradient buffers",
+    "megatron.core.distributed.param_and_grad_buffer": "current_device of parameter and gradient buffers",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": "current_device of the rotary frequencies",
+    "megatron.core.models.gpt.gpt_model": "current_device of zero-sized activations",
+    "megatron.core.optimizer.clip_grads": 'device="cuda" for the gradient norm',
+    "megatron.core.optimizer.distrib_optimizer": "current_device of optimizer state that is loaded",
+    "megatron.core.optimizer.grad_scaler": 'device="cuda" for the loss scale',
+    "megatron.core.optimizer.optimizer": 'device="cuda" for the loss scale and overflow flags',
+    "megatron.core.parallel_state": "current_device for barriers",
+    "megatron.core.pipeline_parallel.p2p_communication": "current_device and synchronize around sends and receives",
+    "megatron.core.pipeline_parallel.schedules": 'device="cuda" for the token count',
+    "megatron.core.tensor_parallel.data": 'device="cuda" for broadcast batches',
+    "megatron.core.tensor_parallel.layers": "current_device of weights and activations",
+    "megatron.core.tensor_parallel.mappings": "current_device of gathered activations",
+    "megatron.core.tensor_parallel.random": "get_rng_state, set_rng_state and manual_seed of the RNG tracker",
+    "megatron.core.tensor_parallel.utils": "current_device of gathered activations",
+    "megatron.core.transformer.dot_product_attention": "current_device of softmax offsets",
+    "megatron.core.transformer.module": "current_device of weights created on the meta device",
+    "megatron.core.transformer.moe.experts": "current_device of expert weights",
+    "megatron.core.transformer.moe.moe_utils": 'device="cuda" for the logged auxiliary losses',
+    "megatron.core.transformer.moe.router": "current_device of the router's weight and counters",
+    "megatron.core.transformer.moe.shared_experts": "Stream that shared experts overlap on",
+    "megatron.core.transformer.moe.token_dispatcher": "Stream that split sizes are copied on",
+    "megatron.core.transformer.utils": 'device="cuda" for attention masks',
+    "megatron.core.utils": 'device="cuda" for norms and current_device of buffers',
+}
+"""Modules that get their own `torch`, and what they would otherwise ask of a GPU."""
+
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+"""Functions of `torch` that these modules call with device="cuda"."""
+
+PATCHED_NAMES = (
+    ("torch", "Tensor.cuda", "language_module, optimizer and exchange_utils move tensors with .cuda()"),
+    ("torch", "Tensor.type", 'the optimizers compare it with "torch.cuda.FloatTensor" and its bf16 sibling'),
+    ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "reads torch.cuda's generator"),
+    ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "writes torch.cuda's generator"),
+    ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "turns only CUDA tensors into numpy"),
+    ("megatron.core.transformer.moe.router", "TopKRouter._apply_expert_bias", "torch.compile of three tensor operations"),
+    ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
+)
+"""(module, name in it, why) of everything else that is replaced."""
+
+_patched = False
+
+
+class _Stream:
+    """Stands in for torch.cuda.Stream and Event: on a CPU everything has happened when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def wait_event(self, event: _Stream) -> None: ...
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or self
+
+    def record(self, stream: _Stream | None = None) -> None: ...
+
+    def wait(self, stream: _Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Overlay(ModuleType):
+    """A module with some names replaced. What the original gains later (lazy imports) is found too."""
+
+    def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update({**vars(original), **replaced})
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def apply_patches() -> None:
+    """Make Megatron-Core run on this process's CPU; does nothing with CUDA, nor when called again."""
+    global _patched
+    if _patched or current_platform().name == "cuda":
+        return
+    _patched = True
+    overlay = _cpu_torch()
+    for name in CUDA_MODULES:
+        importlib.import_module(name).torch = overlay
+    _patch_tensor_methods()
+    _patch_random_state()
+    _patch_experts()
+
+
+def _cpu_torch() -> ModuleType:
+    """`torch` as the modules above see it."""
+    stream = _Stream()
+
+    @contextlib.contextmanager
+    def on_stream(_: _Stream | None) -> Iterator[None]:
+        yield
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    cuda = _Overlay(
+        torch.cuda,
+        {
+            "current_device": lambda: torch.device("cpu"),
+            "synchronize": nothing,
+            "empty_cache": nothing,
+            "Stream": _Stream,
+            "Event": _Stream,
+            "stream": on_stream,
+            "current_stream": lambda device=None: stream,
+            "default_stream": lambda device=None: stream,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "manual_seed": torch.manual_seed,
+        },
+    )
+    return _Overlay(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _patch_tensor_methods() -> None:
+    """Methods cannot be replaced per module; without a GPU nobody else has a use for these two on CUDA's behalf."""
+    original_type = torch.Tensor.type
+
+    def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return original_type(self, dtype, *args, **kwargs)
+
+    def stay(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
+    torch.Tensor.cuda = stay  # type: ignore[method-assign,assignment]  # the point of this function
+
+
+def _patch_random_state() -> None:
+    """The RNG tracker's states are states of the CPU generator, so that dropout and initialisation draw from them."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+
+
+def _patch_experts() -> None:
+    """Mixture of experts without Transformer Engine and without a C++ compiler."""
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        # Read without a guard by RouterGatingLinearFunction, but only defined when Transformer Engine is there.
+        utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # alltoall needs its split sizes as numbers; the original converts them only when it copies them off a GPU.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    importlib.import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
+    importlib.import_module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
+    router = importlib.import_module("megatron.core.transformer.moe.router").TopKRouter
+    compiled = router._apply_expert_bias
+    router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

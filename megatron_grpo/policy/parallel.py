@@ -1,0 +1,65 @@
+"""Process groups of one policy rank: torch.distributed and Megatron-Core's parallel state."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.megatron_cpu import apply_patches
+
+
+def initialize_parallel(
+    parallel: ParallelConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master_address: str,
+    master_port: int,
+    seed: int,
+    timeout_s: float,
+) -> None:
+    """Join the other ranks, form the tensor, context, expert, data and pipeline groups, and seed the random states.
+
+    Args:
+        parallel: their sizes multiply to world_size.
+        rank: of this process; consecutive ranks are first of all tensor-parallel neighbours.
+        timeout_s: after which starting up, or any later collective, fails.
+    """
+    sizes = parallel.tensor * parallel.pipeline * parallel.context * parallel.data
+    assert sizes == world_size, f"a layout of {sizes} ranks was started with {world_size}"
+    apply_patches()
+    platform = current_platform()
+    if platform.name == "cuda":
+        # Megatron-Core counts on one hardware queue to order a layer's communication before its computation.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(platform.device)
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"tcp://{master_address}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_parallel() -> None:
+    """Undo `initialize_parallel`, so that this process could start in another layout; idempotent."""
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
