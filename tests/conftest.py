@@ -1,0 +1,14 @@
+"""Fixtures that several kinds of tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny_models import BUILDERS, TinyModel, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    """Every tiny model, by name."""
+    folder = tmp_path_factory.mktemp("tiny_models")
+    return {name: make_tiny_model(name, folder) for name in BUILDERS}

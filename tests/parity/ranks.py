@@ -1,0 +1,181 @@
+"""Running a function on gloo ranks: one body, every layout."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.policy import model  # noqa: F401  # loaded once by the fork server instead of by every rank
+from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks are laid out."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    sequence: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """As the configuration says it."""
+        return ParallelConfig(**asdict(self))
+
+    def __str__(self) -> str:
+        name = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}"
+        return name + f"-ep{self.expert}" * (self.expert > 1) + "-sp" * self.sequence
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2),
+    Layout(tensor=2, sequence=True),
+    Layout(pipeline=2),
+    Layout(tensor=2, pipeline=2),
+]
+
+
+def run_on_ranks(layout: Layout, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call `function(layout, *args)` on every rank of a layout whose process groups are set up.
+
+    Processes are kept for the next call. `function` has to be importable, arguments and results picklable.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RuntimeError: a rank raised or died; the message holds its traceback.
+        TimeoutError: not every rank was done in time; the message names the others.
+    """
+    return _POOL.run(layout, function, args, timeout_s)
+
+
+@dataclass
+class _Rank:
+    process: BaseProcess
+    connection: Connection
+
+
+class _Pool:
+    """Rank processes, started when they are first needed; all are ended when one of them fails."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._layout: Layout | None = None
+
+    def run(self, layout: Layout, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        while len(self._ranks) < layout.ranks:
+            self._ranks.append(_start(len(self._ranks)))
+        port = None if layout == self._layout else _free_port()
+        self._layout = layout
+        request = pickle.dumps((layout, port, function, args))
+        for rank in self._ranks[: layout.ranks]:
+            rank.connection.send_bytes(request)
+        try:
+            return self._collect(layout, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, layout: Layout, timeout_s: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        pending = {rank.connection: number for number, rank in enumerate(self._ranks[: layout.ranks])}
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"{layout}: ranks {sorted(pending.values())} were not done after {timeout_s} s")
+            for connection in ready:
+                number = pending.pop(connection)  # type: ignore[call-overload]  # only connections are waited for
+                results[number] = self._receive(layout, number)
+        return [results[number] for number in range(layout.ranks)]
+
+    def _receive(self, layout: Layout, number: int) -> Any:
+        rank = self._ranks[number]
+        try:
+            succeeded, value = pickle.loads(rank.connection.recv_bytes())
+        except EOFError:
+            rank.process.join(5)
+            raise RuntimeError(f"{layout}: rank {number} died with exit code {rank.process.exitcode}") from None
+        if not succeeded:
+            raise RuntimeError(f"{layout}: rank {number} failed\n{value}")
+        return value
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.connection.close()
+        self._ranks, self._layout = [], None
+
+
+def _start(number: int) -> _Rank:
+    # Read by the fork server, which imports everything once before it forks the ranks.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(number, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _serve(number: int, connection: Connection) -> None:
+    """A rank: take requests until the parent is gone."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            layout, port, function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if port is not None:
+                destroy_parallel()
+                initialize_parallel(
+                    layout.parallel,
+                    rank=number,
+                    world_size=layout.ranks,
+                    master_address="127.0.0.1",
+                    master_port=port,
+                    seed=SEED,
+                    timeout_s=60,
+                )
+            answer = (True, function(layout, *args))
+        except Exception:  # noqa: BLE001  # whatever a test raises is reported to it
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_POOL = _Pool()
+atexit.register(_POOL.close)

@@ -1,0 +1,110 @@
+"""Logits of the Megatron model against transformers, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.policy.model import build_model
+from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.tiny_models import VOCAB, TinyModel, logprobs_of_logits
+
+LENGTHS = (12, 20, 8)
+"""Of the microbatches: different, so that pipeline stages have to tell each other."""
+
+
+def microbatches() -> list[Tensor]:
+    """[2, length] token ids each."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCAB, (2, length), generator=generator) for length in LENGTHS]
+
+
+def megatron_logits(model: GPTModel, batches: list[Tensor]) -> list[Tensor]:
+    """Full logits of every microbatch, on the last pipeline stage; [] elsewhere."""
+
+    def forward_step(data: Iterator[Tensor], module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        token_ids = next(data)
+        positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+        zero = torch.zeros((), dtype=torch.int)
+        return module(token_ids, positions, None), lambda logits: (logits.new_zeros(()), zero, gather_vocab(logits))
+
+    with torch.no_grad():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[model],
+            num_microbatches=len(batches),
+            seq_length=max(LENGTHS),
+            micro_batch_size=2,
+            forward_only=True,
+        )
+
+
+def gather_vocab(logits: Tensor) -> Tensor:
+    """[.., columns of this rank] -> [.., vocabulary], without padding."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :VOCAB]
+
+
+def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recompute: bool) -> list[list[Tensor]]:
+    """Token log-probabilities by model and microbatch; empty lists before the last stage."""
+    found = []
+    for folder in folders:
+        shape = ModelShape.from_folder(folder)
+        model = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
+        load_hf_weights(model, shape, folder)
+        logits = megatron_logits(model, microbatches())
+        found.append([logprobs_of_logits(x, ids) for x, ids in zip(logits, microbatches(), strict=False)])
+    return found
+
+
+def expect_parity(
+    layout: Layout, models: dict[str, TinyModel], *, precision: str, recompute: bool, tolerance: float
+) -> None:
+    """Log-probabilities on every rank of the last stage agree with transformers'."""
+    by_rank = run_on_ranks(layout, logprobs_on_rank, [m.path for m in models.values()], precision, recompute)
+    last_stage = [found for found in by_rank if found[0]]
+    assert len(last_stage) == layout.tensor * layout.data
+    for found in last_stage:
+        for model, actual in zip(models.values(), found, strict=True):
+            for ids, logprobs in zip(microbatches(), actual, strict=True):
+                torch.testing.assert_close(
+                    logprobs, model.logprobs(ids), atol=tolerance, rtol=0, msg=lambda m, name=model.name: f"{name}: {m}"
+                )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_logprobs_equal_transformers(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
+    expect_parity(layout, tiny_models, precision="float32", recompute=False, tolerance=2e-5)
+
+
+def test_activation_checkpointing_does_not_change_logprobs(tiny_models: dict[str, TinyModel]) -> None:
+    expect_parity(Layout(tensor=2), tiny_models, precision="float32", recompute=True, tolerance=2e-5)
+
+
+def test_bfloat16_is_close_to_float32(tiny_models: dict[str, TinyModel]) -> None:
+    expect_parity(Layout(tensor=2, pipeline=2), tiny_models, precision="bfloat16", recompute=False, tolerance=0.5)
+
+
+def test_llama3_rope_scaling_changes_the_logprobs(tiny_models: dict[str, TinyModel]) -> None:
+    """Guards the tests above: without the scaling they would fail."""
+    model = tiny_models["llama_untied"].load()
+    ids = microbatches()[1]
+    scaled = model(ids).logits
+    rotary = model.model.rotary_emb
+    half = rotary.inv_freq.shape[0]
+    rotary.inv_freq = 1.0 / 10000.0 ** (torch.arange(half) / half)
+    assert (model(ids).logits - scaled).abs().max() > 1e-2

@@ -1,0 +1,94 @@
+"""Weights from Hugging Face format to Megatron and back, in every layout, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.hf_folder import write_hf_folder
+from megatron_grpo.models.hf_weights import TensorSpec, hf_specs, iter_hf_tensors, load_hf_weights
+from megatron_grpo.policy.model import build_model
+from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.tiny_models import TinyModel
+
+Given = tuple[bool, list[TensorSpec], list[tuple[str, Tensor | None]]]
+"""(whether this is tensor-parallel rank 0, what was announced, what came)."""
+
+
+def round_trip(layout: Layout, folders: list[Path], precision: str, gather_bytes: int) -> list[Given]:
+    found = []
+    for folder in folders:
+        shape = ModelShape.from_folder(folder)
+        model = build_model(shape, layout.parallel, precision=precision)
+        load_hf_weights(model, shape, folder)
+        tensors = list(iter_hf_tensors(model, shape, gather_bytes))
+        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, hf_specs(model, shape), tensors))
+    return found
+
+
+def full_tensors(by_rank: list[list[Given]], position: int) -> dict[str, Tensor]:
+    """All tensors of one model, from the ranks that gave them; every rank must have kept to what it announced."""
+    full: dict[str, Tensor] = {}
+    for rank in by_rank:
+        first, specs, tensors = rank[position]
+        assert [spec.name for spec in specs] == [name for name, _ in tensors]
+        if not first:
+            assert all(tensor is None for _, tensor in tensors)
+            continue
+        for spec, (name, tensor) in zip(specs, tensors, strict=True):
+            assert spec == TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            assert tensor.is_contiguous()
+            assert name not in full, f"two stages gave {name}"
+            full[name] = tensor
+    return full
+
+
+# 6000 bytes: several parameters to a bucket, and some parameters larger than one.
+@pytest.mark.parametrize("gather_bytes", [1, 6000, 2**30])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_round_trip_is_exact(layout: Layout, gather_bytes: int, tiny_models: dict[str, TinyModel]) -> None:
+    folders = [model.path for model in tiny_models.values()]
+    by_rank = run_on_ranks(layout, round_trip, folders, "float32", gather_bytes)
+    for position, model in enumerate(tiny_models.values()):
+        actual, expected = full_tensors(by_rank, position), model.tensors()
+        assert actual.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(actual[name], tensor), f"{model.name}: {name}"
+
+
+def test_bfloat16_weights_are_the_rounded_ones(tiny_models: dict[str, TinyModel]) -> None:
+    model = tiny_models["qwen2_tied"]
+    by_rank = run_on_ranks(Layout(tensor=2, pipeline=2), round_trip, [model.path], "bfloat16", 2**20)
+    for name, tensor in full_tensors(by_rank, 0).items():
+        assert torch.equal(tensor, model.tensors()[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 10_000], ids=["one_file", "sharded"])
+def test_written_folder_loads_in_transformers(
+    shard_bytes: int, tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    for model in tiny_models.values():
+        output = tmp_path / model.name
+        (source := tmp_path / f"{model.name}_source").mkdir()
+        for file in model.path.iterdir():
+            (source / file.name).write_bytes(file.read_bytes())
+        (source / "tokenizer_config.json").write_text("{}")
+        write_hf_folder(sorted(model.tensors().items()), source, output, max_shard_bytes=shard_bytes)
+        assert (output / "tokenizer_config.json").exists()
+        assert len(list(output.glob("*.safetensors"))) == 1 or shard_bytes == 10_000
+        loaded = AutoModelForCausalLM.from_pretrained(output)
+        for name, tensor in model.load().state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), f"{model.name}: {name}"
+
+
+def test_written_config_names_the_dtype_of_the_weights(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    model = tiny_models["qwen3_tied"]
+    tensors = ((name, tensor.bfloat16()) for name, tensor in model.tensors().items())
+    write_hf_folder(tensors, model.path, tmp_path / "half")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
