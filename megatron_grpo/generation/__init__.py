@@ -1,0 +1,1 @@
+"""Sampling from the policy: the interface and the vLLM engines behind it."""

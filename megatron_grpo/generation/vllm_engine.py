@@ -1,0 +1,260 @@
+"""One vLLM engine inside a Ray actor: repeatable sampling of whole batches, and its half of a refit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+FIRST_VERSION = 0
+"""Version of the weights that the engine reads from the model folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything one engine is built from; plain values, so that it travels to the actor."""
+
+    index: int
+    model_path: str
+    config: GenerationConfig
+    precision: str
+    max_total_sequence_length: int
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes of this engine."""
+        return self.config.parallel.tensor * self.config.parallel.pipeline
+
+
+class VllmEngine:
+    """Ray actor. Between calls generation is paused and its prefix cache empty, so a batch never sees an earlier one."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._llm: AsyncLLM | None = None
+        self._parking: asyncio.Task[None] | None = None
+        self._unusable: str | None = None
+        self._batches = 0
+
+    async def start(self) -> None:
+        """Start the processes, load the weights of the model folder and run one small batch."""
+        os.environ[ENGINE_MARKER] = "1"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        await self._llm.update_weight_version(str(FIRST_VERSION))
+        await self._park()
+        await self._warm_up()
+
+    async def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
+        """Sample all requests; outputs in the order of the requests.
+
+        The same requests under the same weights give the same bits: every request has its own seed, and the scheduler
+        sees all of them, in order, before it takes the first.
+        """
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
+        llm = await self._parked()
+        with _deaths_explained():
+            finals = await self._sample(llm, requests, settings)
+        self._parking = asyncio.create_task(self._park())
+        texts = llm.get_tokenizer().batch_decode([final.outputs[0].token_ids for final in finals], skip_special_tokens=True)
+        return [_output(final, text) for final, text in zip(finals, texts, strict=True)]
+
+    async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
+        """Join every worker to the refit's groups.
+
+        Args:
+            rendezvous: fields of refit.channel.Rendezvous.
+            first_receiver: workers of the engines before this one.
+        """
+        await self._on_workers("connect_refit", rendezvous, first_receiver)
+
+    async def receive_weights(self, version: int) -> None:
+        """Take one version into every worker. From here until it is committed the engine refuses to generate."""
+        self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
+        await self._on_workers("receive_refit", version)
+
+    async def commit_weights(self, version: int) -> None:
+        """Serve what was received, under this version."""
+        llm = await self._parked()
+        with _deaths_explained():
+            await llm.update_weight_version(str(version))
+            await llm.reset_prefix_cache()
+        self._unusable = None
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        if self._llm is not None:
+            self._llm.shutdown(timeout=0)
+            self._llm = None
+
+    async def _on_workers(self, method: str, *args: Any) -> None:
+        """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        llm = await self._parked()
+        with _deaths_explained():
+            problems = await llm.collective_rpc(method, args=args)
+        if any(problems):
+            raise RuntimeError("; ".join(problem for problem in problems if problem))
+
+    async def _sample(
+        self, llm: AsyncLLM, requests: list[GenerationRequest], settings: SamplingSettings
+    ) -> list[RequestOutput]:
+        from vllm.inputs.engine import tokens_input
+
+        self._batches += 1
+        queues = [
+            await llm.add_request(
+                f"{self._batches}.{number}", tokens_input(request.prompt_ids), self._sampling_params(request, settings)
+            )
+            for number, request in enumerate(requests)
+        ]
+        await llm.resume_generation()
+        return [await queue.get() for queue in queues]  # FINAL_ONLY: one output per request, when it has ended
+
+    def _sampling_params(self, request: GenerationRequest, settings: SamplingSettings) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._settings.max_total_sequence_length - len(request.prompt_ids)
+        max_tokens = min(request.max_new_tokens, settings.max_new_tokens, room)
+        if max_tokens < 1:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within "
+                f"policy.max_total_sequence_length={self._settings.max_total_sequence_length}"
+            )
+        return SamplingParams(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k or 0,
+            seed=request.seed,
+            max_tokens=max_tokens,
+            stop=list(settings.stop_strings),
+            stop_token_ids=list(settings.stop_token_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(settings.stop_strings),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def _parked(self) -> AsyncLLM:
+        if self._parking is not None:
+            await self._parking
+            self._parking = None
+        assert self._llm is not None, "start() comes first"
+        return self._llm
+
+    async def _park(self) -> None:
+        assert self._llm is not None
+        with _deaths_explained():
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def _warm_up(self) -> None:
+        # The first batch allocates and compiles; a full one, so that the first real one does not.
+        request = GenerationRequest(prompt_ids=[0, 0], seed=0, max_new_tokens=2)
+        await self.generate([request] * self._settings.config.engine.max_num_seqs, SamplingSettings(max_new_tokens=2))
+
+
+@contextmanager
+def _deaths_explained() -> Iterator[None]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError:
+        raise RuntimeError("a vLLM process of this engine has ended") from None
+
+
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's arguments for this engine; on CPU also sets the environment that its processes inherit."""
+    from vllm.platforms import current_platform
+
+    config = settings.config
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": config.engine.dtype or settings.precision,
+        "tensor_parallel_size": config.parallel.tensor,
+        "pipeline_parallel_size": config.parallel.pipeline,
+        "max_model_len": settings.max_total_sequence_length,
+        "max_num_seqs": config.engine.max_num_seqs,
+        "enforce_eager": config.engine.enforce_eager,
+        "enable_prefix_caching": config.engine.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_grpo.refit.receiver.RefitWorker",
+    }
+    if current_platform.is_cpu():
+        return arguments | _cpu_arguments(settings)
+    return arguments | _cuda_arguments(settings)
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(
+        sorted(os.sched_getaffinity(0)),
+        first=settings.index * settings.ranks,
+        ranks=settings.ranks,
+        total=settings.config.parallel.data * settings.ranks,
+    )
+    return {
+        "distributed_executor_backend": "mp",
+        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
+        "worker_cls": "megatron_grpo.generation.vllm_cpu_worker.PipelineCPUWorker",
+    }
+
+
+def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
+    import ray
+
+    # An engine within a node owns its GPUs through this actor; a larger one has a placement group of its own.
+    fits = len(ray.get_gpu_ids()) >= settings.ranks
+    return {
+        "distributed_executor_backend": "mp" if fits else "ray",
+        "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
+    }
+
+
+def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
+    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
+
+    Returns:
+        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
+    """
+    if total > len(cores):
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
+    share = len(cores) // total
+    return "|".join(
+        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
+    )
+
+
+def _output(final: RequestOutput, text: str) -> GenerationOutput:
+    completion = final.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request early: {completion.finish_reason}")
+    logprobs = completion.logprobs.logprobs
+    spans = completion.weight_versions
+    assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
+    assert spans is not None and len(spans) == 1, "the weights do not change while a request is in flight"
+    return GenerationOutput(
+        token_ids=list(completion.token_ids),
+        logprobs=list(logprobs),
+        text=text,
+        stop_reason=completion.finish_reason,
+        version=int(spans[0].version),
+    )

@@ -1,0 +1,105 @@
+"""The pool of vLLM engines as the driver sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.generation.interface import (
+    EngineEndpoint,
+    GenerationInterface,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+)
+from megatron_grpo.generation.vllm_engine import EngineSettings, VllmEngine
+
+ENGINE_NAME = "generation engine {}".format
+SHUTDOWN_S = 15.0
+
+
+class VllmGeneration(GenerationInterface):
+    """Engines in Ray actors. `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: GenerationConfig,
+        *,
+        precision: str,
+        max_total_sequence_length: int,
+        actor_options: Callable[[int], dict[str, Any]],
+        startup_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            model_path: folder in Hugging Face format.
+            precision: of weights and activations, unless the config names another.
+            max_total_sequence_length: longest prompt plus response in tokens.
+            actor_options: Ray options (resources, placement) of the engine with this index.
+            startup_timeout_s: deadline of `wait_ready`, counted from `start`.
+        """
+        self._config = config
+        self._settings = [
+            EngineSettings(
+                index=index,
+                model_path=model_path,
+                config=config,
+                precision=precision,
+                max_total_sequence_length=max_total_sequence_length,
+            )
+            for index in range(config.parallel.data)
+        ]
+        self._actor_options = actor_options
+        self._startup_timeout_s = startup_timeout_s
+        self._started_at = 0.0
+        self._engines: list[Any] = []
+        self._starting: list[ray.ObjectRef] = []
+
+    def start(self) -> None:
+        """Begin to start every engine."""
+        self._started_at = time.monotonic()
+        actor = ray.remote(VllmEngine)
+        self._engines = [actor.options(**self._actor_options(s.index)).remote(s) for s in self._settings]
+        self._starting = self.submit("start")
+
+    def wait_ready(self) -> None:
+        """Return when every engine can generate.
+
+        Raises:
+            RuntimeError: an engine failed or the deadline passed; the message names the engine and the cause.
+        """
+        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+
+    def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
+        # Neighbours often share their prompt: contiguous shares let an engine reuse its KV cache.
+        bounds = [len(requests) * index // len(self._engines) for index in range(len(self._engines) + 1)]
+        refs = [
+            engine.generate.remote(requests[begin:end], settings)
+            for engine, begin, end in zip(self._engines, bounds, bounds[1:], strict=False)
+        ]
+        shares = gather(refs, deadline_s=self._config.timeout_s, what="generation", name=ENGINE_NAME)
+        return [output for share in shares for output in share]
+
+    def endpoints(self) -> list[EngineEndpoint]:
+        return [EngineEndpoint(settings.index, settings.ranks) for settings in self._settings]
+
+    def submit(self, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """Call a method of every engine actor without waiting; results in the order of the engines."""
+        return [getattr(engine, method).remote(*args) for engine in self._engines]
+
+    def submit_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[ray.ObjectRef]:
+        """The same with arguments of its own for each engine."""
+        return [getattr(engine, method).remote(*args) for engine, args in zip(self._engines, arguments, strict=True)]
+
+    def shutdown(self) -> None:
+        engines, self._engines = self._engines, []
+        ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
+        for engine in engines:
+            ray.kill(engine)

@@ -1,0 +1,58 @@
+"""What every vLLM process of ours loads at start (entry point of the group `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
+"""Environment variable that our engine actor sets and its processes inherit; other users of vLLM are left alone."""
+
+WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
+"""Name of our receiver in vLLM's registry of weight-transfer engines."""
+
+PARENT_CHECK_S = 1.0
+CPU_SPIN_S = 0.002
+"""Time that a CPU engine's processes busy-wait for their next message before they sleep on a socket."""
+CPU_RECHECK_MS = 20
+"""Longest sleep on that socket: its wake-up is lost when two messages come within a millisecond of each other."""
+
+
+def register() -> None:
+    """Make the receiver known and tie the process to its parent. Does nothing outside our engines; safe to repeat."""
+    if ENGINE_MARKER not in os.environ:
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(
+        WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.receiver", "BucketReceiver"
+    )
+    _sleep_instead_of_spinning_on_cpu()
+    threading.Thread(target=_exit_with_parent, args=(_parent(),), name="parent-watchdog", daemon=True).start()
+
+
+def _parent() -> int:
+    # A process that multiprocessing started knows who its parent was even if that one is gone already.
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
+
+
+def _sleep_instead_of_spinning_on_cpu() -> None:
+    """vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
+        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS

@@ -1,0 +1,1 @@
+"""Moving the policy's weights into the generation workers, one version at a time."""

@@ -1,0 +1,125 @@
+"""Buckets: many tensors in one flat buffer that ends in a seal (version and checksum)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 16
+"""Every tensor begins at a multiple of this, so that a slice of the buffer can be viewed in any type."""
+SEAL_BYTES = 16
+"""Behind the payload: version and checksum, int64 each."""
+
+CHUNK_WORDS = 1 << 20
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 divided by the golden ratio, as int64: spreads position over all bits (Knuth, TAOCP vol. 3, 6.4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor lies in its bucket."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Without padding."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor, sharing memory with the buffer (flat, uint8)."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What is sent at once."""
+
+    slots: tuple[Slot, ...]
+    payload_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload and seal."""
+        return self.payload_bytes + SEAL_BYTES
+
+
+def plan_buckets(tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
+    """Lay tensors into buckets in their order, each filled up to `bucket_bytes`.
+
+    A tensor that is larger gets a bucket of its own: the receiver needs it whole to cut its shard out of it.
+
+    Args:
+        tensors: (name, dtype without "torch.", shape).
+    """
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    used = 0
+    for name, dtype, shape in tensors:
+        slot = Slot(name, getattr(torch, dtype), tuple(shape), used)
+        if slots and used + slot.nbytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), used))
+            slots, slot = [], replace(slot, offset=0)
+        slots.append(slot)
+        used = slot.offset + -(-slot.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    if slots:
+        buckets.append(Bucket(tuple(slots), used))
+    return buckets
+
+
+def seal(buffer: Tensor, version: int) -> None:
+    """Write version and checksum behind the payload.
+
+    Args:
+        buffer: [Bucket.nbytes], uint8, payload filled in.
+    """
+    words = buffer.view(torch.int64)
+    words[-2] = version
+    words[-1] = checksum(words[:-1])
+
+
+def broken_seal(buffer: Tensor, version: int) -> str | None:
+    """What is wrong with a received bucket, or None.
+
+    Args:
+        buffer: [Bucket.nbytes], uint8.
+    """
+    words = buffer.view(torch.int64)
+    found, expected, sent_version = torch.stack([checksum(words[:-1]), words[-1], words[-2]]).tolist()
+    if found != expected:
+        return f"checksum {found & (2**64 - 1):016x} differs from the sender's {expected & (2**64 - 1):016x}"
+    if sent_version != version:
+        return f"holds version {sent_version}, not {version}"
+    return None
+
+
+def checksum(words: Tensor) -> Tensor:
+    """Position-weighted sum modulo 2^64: chunk by chunk, h <- h * GOLDEN + sum_i words[i] * weight[i].
+
+    Weights are odd, so a change of any single word always shows; different everywhere in a chunk, so exchanged words do
+    too, but for rare differences in high bits alone.
+
+    Args:
+        words: [n], int64, on any device.
+
+    Returns:
+        Scalar, int64, on the same device.
+    """
+    weights = _weights(words.device)
+    total = words.new_zeros(())
+    for chunk in words.split(CHUNK_WORDS):
+        total = total * GOLDEN + (chunk * weights[: chunk.numel()]).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=None)
+def _weights(device: torch.device) -> Tensor:
+    return torch.arange(1, CHUNK_WORDS + 1, device=device) * GOLDEN | 1

@@ -1,0 +1,113 @@
+"""Process groups between one policy rank and all generation workers, apart from everybody's default group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import Backend, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from megatron_grpo.refit.buckets import Bucket, plan_buckets
+
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the members of the groups meet, one group per pipeline stage of the policy."""
+
+    host: str
+    port: int
+    receivers: int
+    """Generation workers of all engines; a group's size is this plus one, the sender being rank 0."""
+    timeout_s: float
+    """Of meeting and of each transfer."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """The same, as torch wants it."""
+        return timedelta(seconds=self.timeout_s)
+
+    def store(self) -> Store:
+        """A client of the store at this address."""
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self.timeout)
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """A store that listens on this address alone, on a free port; it lives as long as the returned object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def write_plan(store: Store, stage: int, stages: int, buckets: list[Bucket], bucket_bytes: int) -> None:
+    """Tell the receivers what one of the stages will send: names, types and shapes, since both sides plan alike."""
+    slots = [slot for bucket in buckets for slot in bucket.slots]
+    tensors = [(slot.name, str(slot.dtype).removeprefix("torch."), slot.shape) for slot in slots]
+    store.set(f"plan/{stage}", json.dumps({"bucket_bytes": bucket_bytes, "tensors": tensors}))
+    store.set("stages", str(stages))
+
+
+def read_plans(store: Store) -> list[list[Bucket]]:
+    """What every stage will send, by stage; waits until their senders have written it."""
+    plans = [json.loads(store.get(f"plan/{stage}")) for stage in range(int(store.get("stages")))]
+    return [plan_buckets(plan["tensors"], plan["bucket_bytes"]) for plan in plans]
+
+
+def join(rendezvous: Rendezvous, stage: int, rank: int, device: torch.device) -> Backend:
+    """Enter the group of one stage; returns when all members have. NCCL on CUDA, gloo on CPU.
+
+    Raises:
+        RuntimeError: not everybody came within the timeout.
+    """
+    store = PrefixStore(f"refit/{stage}", rendezvous.store())
+    size = rendezvous.receivers + 1
+    if device.type == "cuda":
+        return _join_nccl(store, rank, size, rendezvous.timeout)
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address_towards(rendezvous.host))]
+    options._timeout = rendezvous.timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _blocking_wait():
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """A group made inside raises from wait() at its timeout, where others would end the process."""
+    before = os.environ.get(NCCL_BLOCKING_WAIT)
+    os.environ[NCCL_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_BLOCKING_WAIT]
+        else:
+            os.environ[NCCL_BLOCKING_WAIT] = before
+
+
+def _own_address_towards(host: str) -> str:
+    """The local address that reaches this host: gloo's own choice is the host name, which need not resolve."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
