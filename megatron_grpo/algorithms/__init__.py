@@ -1,0 +1,1 @@
+"""The algorithms: their loops, and the tensor maths beneath them."""

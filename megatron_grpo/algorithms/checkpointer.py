@@ -1,0 +1,115 @@
+"""Checkpoints of a run: which exist, how one is written so that it is whole or absent, and which are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import CheckpointingConfig
+
+POLICY_FOLDER = "megatron"
+"""Folder of the policy's distributed checkpoint inside a checkpoint."""
+_STATE_FILE = "state.json"
+_LOADER_FILE = "dataloader.pt"
+
+
+class Checkpointer:
+    """The folder run_dir/checkpoints. One process, the driver, owns it."""
+
+    def __init__(self, run_dir: Path, config: CheckpointingConfig) -> None:
+        self.config = config
+        self.folder = run_dir / "checkpoints"
+
+    def find(self) -> Path | None:
+        """The checkpoint to start from, as checkpointing.resume says.
+
+        Raises:
+            RunError: a path was given and no complete checkpoint is there.
+        """
+        if self.config.resume == "none":
+            return None
+        if self.config.resume == "auto":
+            steps = self.steps()
+            return self.path(steps[-1]) if steps else None
+        path = Path(self.config.resume)
+        if not (path / _STATE_FILE).is_file():
+            raise RunError(f"checkpointing.resume={path} is not a checkpoint: it has no {_STATE_FILE}")
+        return path
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, in order."""
+        names = (re.fullmatch(r"step_(\d+)", entry.name) for entry in self.folder.glob("step_*"))
+        return sorted(int(match[1]) for match in names if match)
+
+    def path(self, step: int) -> Path:
+        """Folder of a checkpoint."""
+        return self.folder / f"step_{step}"
+
+    @contextmanager
+    def writing(self, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> Iterator[Path]:
+        """Write checkpoint `step`: the body fills the yielded folder with the policy's part.
+
+        Everything goes to a temporary name first, which is renamed once all of it is on disk: a checkpoint that can be
+        found is complete. Afterwards the ones beyond checkpointing.keep_top_k are removed.
+
+        Args:
+            state: what the driver needs to continue (JSON).
+            loader_state: of the training data loader.
+        """
+        temporary = self.folder / f".writing_step_{step}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / POLICY_FOLDER).mkdir(parents=True)
+        yield temporary / POLICY_FOLDER
+        torch.save(dict(loader_state), temporary / _LOADER_FILE)
+        (temporary / _STATE_FILE).write_text(json.dumps(dict(state), indent=1))
+        for file in (temporary / _LOADER_FILE, temporary / _STATE_FILE):
+            _sync(file)
+        shutil.rmtree(self.path(step), ignore_errors=True)
+        temporary.rename(self.path(step))
+        _sync(self.folder)
+        self._prune()
+
+    @staticmethod
+    def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(state, loader state) as they were given to `writing`."""
+        state = json.loads((path / _STATE_FILE).read_text())
+        return state, torch.load(path / _LOADER_FILE, weights_only=True)
+
+    def remove_leftovers(self) -> None:
+        """Delete what an interrupted write left behind."""
+        for entry in self.folder.glob(".writing_step_*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+    def _prune(self) -> None:
+        if self.config.keep_top_k is None:
+            return
+        steps = self.steps()
+        ranked = sorted(steps, key=lambda step: (self._score(step), step), reverse=True)
+        for step in set(steps) - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
+            shutil.rmtree(self.path(step))
+
+    def _score(self, step: int) -> float:
+        """Higher is better; a checkpoint without the metric ranks last."""
+        metrics = json.loads((self.path(step) / _STATE_FILE).read_text()).get("metrics", {})
+        value = metrics.get(self.config.metric_name)
+        if value is None:
+            return -math.inf
+        return float(value) if self.config.higher_is_better else -float(value)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

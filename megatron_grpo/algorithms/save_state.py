@@ -1,0 +1,29 @@
+"""How far a run has come: the driver's part of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+
+class GRPOSaveState(TypedDict):
+    """Progress of a GRPO run."""
+
+    consumed_samples: int
+    """Prompts used so far."""
+    current_step: int
+    """Steps in the current epoch."""
+    current_epoch: int
+    """Epochs completed."""
+    total_steps: int
+    """Optimizer steps so far; also the policy's weight version."""
+    total_valid_tokens: int
+    """Tokens that losses were taken over."""
+    val_reward: NotRequired[float]
+    """Mean reward of the last validation."""
+    val_accuracy: NotRequired[float]
+    """Accuracy of the last validation."""
+
+
+def default_grpo_save_state() -> GRPOSaveState:
+    """A run that has not begun."""
+    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)

@@ -1,0 +1,215 @@
+"""Everything a GRPO run needs, brought up side by side where it can be and taken down in one place."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.algorithms.checkpointer import POLICY_FOLDER, Checkpointer
+from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
+from megatron_grpo.algorithms.run_directory import claimed_run_directory
+from megatron_grpo.algorithms.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.model_source import is_prepared, model_folder
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
+from megatron_grpo.data.jsonl import read_prompts
+from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.processors import math_data_processor
+from megatron_grpo.environments.registry import build_environments
+from megatron_grpo.generation.interface import SamplingSettings
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.policy.megatron_policy import MegatronPolicy
+from megatron_grpo.policy.worker import EngineSettings
+from megatron_grpo.refit.broadcast import BroadcastTransport
+from megatron_grpo.refit.interface import WeightTransport
+from megatron_grpo.rollouts.collector import RolloutCollector
+
+
+@dataclass(kw_only=True)
+class GRPORun:
+    """A run that is up: what the loop works with."""
+
+    config: Config
+    policy: MegatronPolicy
+    transport: WeightTransport
+    collector: RolloutCollector
+    sampling: SamplingSettings
+    loader: PromptLoader
+    val_prompts: list[DatumSpec]
+    loss_fn: ClippedPGLossFn
+    logger: RunLogger
+    checkpointer: Checkpointer
+    state: GRPOSaveState
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares the policy with the reference policy."""
+        return needs_reference(self.config)
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether a reference policy is loaded at all."""
+    return config.loss_fn.reference_policy_kl_penalty > 0
+
+
+@contextmanager
+def setup(config: Config) -> Iterator[GRPORun]:
+    """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
+
+    Raises:
+        RunError: something did not come up; the message says what.
+    """
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_terminated_like_interrupted())
+        run_dir, changes = stack.enter_context(claimed_run_directory(config))
+        if is_prepared(config):
+            importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
+        folder = model_folder(config.policy.model.path)
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        cluster.start()
+        cluster.reserve(config.policy.parallel, config.generation.parallel)
+        generation = _start_generation(config, folder, cluster)
+        stack.callback(generation.shutdown)
+        policy = _start_policy(config, folder, cluster)
+        stack.callback(policy.shutdown)
+        environments = build_environments(config.env)
+        for environment in environments.values():
+            stack.callback(environment.shutdown)
+        loader, val_prompts, tokenizer = _load_data(config, folder)
+        policy.wait_ready()
+        generation.wait_ready()
+        transport = BroadcastTransport(policy, generation, config.refit)
+        transport.connect()
+        checkpointer = Checkpointer(run_dir, config.checkpointing)
+        state = _resume(checkpointer, policy, loader)
+        transport.publish(state["total_steps"])
+        logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
+        stack.callback(logger.close)
+        logger.started(startup_s=time.monotonic() - started, changes=changes)
+        yield GRPORun(
+            config=config,
+            policy=policy,
+            transport=transport,
+            collector=RolloutCollector(generation, environments, config.policy.max_total_sequence_length),
+            sampling=_sampling(config, tokenizer),
+            loader=loader,
+            val_prompts=val_prompts,
+            loss_fn=ClippedPGLossFn(config.loss_fn),
+            logger=logger,
+            checkpointer=checkpointer,
+            state=state,
+        )
+
+
+def _start_generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
+    generation = VllmGeneration(
+        str(folder),
+        config.generation,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        actor_options=cluster.engine_options,
+        startup_timeout_s=config.cluster.startup_timeout_s,
+    )
+    generation.start()
+    return generation
+
+
+def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
+    settings = EngineSettings(
+        config=config.policy,
+        shape=ModelShape.from_folder(folder),
+        folder=str(folder),
+        reference=config.reference if needs_reference(config) else None,
+        temperature=config.generation.temperature,
+        decay_steps=config.policy.optimizer.decay_steps or config.grpo.max_num_steps,
+        seed=config.grpo.seed,
+    )
+    policy = MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
+    policy.start()
+    return policy
+
+
+def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSpec], Any]:
+    """The training loader, the validation prompts and the tokenizer."""
+    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = config.data
+    spec = TaskDataSpec(
+        task_name=data.task_name,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+    )
+    processors = dict.fromkeys(config.env, (spec, math_data_processor))
+
+    def dataset(path: str) -> AllTaskProcessedDataset:
+        rows = read_prompts(path, spec, task_names=set(config.env))
+        return AllTaskProcessedDataset(rows, tokenizer, spec, processors, data.max_input_seq_length)
+
+    loader = PromptLoader(
+        dataset(data.train_path),
+        prompts_per_batch=config.grpo.num_prompts_per_step,
+        shuffle=data.shuffle,
+        seed=config.grpo.seed,
+    )
+    val_prompts: list[DatumSpec] = []
+    if data.val_path is not None:
+        held_out = dataset(data.val_path)
+        prompts = (held_out[idx] for idx in range(len(held_out)))
+        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.grpo.max_val_samples]
+    return loader, val_prompts, tokenizer
+
+
+def _sampling(config: Config, tokenizer: Any) -> SamplingSettings:
+    generation = config.generation
+    stops = set(generation.stop_token_ids)
+    if tokenizer.eos_token_id is not None:
+        stops.add(tokenizer.eos_token_id)
+    return SamplingSettings(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=tuple(sorted(stops)),
+        stop_strings=tuple(generation.stop_strings),
+    )
+
+
+def _resume(checkpointer: Checkpointer, policy: MegatronPolicy, loader: PromptLoader) -> GRPOSaveState:
+    checkpointer.remove_leftovers()
+    path = checkpointer.find()
+    if path is None:
+        return default_grpo_save_state()
+    policy.load_checkpoint(str(path / POLICY_FOLDER))
+    state, loader_state = Checkpointer.load(path)
+    loader.load_state_dict(loader_state)
+    save_state: GRPOSaveState = state["save_state"]
+    return save_state
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, so that every process is ended."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

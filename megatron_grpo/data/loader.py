@@ -1,0 +1,137 @@
+"""Prompts of one step after the other, in an order that a resumed run continues exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from megatron_grpo.data.interfaces import DatumSpec
+
+
+class Prompts(Protocol):
+    """A dataset of prompts, for example AllTaskProcessedDataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, idx: int, /) -> DatumSpec: ...
+
+
+class EpochOrder(Sampler[int]):
+    """Row numbers of one epoch: as they come, or in an order drawn from (seed, epoch) alone."""
+
+    def __init__(self, rows: int, *, shuffle: bool, seed: int) -> None:
+        self.rows = rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.rows))
+        # Two rounds of seeding keep (seed, epoch) and (seed + 1, epoch - 1) apart.
+        epoch_seed = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(self.seed))) ^ self.epoch
+        return iter(torch.randperm(self.rows, generator=torch.Generator().manual_seed(epoch_seed)).tolist())
+
+
+class PromptLoader:
+    """Batches of prompts, epoch after epoch. Prompts flagged as too long (loss_multiplier 0) are left out and counted.
+
+    Each `iter()` yields the rest of the current epoch and then moves on to the next one::
+
+        while loader.epoch < max_epochs:
+            for prompts in loader:
+                ...
+    """
+
+    def __init__(
+        self, dataset: Prompts, *, prompts_per_batch: int, shuffle: bool, seed: int, drop_last: bool = True
+    ) -> None:
+        """
+        Args:
+            dataset: the prompts.
+            prompts_per_batch: prompts that are not left out in each batch.
+            shuffle: draw a new order each epoch.
+            seed: of the order.
+            drop_last: leave out the prompts at the end of an epoch that do not fill a batch.
+        """
+        self.prompts_per_batch = prompts_per_batch
+        self.drop_last = drop_last
+        self.epoch = 0
+        """Epochs completed."""
+        self.left_out = 0
+        """Rows of the current epoch (after its end: of the last one) left out so far because they are too long."""
+        self._rows = len(dataset)
+        self._batches = 0
+        self._order = EpochOrder(self._rows, shuffle=shuffle, seed=seed)
+        # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
+        self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
+            dataset,  # type: ignore[arg-type]  # torch's Dataset is a nominal type; any map-style object works
+            batch_size=None,
+            sampler=self._order,
+            collate_fn=_as_it_is,
+        )
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]:
+        """
+        Raises:
+            ValueError: a whole epoch has too few prompts for a single batch.
+        """
+        self._order.epoch = self.epoch
+        rows = iter(self._loader)
+        if self._batches == 0:
+            self.left_out = 0
+        batch: list[DatumSpec] = []
+        for datum in rows:
+            if datum["loss_multiplier"] == 0:
+                self.left_out += 1
+                continue
+            batch.append(datum)
+            if len(batch) == self.prompts_per_batch:
+                self._batches += 1
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            self._batches += 1
+            yield batch
+        if self._batches == 0:
+            raise ValueError(
+                f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
+                f"{self.left_out} are left out because they are too long"
+            )
+        self.epoch += 1
+        self._batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded; JSON-serialisable."""
+        return {
+            "epoch": self.epoch,
+            "left_out": self.left_out,
+            "batches": self._batches,
+            "rows": self._rows,
+            "loader": self._loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`.
+
+        Raises:
+            ValueError: the state is that of a dataset with another number of rows.
+        """
+        if state["rows"] != self._rows:
+            raise ValueError(f"the checkpoint's data had {state['rows']} rows, this run's has {self._rows}")
+        self.epoch = state["epoch"]
+        self.left_out = state["left_out"]
+        self._batches = state["batches"]
+        self._order.epoch = self.epoch
+        self._loader.load_state_dict(state["loader"])
+
+
+def _as_it_is(datum: DatumSpec) -> DatumSpec:
+    return datum

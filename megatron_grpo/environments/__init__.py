@@ -1,0 +1,1 @@
+"""Environments score what the model wrote."""

@@ -1,0 +1,14 @@
+"""The addition task: a response is right when it is exactly the digits of the answer."""
+
+from __future__ import annotations
+
+from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+
+
+class AdditionEnvironment(EnvironmentInterface):
+    """Compares texts: "095" is right for the answer "095"; "95", " 095" and "0950" are not."""
+
+    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Reward 1 for the exact answer, else 0."""
+        matches = [request.response == request.extra_env_info["answer"] for request in requests]
+        return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]

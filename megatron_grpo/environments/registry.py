@@ -1,0 +1,104 @@
+"""Environments by task name, each a pool of Ray actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+
+Columns = tuple[tuple[Any, ...], ...]
+"""Requests or returns as one tuple per field: many small objects pickle several times slower."""
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class EnvironmentWorker:
+    """One environment in a process of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self._environment = create_environment(kind)
+
+    def step(self, columns: Columns) -> Columns:
+        """(prompts, responses, stop reasons, extra_env_infos) -> (rewards, correct)."""
+        requests = [
+            EnvironmentRequest(prompt=prompt, response=response, stop_reason=stop_reason, extra_env_info=info)
+            for prompt, response, stop_reason, info in zip(*columns, strict=True)
+        ]
+        returns = self._environment.step(requests)
+        return tuple(one.reward for one in returns), tuple(one.correct for one in returns)
+
+
+class EnvironmentPool:
+    """The workers of one environment; they start in the background."""
+
+    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+        """
+        Args:
+            name: task name, for messages.
+            config: kind, workers and deadline. Ray must be running.
+        """
+        self.name = name
+        self.config = config
+        self._workers = [EnvironmentWorker.remote(config.type) for _ in range(config.num_workers)]
+
+    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Scores in the order of the requests, which are split evenly over the workers.
+
+        Raises:
+            RunError: a worker died or raised, or timeout_s passed; says which worker and why.
+        """
+        share, larger = divmod(len(requests), len(self._workers))
+        refs, start = [], 0
+        for index, worker in enumerate(self._workers):
+            end = start + share + (index < larger)
+            if end > start:
+                refs.append(worker.step.remote(_columns(requests[start:end])))
+            start = end
+        results = gather(
+            refs,
+            deadline_s=self.config.timeout_s,
+            what=f"environment {self.name}",
+            name="worker {}".format,
+        )
+        return [EnvironmentReturn(*one) for rewards, correct in results for one in zip(rewards, correct, strict=True)]
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+
+def build_environments(config: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentPool]:
+    """A pool for each entry of the configuration's `env`, by task name."""
+    return {name: EnvironmentPool(name, environment) for name, environment in config.items()}
+
+
+def create_environment(kind: str) -> EnvironmentInterface:
+    """The environment that `EnvironmentConfig.type` names; imports only what that one needs.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
+    if kind == "addition":
+        from megatron_grpo.environments.addition import AdditionEnvironment
+
+        return AdditionEnvironment()
+    if kind == "math":
+        from megatron_grpo.environments.math_environment import MathEnvironment
+
+        return MathEnvironment()
+    raise ValueError(f'no environment of type "{kind}"')
+
+
+def _columns(requests: list[EnvironmentRequest]) -> Columns:
+    return (
+        tuple(request.prompt for request in requests),
+        tuple(request.response for request in requests),
+        tuple(request.stop_reason for request in requests),
+        tuple(request.extra_env_info for request in requests),
+    )

@@ -1,0 +1,1 @@
+"""What a run reports: timers, metrics, plots, progress and the summary."""

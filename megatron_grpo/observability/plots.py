@@ -1,0 +1,108 @@
+"""The picture of a run: reward, accuracy and where the time of each step went."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megatron_grpo.observability.files import read_lines
+from megatron_grpo.observability.run_logger import METRICS_FILE, VALIDATION_FILE
+
+PLOT_FILE = "curves.png"
+SMOOTHING = 0.9
+"""Weight of the past in the smoothed reward."""
+PHASE_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
+INK, FAINT = "#333333", "#c9d3dd"
+
+
+def plot_run(run_dir: str | Path) -> Path:
+    """Draw the run's metrics.jsonl and validation.jsonl.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        The PNG, curves.png in the same folder.
+    """
+    folder = Path(run_dir)
+    steps = read_lines(folder / METRICS_FILE)
+    # A figure of its own, not pyplot's: no global state, and no display is looked for.
+    figure = Figure(figsize=(13, 3.8), dpi=130, layout="constrained")
+    reward, accuracy, time = figure.subplots(1, 3)
+    _draw_reward(reward, steps)
+    _draw_accuracy(accuracy, steps, read_lines(folder / VALIDATION_FILE))
+    _draw_phases(time, steps)
+    for axes in (reward, accuracy, time):
+        _style(axes)
+    temporary = folder / f".{PLOT_FILE}.tmp"
+    FigureCanvasAgg(figure).print_png(str(temporary))
+    os.replace(temporary, folder / PLOT_FILE)
+    return folder / PLOT_FILE
+
+
+def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    x, y = _series(steps, "reward")
+    axes.plot(x, y, color=FAINT, linewidth=1, label="each step")
+    axes.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
+    axes.set_title("Reward of the training samples")
+    if x:
+        axes.legend(frameon=False, loc="best")
+
+
+def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
+    x, y = _series(steps, "accuracy")
+    axes.plot(x, _smooth(y), color=FAINT, linewidth=2, label="training samples, smoothed")
+    x_val, y_val = _series(validations, "accuracy")
+    axes.plot(x_val, y_val, color=PHASE_COLORS[2], linewidth=2, marker="o", markersize=4, label="held-out problems")
+    for place in {0, len(x_val) - 1} if x_val else set():
+        axes.annotate(
+            f"{y_val[place]:.2f}", (x_val[place], y_val[place]), xytext=(0, 7), textcoords="offset points", ha="center"
+        )
+    axes.set_ylim(0, 1.05)
+    axes.set_title("Accuracy")
+    if x or x_val:
+        axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for step in steps for name in step["timing"] if name != "total"))
+    x = [step["step"] for step in steps]
+    shares = [[step["timing"].get(name, 0.0) for step in steps] for name in names]
+    rest = [max(0.0, step["timing"]["total"] - sum(share[i] for share in shares)) for i, step in enumerate(steps)]
+    if x:
+        colors = [PHASE_COLORS[i % len(PHASE_COLORS)] for i in range(len(names))]
+        axes.stackplot(x, *shares, rest, labels=[*names, "rest"], colors=[*colors, "#dddddd"], linewidth=0)
+        # The first steps warm caches up and would flatten the others.
+        totals = sorted(step["timing"]["total"] for step in steps)
+        axes.set_ylim(0, 1.6 * totals[int(0.95 * (len(totals) - 1))])
+        axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=8)
+    axes.set_title("Seconds of each step, by phase")
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    present = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in present], [row[name] for row in present]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Exponential moving average that gives the first values their full weight (as Adam corrects its moments)."""
+    smoothed, average, weight = [], 0.0, 0.0
+    for value in values:
+        average = SMOOTHING * average + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        smoothed.append(average / weight)
+    return smoothed
+
+
+def _style(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.grid(axis="y", color="#eeeeee")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.title.set_fontsize(11)
+    axes.title.set_color(INK)

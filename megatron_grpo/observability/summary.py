@@ -1,0 +1,84 @@
+"""The figures of a whole run, computed from its files, so that a resumed run counts from its beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron_grpo.observability.files import read_lines, write_json
+from megatron_grpo.observability.run_logger import METRICS_FILE, VALIDATION_FILE
+
+SUMMARY_FILE = "summary.json"
+WORK_PHASES = ("generation", "logprobs", "reference_logprobs", "train", "refit")
+"""Phases that are the work itself; the rest of a step is overhead."""
+
+
+def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samples_per_step: int) -> dict[str, Any]:
+    """Write summary.json and return its contents.
+
+    Args:
+        run_dir: the run's folder, with metrics.jsonl and validation.jsonl.
+        startup_s: seconds from the start of the command to the first step, of this process.
+        train_s: seconds from the first step to the end, validations and checkpoints included, of this process.
+        samples_per_step: prompts times generations.
+
+    Returns:
+        - accuracy_before, accuracy_after: of the first and the last validation (None without one);
+          accuracy_before_step, accuracy_after_step: their steps.
+        - steps, samples: in the whole run.
+        - startup_s, train_s; step_s: mean seconds of a step; phase_s: of each phase.
+        - samples_per_s: samples per second of step time.
+        - reward_first, reward_last: mean over the first and last ten steps.
+        - token_mult_prob_error_max: largest exp(|training - sampling log-probability|) of any token of the run;
+          token_mult_prob_error_mean: mean over steps of the mean over tokens.
+        - overhead_fraction: share of step time outside WORK_PHASES.
+    """
+    folder = Path(run_dir)
+    steps = read_lines(folder / METRICS_FILE)
+    validations = read_lines(folder / VALIDATION_FILE)
+    summary: dict[str, Any] = {"steps": len(steps), "samples": len(steps) * samples_per_step}
+    summary |= _accuracy(validations)
+    summary |= {"startup_s": startup_s, "train_s": train_s}
+    summary |= _times(steps, samples_per_step)
+    rewards = _column(steps, "reward")
+    summary |= {"reward_first": _mean(rewards[:10]), "reward_last": _mean(rewards[-10:])}
+    errors = _column(steps, "token_mult_prob_error_max")
+    summary["token_mult_prob_error_max"] = max(errors, default=None)
+    summary["token_mult_prob_error_mean"] = _mean(_column(steps, "token_mult_prob_error"))
+    write_json(folder / SUMMARY_FILE, summary)
+    return summary
+
+
+def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
+    first = validations[0] if validations else {}
+    last = validations[-1] if validations else {}
+    return {
+        "accuracy_before": first.get("accuracy"),
+        "accuracy_after": last.get("accuracy"),
+        "accuracy_before_step": first.get("step"),
+        "accuracy_after_step": last.get("step"),
+    }
+
+
+def _times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
+    totals = [step["timing"]["total"] for step in steps]
+    phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
+    phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}
+    total = sum(totals)
+    work = sum(phase_s.get(phase, 0.0) for phase in WORK_PHASES)
+    return {
+        "step_s": _mean(totals),
+        "phase_s": {phase: seconds / len(steps) for phase, seconds in phase_s.items()},
+        "samples_per_s": len(steps) * samples_per_step / total if total else None,
+        "overhead_fraction": 1.0 - work / total if total else None,
+    }
+
+
+def _column(steps: list[dict[str, Any]], name: str) -> list[float]:
+    return [step[name] for step in steps if step.get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
