@@ -31,18 +31,6 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
     return problems
 
 
-def policy_ranks(config: Config) -> int:
-    """World size of the policy."""
-    parallel = config.policy.parallel
-    return parallel.tensor * parallel.pipeline * parallel.context * parallel.data
-
-
-def generation_ranks(config: Config) -> int:
-    """Worker processes of all engines together."""
-    parallel = config.generation.parallel
-    return parallel.tensor * parallel.pipeline * parallel.data
-
-
 def divisors(number: int, *others: int) -> str:
     """For a message: what divides all of the numbers ("1, 2 or 4")."""
     found = [str(d) for d in range(1, number + 1) if all(n % d == 0 for n in (number, *others))]
@@ -74,21 +62,21 @@ def _parallel(config: Config) -> Iterator[Problem]:
 
 
 def _devices(config: Config) -> Iterator[Problem]:
-    cluster = config.cluster
-    wanted, there = policy_ranks(config) + generation_ranks(config), cluster.num_nodes * cluster.gpus_per_node
-    if cluster.gpus_per_node and wanted > there:
+    cluster, parallel = config.cluster, config.generation.parallel
+    if cluster.gpus_per_node == 0:
+        return
+    policy, generation = config.policy.parallel.world_size, parallel.ranks_per_engine * parallel.data
+    there = cluster.num_nodes * cluster.gpus_per_node
+    if policy + generation > there:
         yield Problem(
             f"cluster.gpus_per_node={cluster.gpus_per_node}",
-            f"{cluster.num_nodes} node(s) have {there} GPUs, but policy.parallel takes {policy_ranks(config)} and "
-            f"generation.parallel {generation_ranks(config)}; make the layouts smaller or give more GPUs",
+            f"{cluster.num_nodes} node(s) have {there} GPUs, but policy.parallel takes {policy} and "
+            f"generation.parallel {generation}; make the layouts smaller or give more GPUs",
         )
-    engine = config.generation.parallel.tensor * config.generation.parallel.pipeline
-    if cluster.gpus_per_node and config.generation.parallel.tensor > cluster.gpus_per_node:
-        yield Problem(
-            f"generation.parallel.tensor={config.generation.parallel.tensor}",
-            f"an engine of {engine} ranks splits its matrices within one node, which has {cluster.gpus_per_node} GPUs; "
-            "use generation.parallel.pipeline across nodes",
-        )
+    for section, tensor in (("policy", config.policy.parallel.tensor), ("generation", parallel.tensor)):
+        if tensor > cluster.gpus_per_node:
+            text = f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
+            yield Problem(f"{section}.parallel.tensor={tensor}", text)
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -1,0 +1,341 @@
+"""Composing and checking a configuration: recipes, defaults, and one test for each kind of mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.compose import compose_config, load_config
+from megatron_grpo.config.errors import ConfigError, Problem, format_problems
+from megatron_grpo.config.keys import groups, keys
+from megatron_grpo.config.layout import layout_problems
+from megatron_grpo.config.machine import machine_problems
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.reference import markdown
+from megatron_grpo.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 128,
+    "max_position_embeddings": 8192,
+}
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 81920,
+}
+LLAMA3_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(40)))
+    return file
+
+
+@pytest.fixture
+def given(model: Path, rows: Path, tmp_path: Path) -> list[str]:
+    """The least that a run needs."""
+    return [f"policy.model.path={model}", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
+
+
+def problems_of(overrides: list[str]) -> dict[str, str]:
+    """What load_config complains about: subject -> text."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    return {problem.subject: problem.text for problem in caught.value.problems}
+
+
+def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> None:
+    config, expected = load_config(given), Config()
+    expected.policy.model.path = config.policy.model.path
+    expected.data.train_path = config.data.train_path
+    expected.run_dir = config.run_dir
+    expected.prepare.folder = config.prepare.folder
+    assert config == expected
+
+
+def test_every_key_and_section_is_documented() -> None:
+    assert [key.name for key in keys().values() if not key.doc] == []
+    assert [group.name for group in groups() if not group.doc] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "gpus"), [("qwen3_8b_8gpu", QWEN3_8B, 8), ("llama3_70b_slurm", LLAMA3_70B, 64)]
+)
+def test_gpu_recipes_fit_their_models_and_machines(recipe: str, shape: dict[str, object], gpus: int) -> None:
+    config = compose_config([f"+exp={recipe}"])
+    assert layout_problems(config, ModelShape.from_hf_config(shape)) == []
+    generation = config.generation.parallel
+    assert config.policy.parallel.world_size + generation.ranks_per_engine * generation.data == gpus
+    assert config.policy.parallel.pipeline > 1
+    assert generation.pipeline > 1
+
+
+def test_every_recipe_composes() -> None:
+    for recipe in config_groups()[RECIPES]:
+        assert compose_config([f"+exp={recipe}"]).name == recipe
+
+
+OPTIONS = [(group, option) for group, found in config_groups().items() if group != RECIPES for option in found]
+GOES_WITH = {  # options that make sense only beside others
+    ("data", "addition"): ["env=addition"],
+    ("env", "addition"): ["data.task_name=addition"],
+    ("checkpointing", "best"): ["data.val_path=val.jsonl"],
+    ("policy", "llama3_70b"): ["policy.model.path=meta-llama/not-in-the-cache"],
+}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_composes(given: list[str], group: str, option: str) -> None:
+    chosen = compose_config([*given, f"{group}={option}", *GOES_WITH.get((group, option), [])])
+    assert chosen != compose_config(given) or (group, option) == ("env", "math")
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm"])
+def test_without_gpus_one_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (text,) = problems_of([f"+exp={recipe}"]).values()
+    assert text.startswith("this machine has no CUDA GPU")
+
+
+def test_all_mistakes_come_in_one_message(given: list[str]) -> None:
+    problems = problems_of([*given, "policy.parallel.tensor=3", "grpo.num_prompt_per_step=4", "policy.precision=fp8"])
+    assert problems == {
+        "grpo.num_prompt_per_step": "unknown key; did you mean grpo.num_prompts_per_step?",
+        "policy.precision=fp8": "must be one of float32, bfloat16",
+        "policy.parallel.tensor=3": "does not divide the model's 8 attention heads; use 1, 2 or 4",
+    }
+
+
+def test_the_message_is_aligned() -> None:
+    problems = [Problem("a=1", "is wrong"), Problem("longer.key=2", "as well")]
+    assert format_problems(problems).splitlines() == [
+        "configuration has 2 problems:",
+        "  a=1           is wrong",
+        "  longer.key=2  as well",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "subject", "text"),
+    [
+        (
+            "+grpo.num_generation_per_prompt=4",
+            "grpo.num_generation_per_prompt",
+            "grpo.num_generations_per_prompt?",
+        ),
+        ("++lr=1", "lr", "did you mean policy.optimizer.lr?"),
+        ("policy.tensor=2", "policy.tensor", "did you mean policy.parallel.tensor?"),
+        ("env.math.tipe=math", "env.math.tipe", "did you mean env.<name>.type?"),
+        ("qqq=1", "qqq", "unknown key"),
+        ("hydra.run.dir=x", "hydra.run.dir", "run_dir chooses"),
+        ("+exp=quikstart", "exp=quikstart", "did you mean quickstart? there is llama3_70b_slurm, quickstart"),
+        ("loss_fn=ppo", "loss_fn=ppo", "no such option; there is clip_higher, no_kl"),
+        ("grpo=3", "grpo=3", "set one of its keys: num_prompts_per_step"),
+        ("a b", "a b", "write key=value"),
+        ("grpo.seed=", None, "must be int"),
+        ("grpo.seed=1,2", "grpo.seed=1,2", "lists are written [a,b]"),
+        ("grpo.max_num_steps=three", "grpo.max_num_steps=three", "must be int > 0"),
+        ("grpo.max_num_steps=0", "grpo.max_num_steps=0", "must be int > 0"),
+        ("generation.top_p=1.5", "generation.top_p=1.5", "must be float > 0 and <= 1"),
+        ("generation.stop_token_ids=[1,x]", "generation.stop_token_ids.1=x", "valid integer"),
+        ("policy.optimizer.lr=nan", "policy.optimizer.lr=nan", "must be float > 0"),
+        ("policy.optimizer.lr=null", "policy.optimizer.lr=null", "must be float > 0"),
+        ("data.prompt_key=${nowhere}", "data.prompt_key=${nowhere}", "cannot be resolved"),
+        ("data.train_path=???", "data.train_path", "is required: JSONL file"),
+    ],
+)
+def test_mistakes_in_overrides(given: list[str], override: str, subject: str | None, text: str) -> None:
+    ((found, message),) = problems_of([*given, override]).items()
+    assert subject is None or found == subject
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subject", "text"),
+    [
+        (["policy.parallel.tensor=8"], "policy.parallel.tensor=8", "4 key/value heads; use 1, 2 or 4"),
+        (["generation.parallel.tensor=8"], "generation.parallel.tensor=8", "4 key/value heads; use 1, 2 or 4"),
+        (["policy.parallel.pipeline=3"], "policy.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
+        (["generation.parallel.pipeline=3"], "generation.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
+        (["policy.parallel.context=2"], "policy.parallel.context=2", "not supported yet"),
+        (["policy.parallel.expert=2"], "policy.parallel.expert=2", "mixture-of-experts"),
+        (["policy.parallel.sequence=true"], "policy.parallel.sequence=True", "needs policy.parallel.tensor > 1"),
+        (["policy.parallel.data=3"], "policy.parallel.data=3", "32 prompts x 16 generations = 512 samples"),
+        (["generation.parallel.data=3"], "generation.parallel.data=3", "do not share out evenly over 3 engines"),
+        (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1", "use 2 or more"),
+        (["generation.max_new_tokens=1025"], "policy.max_total_sequence_length=2048", "1024 + 1025 = 2049 tokens"),
+        (
+            ["policy.max_total_sequence_length=8193", "policy.microbatch_tokens=9000"],
+            "policy.max_total_sequence_length=8193",
+            "8192 positions",
+        ),
+        (["policy.microbatch_tokens=2047"], "policy.microbatch_tokens=2047", "longest sequence"),
+        (["policy.logprob_microbatch_tokens=9"], "policy.logprob_microbatch_tokens=9", "longest sequence"),
+        (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr=1", "above policy.optimizer.lr=1e-06"),
+        (
+            ["policy.optimizer.decay_style=cosine", "policy.optimizer.warmup_steps=1000"],
+            "policy.optimizer.warmup_steps=1000",
+            "ends at step 1000",
+        ),
+        (["generation.temperature=0"], "generation.temperature=0", "nothing to learn"),
+        (["data.task_name=code"], "data.task_name=code", "there is math"),
+        (["data.system_prompt=hi", "data.apply_chat_template=false"], "data.system_prompt", "apply_chat_template=true"),
+        (["checkpointing.keep_top_k=2"], "checkpointing.metric_name=val_accuracy", "there is no validation"),
+        (
+            ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=2"],
+            "grpo.reward_scaling.source_min=2",
+            "must be below",
+        ),
+        (
+            ["cluster.gpus_per_node=8", "policy.parallel.data=8"],
+            "cluster.gpus_per_node=8",
+            "1 node(s) have 8 GPUs, but policy.parallel takes 8 and generation.parallel 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_together(given: list[str], overrides: list[str], subject: str, text: str) -> None:
+    ((found, message),) = problems_of([*given, *overrides]).items()
+    assert found == subject
+    assert text in message
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ('{"prompt": "1?", "ans', "not valid JSON"),
+        ("[1]", "is list, not an object"),
+        ('{"question": "1?", "answer": "1"}', "no column 'prompt' (data.prompt_key); it has question, answer"),
+        ('{"prompt": "1?"}', "no column 'answer' (data.answer_key)"),
+        ('{"prompt": 1, "answer": "1"}', "neither a text nor a list"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', "neither a text nor a list"),
+        ('{"prompt": "1?", "answer": "1", "task_name": "code"}', "task_name 'code' is no environment; env has math"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(given: list[str], rows: Path, row: str, text: str) -> None:
+    with rows.open("a") as file:
+        file.write(row)
+    ((found, message),) = problems_of(given).items()
+    assert found == f"{rows}:41"
+    assert text in message
+
+
+def test_many_bad_rows_are_summed_up(given: list[str], rows: Path) -> None:
+    rows.write_text("{}\n" * 100)
+    problems = problems_of(given)
+    assert len(problems) == 6
+    assert problems[str(rows)] == "95 more bad lines of 100"
+
+
+def test_missing_files(model: Path, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    problems = problems_of(
+        [
+            "policy.model.path=/nowhere",
+            "data.train_path=/nowhere/train.jsonl",
+            "data.val_path=/nowhere/val.jsonl",
+            f"run_dir={tmp_path}/file/run",
+            "checkpointing.resume=/nowhere/step_3",
+        ]
+    )
+    assert {subject.partition("=")[0] for subject in problems} == {
+        "policy.model.path",
+        "data.train_path",
+        "data.val_path",
+        "run_dir",
+        "checkpointing.resume",
+    }
+
+
+def test_too_few_rows(given: list[str], rows: Path) -> None:
+    ((subject, text),) = problems_of([*given, "grpo.num_prompts_per_step=41"]).items()
+    assert subject == f"data.train_path={rows}"
+    assert "has 40 rows" in text
+
+
+def test_incomplete_model_folders(given: list[str], model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError) as caught:
+        load_config(given)
+    assert ["safetensors" in p.text or "tokenizer" in p.text for p in caught.value.problems] == [True, True]
+    (model / "config.json").write_text(json.dumps({**SMALL, "architectures": ["GPT2LMHeadModel"]}))
+    (text,) = problems_of(given).values()
+    assert "architecture GPT2LMHeadModel is not supported" in text
+
+
+def test_a_hub_name_in_the_cache_is_found(
+    rows: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(SMALL))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    given = ["policy.model.path=org/name", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
+    ((subject, _),) = problems_of([*given, "policy.parallel.tensor=3"]).items()
+    assert subject == "policy.parallel.tensor=3"
+    assert machine_problems(load_config(given)) == []
+
+
+def test_an_environment_variable_and_the_time_are_filled_in(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "/tmp/mine")
+    config = load_config([*given, "run_dir=${oc.env:MINE}/${now:%Y}/${name}"])
+    assert config.run_dir.startswith("/tmp/mine/20")
+    assert config.run_dir.endswith("/grpo")
+
+
+def test_the_configuration_is_read_without_the_heavy_packages(given: list[str]) -> None:
+    code = (
+        "import sys; from megatron_grpo.config.compose import load_config; load_config(sys.argv[1:]); "
+        "print([m for m in ('torch', 'ray', 'megatron', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), "run make docs"
