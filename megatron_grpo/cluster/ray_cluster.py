@@ -48,8 +48,8 @@ class RayCluster:
     def reserve(self, policy: ParallelConfig, generation: GenerationParallelConfig) -> None:
         """Reserve GPUs for both sides; a no-op on CPU.
 
-        Policy ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node. An engine that fits
-        a node gets one bundle there; a larger one gets a bundle per GPU, which vLLM's Ray executor fills.
+        Policy ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node. An engine that
+        fits a node gets one bundle there; a larger one gets a bundle per GPU, which vLLM's Ray executor fills.
         """
         per_node = self.config.gpus_per_node
         if not per_node:
@@ -67,8 +67,8 @@ class RayCluster:
         if late:
             free = ray.available_resources().get("GPU", 0)
             raise RunError(
-                f"the cluster has not enough free GPUs: the policy needs {world}, generation {ranks * generation.data}; "
-                f"{free:g} are still free after placing {len(ready)} of {len(groups)} groups"
+                f"the cluster has not enough free GPUs: the policy needs {world}, generation "
+                f"{ranks * generation.data}; {free:g} are still free after placing {len(ready)} of {len(groups)} groups"
             )
 
     def policy_options(self, rank: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def save_engine(engine: MegatronEngine, folder: str) -> None:
 def load_engine(engine: MegatronEngine, folder: str) -> None:
     """Load a folder that `save_engine` wrote, also in another layout; collective over all policy ranks.
 
-    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the policy computes draws
-    from it as long as the model has no dropout.
+    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the policy computes
+    draws from it as long as the model has no dropout.
     """
     state = _sharded_state(engine, is_loading=True)
     written_by = dist_checkpointing.load_common_state_dict(folder)["layout"]

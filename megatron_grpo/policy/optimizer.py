@@ -95,6 +95,6 @@ class PolicyOptimizer:
         return float(self.scheduler.get_lr({}))
 
 
-def _sum_model_grads(model: Sequence[torch.nn.Module], num_tokens: Any = None, **keywords: Any) -> None:
-    """Megatron's gradient reduction without its division by `num_tokens`."""
+def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
+    """Megatron's gradient reduction without its division by the number of tokens."""
     finalize_model_grads(list(model), None, **keywords)
