@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.config.model_source import is_hub_name, is_prepared, local_folder
+from megatron_grpo.config.model_source import is_hub_name, local_folder, made_before_the_run
 from megatron_grpo.config.rows import row_problems
 from megatron_grpo.config.schema import Config
 
@@ -53,7 +53,7 @@ def _nodes(config: Config) -> Iterator[Problem]:
 
 def _model(config: Config) -> Iterator[Problem]:
     path = config.policy.model.path
-    if is_prepared(config):
+    if made_before_the_run(config, path):
         return
     subject = f"policy.model.path={path}"
     if is_hub_name(path):
@@ -97,7 +97,7 @@ def _fetch_config(path: str) -> str | None:
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     for key, path in (("data.train_path", data.train_path), ("data.val_path", data.val_path)):
-        if path is None or _made_before_the_run(config, path):
+        if path is None or made_before_the_run(config, path):
             continue
         subject = f"{key}={path}"
         if not Path(path).is_file():
@@ -110,10 +110,6 @@ def _data(config: Config) -> Iterator[Problem]:
             yield Problem(subject, f"has {rows} rows, fewer than one step's grpo.num_prompts_per_step={wanted}")
         if key == "data.val_path" and not wrong and rows == 0:
             yield Problem(subject, "has no rows")
-
-
-def _made_before_the_run(config: Config, path: str) -> bool:
-    return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
 
 
 def _folders(config: Config) -> Iterator[Problem]:

@@ -65,5 +65,11 @@ def known_shape(config: Config) -> ModelShape | None:
 
 
 def is_prepared(config: Config) -> bool:
-    """Whether the model is made before the run, so that nothing of it needs to exist yet."""
-    return config.prepare.name is not None and Path(config.policy.model.path).is_relative_to(config.prepare.folder)
+    """Whether something that the run reads is made before it, by megatron_grpo.prepare."""
+    read = (config.policy.model.path, config.data.train_path, config.data.val_path)
+    return any(path is not None and made_before_the_run(config, path) for path in read)
+
+
+def made_before_the_run(config: Config, path: str) -> bool:
+    """Whether a path lies where things are made before the run, so that it does not have to exist yet."""
+    return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)

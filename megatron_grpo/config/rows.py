@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import DataConfig
 
 _SHOWN = 5
 """Bad lines of one file that are reported singly."""
 
 
-def row_problems(path: Path, data: DataConfig, environments: set[str]) -> tuple[int, list[Problem]]:
+class RowFormat(Protocol):
+    """What has to be known of a file to check its rows; DataConfig is one."""
+
+    @property
+    def prompt_key(self) -> str: ...
+    @property
+    def answer_key(self) -> str: ...
+    @property
+    def task_name(self) -> str: ...
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+
+def row_problems(path: Path, data: RowFormat, environments: set[str]) -> tuple[int, list[Problem]]:
     """Rows of the file (blank lines do not count) and what is wrong with them, each under its file:line."""
     problems: list[Problem] = []
     rows = bad = 0
@@ -32,7 +44,7 @@ def row_problems(path: Path, data: DataConfig, environments: set[str]) -> tuple[
     return rows, problems
 
 
-def row_error(line: bytes, data: DataConfig, environments: set[str]) -> str | None:
+def row_error(line: bytes, data: RowFormat, environments: set[str]) -> str | None:
     """What keeps one line from being a row; None when it is one."""
     try:
         row = json.loads(line)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from megatron_grpo.config.errors import RunError
 
-class RefitError(RuntimeError):
+
+class RefitError(RunError):
     """A refit that did not complete on every worker; generation must not be used with the new version."""
 
 
