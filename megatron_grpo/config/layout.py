@@ -75,7 +75,9 @@ def _devices(config: Config) -> Iterator[Problem]:
         )
     for section, tensor in (("policy", config.policy.parallel.tensor), ("generation", parallel.tensor)):
         if tensor > cluster.gpus_per_node:
-            text = f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
+            text = (
+                f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
+            )
             yield Problem(f"{section}.parallel.tensor={tensor}", text)
 
 

@@ -49,7 +49,7 @@ def model_folder(path: str) -> Path:
 
 def known_shape(config: Config) -> ModelShape | None:
     """Sizes of the policy's model as far as this machine knows them; None: the model is not here (yet)."""
-    if is_prepared(config):
+    if made_before_the_run(config, config.policy.model.path):
         return ModelShape.from_hf_config(
             importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").HF_CONFIG
         )
