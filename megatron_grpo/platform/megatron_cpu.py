@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import queue
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -52,17 +53,38 @@ CUDA_MODULES = {
 }
 """Modules that get their own `torch`, and what they would otherwise ask of a GPU."""
 
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 """Functions of `torch` that these modules call with device="cuda"."""
 
 PATCHED_NAMES = (
     ("torch", "Tensor.cuda", "language_module, optimizer and exchange_utils move tensors with .cuda()"),
     ("torch", "Tensor.type", 'the optimizers compare it with "torch.cuda.FloatTensor" and its bf16 sibling'),
+    ("megatron.core.dist_checkpointing.mapping", "ShardedTensor.init_data", 'exchange_utils calls it with "cuda"'),
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "reads torch.cuda's generator"),
     ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "writes torch.cuda's generator"),
+    (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "_get_write_results_queue",
+        "starts a manager process that imports everything anew and outlives a killed rank",
+    ),
     ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "turns only CUDA tensors into numpy"),
     ("megatron.core.transformer.moe.router", "TopKRouter._apply_expert_bias", "torch.compile of three tensor operations"),
     ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "loading fails on the step count that torch's AdamW keeps per parameter, unlike the fused ones",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.load_state_dict",
+        "gives all parameters one step count tensor, which torch's AdamW then advances once per parameter",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.state_dict",
+        "reads torch's step count, which is not there before the first step, as when a checkpoint is loaded",
+    ),
 )
 """(module, name in it, why) of everything else that is replaced."""
 
@@ -114,6 +136,7 @@ def apply_patches() -> None:
         importlib.import_module(name).torch = overlay
     _patch_tensor_methods()
     _patch_random_state()
+    _patch_optimizer_loading()
     _patch_experts()
 
 
@@ -186,6 +209,55 @@ def _patch_random_state() -> None:
 
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
+
+
+def _patch_optimizer_loading() -> None:
+    """Checkpoints of torch's AdamW, which the distributed optimizer falls back to without fused implementations."""
+    optimizer_class = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
+
+    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, position = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][position]
+        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
+            if name != "step":  # comes with the parameter groups
+                target.copy_(tensors[name])
+
+    def load(self: Any, state_dict: dict[str, Any]) -> None:
+        original_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        state: dict[str, Any] = original_state(self)
+        return state
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class.load_state_dict = load
+
+
+def _patch_checkpoints() -> None:
+    """Saves are synchronous: the results of the writers are read by the process that put them into the queue.
+
+    The original's queue lives in a spawned process, so that it could be shared with a background saver without forking
+    a CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
+    """
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._get_write_results_queue = queue.SimpleQueue
+
+    sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    original_init_data = sharded_tensor.init_data
+
+    def init_data_on_cpu(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+        original_init_data(self, "cpu", *args, **kwargs)
+
+    sharded_tensor.init_data = init_data_on_cpu
 
 
 def _patch_experts() -> None:

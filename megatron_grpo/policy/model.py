@@ -87,7 +87,12 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
-        perform_initialization=False,
+        # Initialisation also marks which parameters are split over TP (without the marks, gradient norms leave the other
+        # ranks' shards out), so it has to run, but it need not draw values that load_hf_weights overwrites.
+        perform_initialization=True,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
@@ -97,6 +102,10 @@ def transformer_config(
         recompute_num_layers=1 if activation_checkpointing else None,
         **_platform_settings(),
     )
+
+
+def _leave_as_is(weight: Tensor) -> None:
+    """Initialisation of weights that are about to be loaded."""
 
 
 def _platform_settings() -> dict[str, Any]:
@@ -113,6 +122,8 @@ def _platform_settings() -> dict[str, Any]:
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
+        # Not used; the default value warns that it is deprecated.
+        "cuda_graph_scope": [],
         "persist_layer_norm": False,
         # Needs a CUDA extension from apex.
         "gradient_accumulation_fusion": False,

@@ -35,9 +35,10 @@ def initialize_parallel(
     assert sizes == world_size, f"a layout of {sizes} ranks was started with {world_size}"
     apply_patches()
     platform = current_platform()
+    # Megatron-Core counts on one hardware queue to order a layer's communication before its computation; it complains
+    # about anything else even without a GPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if platform.name == "cuda":
-        # Megatron-Core counts on one hardware queue to order a layer's communication before its computation.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(platform.device)
     dist.init_process_group(
         platform.backend,
@@ -52,6 +53,7 @@ def initialize_parallel(
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

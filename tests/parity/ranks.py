@@ -139,7 +139,8 @@ def _start(number: int) -> _Rank:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(number, theirs), daemon=True)
+    # Not a daemon: the checkpoint writer starts processes of its own. A rank ends when its connection does.
+    process = context.Process(target=_serve, args=(number, theirs))
     process.start()
     theirs.close()
     return _Rank(process, ours)

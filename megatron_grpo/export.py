@@ -1,0 +1,136 @@
+"""Turns a checkpoint into a model folder for transformers and vLLM: python -m megatron_grpo.export checkpoint=… output=…"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_grpo.config.model_shape import ModelShape
+
+USAGE = """\
+python -m megatron_grpo.export checkpoint=PATH output=PATH
+
+  checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N
+  output      folder to write, in Hugging Face format; must not exist yet
+"""
+MISTAKE = 2
+"""Exit code of a command line that cannot be run."""
+_GATHER_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """A checked command line."""
+
+    weights: Path
+    """Megatron's distributed checkpoint."""
+    source: Path
+    """Model folder that the run started from: config.json, tokenizer."""
+    precision: Literal["float32", "bfloat16"]
+    shape: ModelShape
+    output: Path
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    try:
+        plan = plan_export(arguments)
+        export(plan)
+    except ValueError as error:
+        print(f"export: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    print(f"wrote {plan.output}")
+    return 0
+
+
+def plan_export(arguments: Sequence[str]) -> ExportPlan:
+    """Check a command line before anything large is imported.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    checkpoint, output = _read_arguments(arguments)
+    weights = checkpoint / "megatron"
+    if not checkpoint.is_dir():
+        raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
+    if not (weights / "metadata.json").is_file():
+        raise ValueError(f"checkpoint={checkpoint} is not a complete checkpoint: {weights} has no metadata.json")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"output={output} already exists; give the path of a new folder")
+    config_file = checkpoint.resolve().parent.parent / "config.yaml"
+    try:
+        config = OmegaConf.load(config_file)
+    except FileNotFoundError:
+        raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{config_file} is not valid YAML: {error}") from None
+    source, precision = (OmegaConf.select(config, key) for key in ("policy.model.path", "policy.precision"))
+    if source is None or precision not in ("float32", "bfloat16"):
+        raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
+    return ExportPlan(weights, Path(source), precision, ModelShape.from_folder(source), output)
+
+
+def export(plan: ExportPlan) -> None:
+    """Load the whole model in this process and write it; nothing is left at the output unless it is complete.
+
+    Raises:
+        ValueError: the checkpoint cannot be read, or holds another model.
+    """
+    # Imported here so that a mistake on the command line is answered at once.
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_grpo.config.schema import ParallelConfig
+    from megatron_grpo.models.hf_folder import write_hf_folder
+    from megatron_grpo.models.hf_weights import iter_hf_tensors
+    from megatron_grpo.policy.model import build_model
+    from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
+
+    parallel = ParallelConfig()
+    initialize_parallel(
+        parallel, rank=0, world_size=1, master_address="127.0.0.1", master_port=0, seed=0, timeout_s=600
+    )
+    try:
+        model = build_model(plan.shape, parallel, precision=plan.precision)
+        try:
+            metadata = dist_checkpointing.load_content_metadata(str(plan.weights))
+            state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(plan.weights))
+        except (CheckpointingException, CheckpointException, OSError, TypeError, KeyError) as error:
+            # Damaged files surface as any of these.
+            raise ValueError(f"{plan.weights} cannot be loaded as {plan.source}: {error}") from None
+        model.load_state_dict(state["model"])
+        tensors = ((name, tensor) for name, tensor in iter_hf_tensors(model, plan.shape, _GATHER_BYTES) if tensor is not None)
+        write_hf_folder(tensors, plan.source, plan.output)
+    finally:
+        destroy_parallel()
+
+
+def _read_arguments(arguments: Sequence[str]) -> tuple[Path, Path]:
+    values: dict[str, str] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name not in ("checkpoint", "output") or not equals:
+            raise ValueError(f"{argument} is not understood\n{USAGE}".rstrip())
+        values[name] = value
+    for name in ("checkpoint", "output"):
+        if not values.get(name):
+            raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
+    return Path(values["checkpoint"]), Path(values["output"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""The export command against a checkpoint that another layout wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.export import main
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.policy.model import build_model
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.tiny_models import TinyModel
+
+
+def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
+    shape = ModelShape.from_folder(folder)
+    model = build_model(shape, layout.parallel, precision="float32")
+    load_hf_weights(model, shape, folder)
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))
+
+
+def make_run(model: TinyModel, run_dir: Path, layout: Layout) -> Path:
+    """A run directory with one checkpoint of the model's own weights; the checkpoint's path."""
+    checkpoint = run_dir / "checkpoints" / "step_3"
+    (checkpoint / "megatron").mkdir(parents=True)
+    config = {"policy": {"model": {"path": str(model.path)}, "precision": "float32"}}
+    OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
+    run_on_ranks(layout, save_checkpoint, model.path, checkpoint / "megatron")
+    return checkpoint
+
+
+def assert_same_model(output: Path, model: TinyModel) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    expected = model.load().state_dict()
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+# One whose embeddings are tied and one whose padded vocabulary is stored twice.
+@pytest.mark.parametrize("name", ["qwen3_tied", "llama_untied"])
+def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    checkpoint = make_run(tiny_models[name], tmp_path / "run", Layout(tensor=2, pipeline=2))
+    command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
+    subprocess.run(command, check=True, timeout=120)
+    assert_same_model(tmp_path / "out", tiny_models[name])
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+@pytest.fixture
+def run_dir(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Path:
+    """A run directory whose checkpoint is empty but for the file that says it is complete."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step_3" / "megatron").mkdir(parents=True)
+    (folder / "checkpoints" / "step_3" / "megatron" / "metadata.json").write_text("{}")
+    config = {"policy": {"model": {"path": str(tiny_models["qwen3_tied"].path)}, "precision": "float32"}}
+    OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+    return folder
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message that a command line gets; exit code 2."""
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message
+
+
+def test_mistakes_get_one_message(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, output = f"checkpoint={run_dir}/checkpoints/step_3", f"output={tmp_path}/out"
+    assert "checkpoint=PATH is missing" in mistake(capsys, output)
+    assert "ouput=x is not understood" in mistake(capsys, checkpoint, "ouput=x")
+    assert "does not exist" in mistake(capsys, f"checkpoint={tmp_path}/none", output)
+    assert "not a complete checkpoint" in mistake(capsys, f"checkpoint={run_dir}/checkpoints", output)
+    assert "already exists" in mistake(capsys, checkpoint, f"output={run_dir}")
+    (run_dir / "config.yaml").write_text("policy: {precision: float32}")
+    assert "policy.model.path" in mistake(capsys, checkpoint, output)
+    (run_dir / "config.yaml").write_text("policy: [")
+    assert "not valid YAML" in mistake(capsys, checkpoint, output)
+    (run_dir / "config.yaml").unlink()
+    assert "has to stay in its run directory" in mistake(capsys, checkpoint, output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_checkpoint_leaves_nothing_behind(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = mistake(capsys, f"checkpoint={run_dir}/checkpoints/step_3", f"output={tmp_path}/out")
+    assert "cannot be loaded" in message
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
