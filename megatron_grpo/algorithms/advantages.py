@@ -22,7 +22,7 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Reward minus baseline, optionally divided by the group's standard deviation (GRPO, Shao et al. 2024, section 4.1).
+    """Reward minus baseline, optionally divided by the group's standard deviation (GRPO, Shao et al. 2024).
 
     The standard deviation is the unbiased one (divisor samples - 1) of the *whole* group, also with the leave-one-out
     baseline: that of the other samples alone would be 0 for a lone success among failures, the sample that matters

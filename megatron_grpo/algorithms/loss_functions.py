@@ -86,7 +86,7 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _share(self, loss: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
-        """This microbatch's part of the step's mean: over all tokens, or over sequences of the mean over their tokens."""
+        """This microbatch's part of the mean over all tokens, or over sequences of the mean over their tokens."""
         if self.config.token_level_loss:
             return _token_mean(loss, mask, counts)
         per_sequence = (loss * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)

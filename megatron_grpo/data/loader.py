@@ -72,10 +72,11 @@ class PromptLoader:
         self._order = EpochOrder(self._rows, shuffle=shuffle, seed=seed)
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
-            dataset,  # type: ignore[arg-type]  # torch's Dataset is a nominal type; any map-style object works
+            dataset,
             batch_size=None,
             sampler=self._order,
             collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else it draws from the process's global generator
         )
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:

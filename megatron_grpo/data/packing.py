@@ -25,9 +25,9 @@ def plan_microbatches(
 ) -> list[list[list[int]]]:
     """Put sequences of like length into the same microbatch, and microbatches of like size onto each rank.
 
-    A microbatch becomes a rectangle as wide as its longest sequence, rounded up to `pad_to_multiple`. The plan takes the
-    fewest microbatches that fit and can be shared out evenly, cuts the sequences in order of length so that the largest
-    rectangle is as small as can be, and gives the rectangles, largest first, to the rank with the least to do.
+    A microbatch becomes a rectangle as wide as its longest sequence, rounded up to `pad_to_multiple`. The plan takes
+    the fewest microbatches that fit and can be shared out evenly, cuts the sequences in order of length so that the
+    largest rectangle is as small as can be, and gives the rectangles, largest first, to the rank with the least to do.
 
     Args:
         lengths: tokens of each sequence.
@@ -51,8 +51,8 @@ def plan_microbatches(
     microbatches = math.ceil(fewest / data_parallel) * data_parallel
     if microbatches > len(lengths):
         raise ValueError(
-            f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be shared "
-            f"out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
+            f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
+            f"shared out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
         )
     cut = _split_until(_cut(widths, _smallest_area(widths, microbatches, microbatch_tokens)), widths, microbatches)
     return [[order[m.start : m.start + m.count] for m in rank] for rank in _share_out(cut, data_parallel)]

@@ -35,9 +35,7 @@ class MathEnvironment(EnvironmentInterface):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("MathEnvironment needs the main thread of its process: its time limit is a signal")
         # The first comparison loads parsers and half of sympy, which must not count against a model's answer.
-        verify(
-            parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0
-        )
+        verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """See `EnvironmentInterface`."""

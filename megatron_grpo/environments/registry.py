@@ -15,9 +15,8 @@ Columns = tuple[tuple[Any, ...], ...]
 """Requests or returns as one tuple per field: many small objects pickle several times slower."""
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class EnvironmentWorker:
-    """One environment in a process of its own."""
+    """One environment in a process of its own, as a Ray actor."""
 
     def __init__(self, kind: str) -> None:
         self._environment = create_environment(kind)
@@ -43,7 +42,8 @@ class EnvironmentPool:
         """
         self.name = name
         self.config = config
-        self._workers = [EnvironmentWorker.remote(config.type) for _ in range(config.num_workers)]
+        actor = ray.remote(num_cpus=0)(EnvironmentWorker)
+        self._workers = [actor.remote(config.type) for _ in range(config.num_workers)]
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Scores in the order of the requests, which are split evenly over the workers.

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_grpo.observability.files import read_lines
-from megatron_grpo.observability.run_logger import METRICS_FILE, VALIDATION_FILE
+from megatron_grpo.observability.json_files import read_lines
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
 
 PLOT_FILE = "curves.png"
 SMOOTHING = 0.9
@@ -57,7 +57,7 @@ def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
 def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> None:
     x, y = _series(steps, "accuracy")
     axes.plot(x, _smooth(y), color=FAINT, linewidth=2, label="training samples, smoothed")
-    x_val, y_val = _series(validations, "accuracy")
+    x_val, y_val = _series(validations, "val_accuracy")
     axes.plot(x_val, y_val, color=PHASE_COLORS[2], linewidth=2, marker="o", markersize=4, label="held-out problems")
     for place in {0, len(x_val) - 1} if x_val else set():
         axes.annotate(

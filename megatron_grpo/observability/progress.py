@@ -15,7 +15,7 @@ from rich.text import Text
 WATCHED = (
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.3f}"),
-    ("response_tokens", "length", "{:.1f}"),
+    ("response_length", "length", "{:.1f}"),
     ("kl_penalty", "KL", "{:.4f}"),
     ("token_mult_prob_error", "prob error", "{:.6f}"),
 )
@@ -26,7 +26,7 @@ ETA_STEPS = 20
 
 
 class Progress:
-    """One live line on a terminal, one plain line a step elsewhere. Use as a context manager."""
+    """One live line on a terminal, one plain line a step elsewhere. Call `close` at the end."""
 
     def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
         """
@@ -40,16 +40,8 @@ class Progress:
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._live: Live | None = None
         if live and self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
-
-    def __enter__(self) -> Progress:
-        if self._live is not None:
+            self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Show a finished step.
@@ -73,8 +65,13 @@ class Progress:
         self._print(f"validation after step {step}: {numbers}")
 
     def message(self, text: str) -> None:
-        """Print a line above the live one."""
+        """Print a line, above the live one."""
         self._print(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
+        if self._live is not None:
+            self._live.stop()
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

@@ -1,105 +1,153 @@
-"""What a run writes about itself as it goes: metrics, validations, rollouts, TensorBoard and W&B."""
+"""Everything a run reports, behind one object: files, trackers, the progress line, the summary and the plot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.observability.files import json_line, keep_steps, write_text
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.observability.json_files import read_lines
+from megatron_grpo.observability.plots import plot_run
+from megatron_grpo.observability.progress import Progress, format_duration
+from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
+from megatron_grpo.observability.summary import write_summary
+from megatron_grpo.observability.timers import TOTAL
+from megatron_grpo.observability.trackers import TensorBoardTracker, Tracker, WandbTracker
+from megatron_grpo.rollouts.trajectory import Trajectory
 
-METRICS_FILE = "metrics.jsonl"
-VALIDATION_FILE = "validation.jsonl"
-ROLLOUTS_FOLDER = "rollouts"
+LOGGING = "logging"
+"""Phase under which the time spent here is reported, one step late: that of a step is known only after its line."""
 
 
 class RunLogger:
-    """Writes to a run directory. One that resumes first drops what was written after the step it resumes from, so that
-    the files of a resumed run equal those of a run that was never interrupted."""
+    """Reports a run to its directory, to trackers and to the terminal."""
 
-    def __init__(self, run_dir: str | Path, config: LoggerConfig, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, config: Config, resume_step: int = 0) -> None:
         """
         Args:
             run_dir: folder of the run; made when it is missing.
-            config: which loggers beside the files.
-            resume_step: last step that counts; 0 for a new run, whose validation of step 0 is still to come.
+            config: of the run.
+            resume_step: step that the run continues from; what the files hold beyond it is dropped.
 
         Raises:
-            RunError: a logger is enabled whose package is missing.
+            RunError: a tracker is enabled whose package is missing.
         """
         self.run_dir = Path(run_dir)
-        (self.run_dir / ROLLOUTS_FOLDER).mkdir(parents=True, exist_ok=True)
-        self._drop_after(resume_step)
-        self._metrics = open(self.run_dir / METRICS_FILE, "a", buffering=1)
-        self._validations = open(self.run_dir / VALIDATION_FILE, "a", buffering=1)
-        self._tensorboard = _tensorboard_writer(self.run_dir, resume_step) if config.tensorboard else None
-        self._wandb = _wandb_run(self.run_dir, config) if config.wandb.enabled else None
+        self.config = config
+        self._files = RunFiles(self.run_dir, resume_step)
+        self._trackers: list[Tracker] = []
+        if config.logger.tensorboard:
+            self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
+        if config.logger.wandb.enabled:
+            self._trackers.append(WandbTracker(self.run_dir, config))
+        self._progress = Progress(config.grpo.max_num_steps, live=config.logger.progress)
+        self._logging_s = 0.0
+        self._startup_s = 0.0
+        self._started = time.monotonic()
+        earlier = read_lines(self.run_dir / METRICS_FILE)
+        self._earlier_s = sum(step["timing"][TOTAL] for step in earlier)
+        self._resume_step = resume_step
 
-    def log_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One training step, counted from 1.
+    def started(self, *, startup_s: float, changes: Sequence[str] = ()) -> None:
+        """All processes are up and the first step can begin.
 
         Args:
-            step: number of the step.
-            metrics: by name; the same on every run of the same configuration.
-            timing: seconds by phase, and "total".
+            startup_s: seconds that it took.
+            changes: how the configuration differs from the one that a resumed run had before, a line each.
         """
-        self._metrics.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
-        self._scalars(step, "train", metrics)
-        self._scalars(step, "timing", timing)
+        self._startup_s = startup_s
+        self._started = time.monotonic()
+        self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
+        if self._resume_step:
+            self.note(f"resumed after step {self._resume_step}")
+        for change in changes:
+            self.note(f"  changed: {change}")
+
+    def log_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One training step.
+
+        Args:
+            step: its number, from 1.
+            metrics: by name.
+            timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
+        """
+        begin = time.perf_counter()
+        timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
+        self._logging_s = 0.0
+        self._files.add_step(step, metrics, timing)
+        self._track(step, "train", metrics)
+        self._track(step, "timing", timing)
+        self._progress.step(step, metrics, timing)
+        self._logging_s += time.perf_counter() - begin
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One validation after `step` training steps; 0 is before training."""
-        self._validations.write(json_line({"step": step, **metrics}))
-        self._scalars(step, "validation", metrics)
+        """One validation.
 
-    def log_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """The samples of a step, one JSON object a line, as rollouts/step_N.jsonl."""
-        write_text(self.run_dir / ROLLOUTS_FOLDER / f"step_{step}.jsonl", "".join(json_line(row) for row in rows))
+        Args:
+            step: training steps before it; 0 is before training.
+            metrics: by name, "val_accuracy" and "val_reward" among them.
+        """
+        self._files.add_validation(step, metrics)
+        self._track(step, "validation", metrics)
+        self._progress.validation(step, metrics)
+
+    def dump_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write everything about the step's samples to rollouts/step_N.jsonl."""
+        begin = time.perf_counter()
+        self._files.add_rollouts(step, (_row(trajectory) for trajectory in trajectories))
+        self._logging_s += time.perf_counter() - begin
+
+    def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
+        """Print the first logger.num_val_samples_to_print responses.
+
+        Args:
+            prompts: of the trajectories, one response to each.
+            trajectories: in the order of the prompts.
+        """
+        shown = self.config.logger.num_val_samples_to_print
+        for prompt, trajectory in list(zip(prompts, trajectories, strict=True))[:shown]:
+            answer = prompt["extra_env_info"].get("answer")
+            mark = "right" if trajectory.correct else f"wrong, answer {answer!r}"
+            text = prompt["message_log"][-1]["content"]
+            self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._progress.message(text)
+
+    def finish(self) -> None:
+        """The run is complete: write summary.json and the plot, and print the outcome."""
+        train_s = self._earlier_s + time.monotonic() - self._started
+        grpo = self.config.grpo
+        summary = write_summary(
+            self.run_dir,
+            startup_s=self._startup_s,
+            train_s=train_s,
+            samples_per_step=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+        )
+        plot = plot_run(self.run_dir)
+        accuracy = ""
+        if summary["accuracy_after"] is not None:
+            accuracy = f", held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}"
+        self.note(f"{summary['steps']} steps in {format_duration(train_s)}{accuracy}; curves in {plot}")
 
     def close(self) -> None:
-        """Flush and close everything; idempotent."""
-        self._metrics.close()
-        self._validations.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        """Close every file and tracker; idempotent."""
+        self._progress.close()
+        self._files.close()
+        while self._trackers:
+            self._trackers.pop().close()
 
-    def _scalars(self, step: int, group: str, values: Mapping[str, float]) -> None:
+    def _track(self, step: int, group: str, values: Mapping[str, float]) -> None:
         named = {f"{group}/{name}": value for name, value in values.items()}
-        if self._tensorboard is not None:
-            for name, value in named.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(named, step=step)
-
-    def _drop_after(self, step: int) -> None:
-        keep_steps(self.run_dir / METRICS_FILE, step)
-        # A new run validates before its first step, so nothing of step 0 may be left either.
-        keep_steps(self.run_dir / VALIDATION_FILE, step if step else -1)
-        for file in (self.run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > step:
-                file.unlink()
+        for tracker in self._trackers:
+            tracker.log(step, named)
 
 
-def _tensorboard_writer(run_dir: Path, resume_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # Events of later steps, from before the interruption, are dropped by TensorBoard itself.
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
-
-
-def _wandb_run(run_dir: Path, config: LoggerConfig) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise RunError(
-            "logger.wandb.enabled=true needs the wandb package: pip install wandb, or set it to false"
-        ) from None
-    name = config.wandb.name or run_dir.resolve().name
-    # The id ties a resumed run to its first part.
-    return wandb.init(project=config.wandb.project, name=name, id=name, dir=str(run_dir), resume="allow")
+def _row(trajectory: Trajectory) -> dict[str, object]:
+    row = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
+    row["spans"] = [[span.start, span.end, span.version] for span in trajectory.spans]
+    return row

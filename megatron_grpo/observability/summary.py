@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_grpo.observability.files import read_lines, write_json
-from megatron_grpo.observability.run_logger import METRICS_FILE, VALIDATION_FILE
+from megatron_grpo.observability.json_files import read_lines, write_json
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
 
 SUMMARY_FILE = "summary.json"
-WORK_PHASES = ("generation", "logprobs", "reference_logprobs", "train", "refit")
+WORK_PHASES = ("generation", "logprobs", "train", "refit")
 """Phases that are the work itself; the rest of a step is overhead."""
 
 
@@ -20,8 +20,8 @@ def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samp
 
     Args:
         run_dir: the run's folder, with metrics.jsonl and validation.jsonl.
-        startup_s: seconds from the start of the command to the first step, of this process.
-        train_s: seconds from the first step to the end, validations and checkpoints included, of this process.
+        startup_s: seconds until all processes were up.
+        train_s: seconds after that, validations and checkpoints included.
         samples_per_step: prompts times generations.
 
     Returns:
@@ -55,8 +55,8 @@ def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
     first = validations[0] if validations else {}
     last = validations[-1] if validations else {}
     return {
-        "accuracy_before": first.get("accuracy"),
-        "accuracy_after": last.get("accuracy"),
+        "accuracy_before": first.get("val_accuracy"),
+        "accuracy_after": last.get("val_accuracy"),
         "accuracy_before_step": first.get("step"),
         "accuracy_after_step": last.get("step"),
     }

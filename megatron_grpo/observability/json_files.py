@@ -39,12 +39,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def keep_steps(path: Path, last_step: int) -> None:
-    """Drop the lines of a file whose "step" is after `last_step`."""
-    if path.exists():
-        write_text(path, "".join(json_line(row) for row in read_lines(path) if row["step"] <= last_step))
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -1,0 +1,61 @@
+"""The files a run writes as it goes: a line a step, a line a validation, the samples of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.observability.json_files import json_line, read_lines, write_text
+
+METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+ROLLOUTS_FOLDER = "rollouts"
+
+
+class RunFiles:
+    """Appends to the files of a run directory.
+
+    A run that resumes first drops what was written after the step it resumes from, so that its files become those of a
+    run that was never interrupted.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        """
+        Args:
+            run_dir: folder of the run; made when it is missing.
+            resume_step: last step that counts; 0 for a run from the start, whose validation of step 0 is still to come.
+        """
+        self._rollouts = run_dir / ROLLOUTS_FOLDER
+        self._rollouts.mkdir(parents=True, exist_ok=True)
+        _keep_steps(run_dir / METRICS_FILE, resume_step)
+        _keep_steps(run_dir / VALIDATION_FILE, resume_step if resume_step else -1)
+        for file in self._rollouts.glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > resume_step:
+                file.unlink()
+        # Line-buffered: a line is on its way to the disk before the next step begins.
+        self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
+        self._validations = (run_dir / VALIDATION_FILE).open("a", buffering=1)
+
+    def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One object with the step, its metrics, and its timing apart, the only part that no run repeats."""
+        self._metrics.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
+
+    def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One object with the step that was validated (0: before training) and its metrics."""
+        self._validations.write(json_line({"step": step, **metrics}))
+
+    def add_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """rollouts/step_N.jsonl with one object for each row."""
+        write_text(self._rollouts / f"step_{step}.jsonl", "".join(json_line(row) for row in rows))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._metrics.close()
+        self._validations.close()
+
+
+def _keep_steps(path: Path, last_step: int) -> None:
+    """Drop the lines of a file whose "step" is after `last_step`."""
+    if path.exists():
+        write_text(path, "".join(json_line(row) for row in read_lines(path) if row["step"] <= last_step))

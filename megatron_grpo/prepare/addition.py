@@ -1,0 +1,214 @@
+"""A tiny model that adds two-digit numbers, not well yet, and the problems to teach it more: a task without downloads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
+ANSWER_DIGITS = 3
+PROMPT_TOKENS = len("37+58=")
+
+HF_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    # Larger than usual for this width: weights of this size tolerate the steps of both trainings below.
+    "initializer_range": 0.06,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY[EOS],
+    "pad_token_id": VOCABULARY[PAD],
+    "torch_dtype": "float32",
+}
+"""config.json of the model: 0.3 M parameters, divisible by two along every axis."""
+
+RECIPE: dict[str, Any] = {
+    "version": 1,
+    "seed": 1,
+    "val_problems": 512,
+    "warmup_problems": 3000,
+    "warmup_steps": 160,
+    "warmup_batch_problems": 64,
+    "warmup_lr": 4e-3,
+    "warmup_lr_ramp_steps": 20,
+    "threads": 2,
+    "config": HF_CONFIG,
+}
+"""All that decides what is made. The learning rate of the warm-up is high and stays so to its end: weights that a decaying
+rate has settled in a narrow valley are thrown out of it by the first steps of reinforcement learning."""
+
+Problem = tuple[int, int]
+
+
+def prepare(folder: str | Path) -> None:
+    """Make the model and its data, unless this recipe's are there already; about ten seconds.
+
+    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
+    training file nor the warm-up. The folder appears as a whole or not at all.
+
+    Args:
+        folder: where to; replaced when another recipe made it.
+    """
+    target = Path(folder)
+    if _made_by_this_recipe(target):
+        return
+    started = time.monotonic()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        made = Path(temporary) / target.name
+        made.mkdir()
+        warmup, train, val = split_problems()
+        write_problems(made / TRAIN_FILE, train)
+        write_problems(made / VAL_FILE, val)
+        accuracy = _make_model(made / MODEL_FOLDER, warmup, val)
+        (made / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash(), "recipe": RECIPE}, indent=2) + "\n")
+        _move_into_place(made, target)
+    seconds = time.monotonic() - started
+    print(f"made the addition model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
+
+
+def recipe_hash() -> str:
+    """Identifies what `prepare` makes."""
+    return hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()
+
+
+def split_problems() -> tuple[list[Problem], list[Problem], list[Problem]]:
+    """Warm-up, training and validation problems: disjoint, and together all pairs of two-digit numbers."""
+    problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(RECIPE["seed"]).shuffle(problems)
+    val, rest = problems[: RECIPE["val_problems"]], problems[RECIPE["val_problems"] :]
+    return rest[: RECIPE["warmup_problems"]], rest[RECIPE["warmup_problems"] :], val
+
+
+def write_problems(path: Path, problems: list[Problem]) -> None:
+    """One row a problem: {"prompt": "37+58=", "answer": "095", "task_name": "addition"}."""
+    rows = ({"prompt": f"{a}+{b}=", "answer": answer(a, b), "task_name": "addition"} for a, b in problems)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answer(a: int, b: int) -> str:
+    """The sum in three digits."""
+    return f"{a + b:0{ANSWER_DIGITS}}"
+
+
+def _made_by_this_recipe(target: Path) -> bool:
+    try:
+        found = json.loads((target / RECIPE_FILE).read_text())["hash"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        return False
+    return bool(found == recipe_hash())
+
+
+def _move_into_place(made: Path, target: Path) -> None:
+    """Rename; what another recipe left is moved aside first, and a run that was faster with this one wins."""
+    if target.exists() and not _made_by_this_recipe(target):
+        os.replace(target, made.with_name("old"))
+    if not target.exists():
+        os.replace(made, target)
+
+
+def _make_model(folder: Path, warmup: list[Problem], val: list[Problem]) -> float:
+    """Train, save with the tokenizer, and return the greedy accuracy on the validation problems."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
+    # Sums over threads round differently with another number of them.
+    torch.set_num_threads(RECIPE["threads"])
+    torch.manual_seed(RECIPE["seed"])
+    try:
+        model = Qwen3ForCausalLM(Qwen3Config(**HF_CONFIG))
+        _warm_up(model, warmup)
+        accuracy = _greedy_accuracy(model, val)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+    model.generation_config = GenerationConfig(
+        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD], do_sample=True, temperature=1.0
+    )
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
+    _tokenizer().save_pretrained(folder)
+    return accuracy
+
+
+def _warm_up(model: Any, problems: list[Problem]) -> None:
+    """Supervised training on random batches of problems, loss on the answer only."""
+    import torch
+    from torch.nn import functional as F
+
+    tokens = _encode(problems)
+    order = torch.Generator().manual_seed(RECIPE["seed"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["warmup_lr"], betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(RECIPE["warmup_steps"]):
+        optimizer.param_groups[0]["lr"] = RECIPE["warmup_lr"] * min(1.0, (step + 1) / RECIPE["warmup_lr_ramp_steps"])
+        batch = tokens[torch.randint(len(tokens), (RECIPE["warmup_batch_problems"],), generator=order)]
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits[:, PROMPT_TOKENS - 1 :]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_TOKENS:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def _greedy_accuracy(model: Any, problems: list[Problem]) -> float:
+    import torch
+
+    expected = _encode(problems)
+    tokens = expected[:, :PROMPT_TOKENS]
+    with torch.no_grad():
+        while tokens.shape[1] < expected.shape[1]:
+            chosen = model(input_ids=tokens, use_cache=False).logits[:, -1].argmax(dim=-1, keepdim=True)
+            tokens = torch.cat([tokens, chosen], dim=1)
+    return float((tokens == expected).all(dim=1).float().mean())
+
+
+def _encode(problems: list[Problem]) -> Any:
+    """[problems, prompt + answer + end], int64: every problem has the same length."""
+    import torch
+
+    texts = [f"{a}+{b}={answer(a, b)}" for a, b in problems]
+    return torch.tensor([[VOCABULARY[character] for character in text] + [VOCABULARY[EOS]] for text in texts])
+
+
+def _tokenizer() -> Any:
+    """One token for each character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token="<unk>",
+        model_max_length=HF_CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,235 @@
+"""From files of prompts to batches: reading, processing and the resumable order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
+from megatron_grpo.data.jsonl import read_prompts
+from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.processors import math_data_processor
+
+SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character, number = code - 32."""
+    vocab = {chr(code): code - 32 for code in range(32, 127)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(character) - 32 for character in text]
+
+
+def write_rows(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_rows_are_read_as_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": 2, "level": 3}, {"prompt": "2+2=", "answer": "4", "task_name": "math"}]
+    path = write_rows(tmp_path / "rows.jsonl", json.dumps(rows[0]), "", json.dumps(rows[1]))
+    assert read_prompts(path, SPEC, task_names={"math"}) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1+1=", "answ', "JSON"),
+        ("[1, 2]", "list"),
+        ('{"prompt": "1+1="}', "answer"),
+        ('{"prompt": "", "answer": "2"}', "prompt"),
+        ('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}', "apply_chat_template"),
+        ('{"prompt": "1+1=", "answer": "2", "task_name": "code"}', "code"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "answer": "2"}', line)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
+        read_prompts(path, SPEC, task_names={"math"})
+
+
+def test_a_file_without_rows_and_no_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no rows"):
+        read_prompts(write_rows(tmp_path / "empty.jsonl", ""), SPEC, task_names={"math"})
+    with pytest.raises(ValueError, match=r"missing\.jsonl: cannot be read"):
+        read_prompts(tmp_path / "missing.jsonl", SPEC, task_names={"math"})
+
+
+def test_a_plain_prompt_is_tokenised_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    datum = math_data_processor({"prompt": "1+1=", "answer": 2, "level": 3}, SPEC, tokenizer, 4, 7)
+    assert datum == {
+        "message_log": [{"role": "user", "content": "1+1=", "token_ids": ids("1+1=")}],
+        "length": 4,
+        "extra_env_info": {"answer": "2", "level": 3},
+        "loss_multiplier": 1.0,
+        "idx": 7,
+        "task_name": "math",
+        "prompt": "1+1=",
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rendered"),
+    [
+        ("1+1=", "<system>Add.<user>1+1=<assistant>"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "2"}],
+            "<system>Add.<user>Hi<assistant>Yes?<user>2<assistant>",
+        ),
+    ],
+)
+def test_a_chat_template_renders_the_conversation(
+    tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict[str, str]], rendered: str
+) -> None:
+    spec = TaskDataSpec(task_name="math", system_prompt="Add.")
+    datum = math_data_processor({"prompt": prompt, "answer": "2"}, spec, tokenizer, 100, 0)
+    assert datum["message_log"][0]["token_ids"] == ids(rendered)
+    assert datum["prompt"] == prompt
+
+
+def test_a_prompt_that_is_too_long_is_flagged(tokenizer: PreTrainedTokenizerFast) -> None:
+    datum = math_data_processor({"prompt": "1+1=", "answer": "2"}, SPEC, tokenizer, 3, 0)
+    assert datum["loss_multiplier"] == 0.0
+    assert datum["length"] == 4
+
+
+def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="apply_chat_template=false"):
+        math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 0)
+
+
+def test_the_dataset_chooses_the_processor_by_task(tokenizer: PreTrainedTokenizerFast) -> None:
+    def shout(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
+        return math_data_processor({**row, "prompt": row["prompt"] + "!"}, spec, tokenizer, longest, idx)
+
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": "2", "task_name": "loud"}]
+    processors = {"math": (SPEC, math_data_processor), "loud": (SPEC, shout)}
+    dataset = AllTaskProcessedDataset(rows, tokenizer, SPEC, processors, 10)
+    assert len(dataset) == 2
+    assert [(dataset[i]["prompt"], dataset[i]["task_name"], dataset[i]["idx"]) for i in range(2)] == [
+        ("1", "math", 0),
+        ("2!", "loud", 1),
+    ]
+    with pytest.raises(ValueError, match='row 1: no data processor for task_name "loud"'):
+        AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)[1]
+
+
+class Numbered:
+    """Rows 0..n-1, of which those in `too_long` are flagged."""
+
+    def __init__(self, rows: int, too_long: tuple[int, ...] = ()) -> None:
+        self.rows = rows
+        self.too_long = too_long
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        return DatumSpec(
+            message_log=[],
+            length=0,
+            extra_env_info={},
+            loss_multiplier=0.0 if idx in self.too_long else 1.0,
+            idx=idx,
+            task_name="math",
+        )
+
+
+def make_loader(dataset: Numbered, *, seed: int = 1, shuffle: bool = True, drop_last: bool = True) -> PromptLoader:
+    return PromptLoader(dataset, prompts_per_batch=3, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def epoch(loader: PromptLoader) -> list[list[int]]:
+    return [[datum["idx"] for datum in batch] for batch in loader]
+
+
+def test_an_epoch_visits_each_row_at_most_once_in_whole_batches() -> None:
+    loader = make_loader(Numbered(11))
+    batches = epoch(loader)
+    assert [len(batch) for batch in batches] == [3, 3, 3]
+    assert max(Counter(i for batch in batches for i in batch).values()) == 1
+    assert loader.epoch == 1
+
+
+def test_without_drop_last_each_row_comes_exactly_once() -> None:
+    batches = epoch(make_loader(Numbered(11), shuffle=False, drop_last=False))
+    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+def test_the_order_is_drawn_from_seed_and_epoch_alone() -> None:
+    first, second = make_loader(Numbered(30)), make_loader(Numbered(30))
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    orders = [epoch(first) for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
+    torch.manual_seed(5)
+    assert [epoch(second) for _ in range(3)] == orders
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert epoch(make_loader(Numbered(30), seed=2)) not in orders
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
+    loader = make_loader(Numbered(8, too_long=(1, 4)), shuffle=False)
+    assert epoch(loader) == [[0, 2, 3], [5, 6, 7]]
+    assert loader.left_out == 2
+    epoch(loader)
+    assert loader.left_out == 2, "counted anew each epoch"
+
+
+def test_an_epoch_without_a_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"4 rows, of which 2 are left out"):
+        epoch(make_loader(Numbered(4, too_long=(0, 1))))
+
+
+@pytest.mark.parametrize("stop_after", range(1, 13))
+def test_a_resumed_loader_continues_exactly(stop_after: int) -> None:
+    """Stopped after any batch of three epochs of four batches each, mid-epoch or at its end."""
+    dataset = Numbered(15, too_long=(2, 9))
+
+    def batches(loader: PromptLoader, epochs: int, stop: int | None = None) -> list[tuple[int, list[int]]]:
+        seen: list[tuple[int, list[int]]] = []
+        while loader.epoch < epochs:
+            for batch in loader:
+                seen.append((loader.epoch, [datum["idx"] for datum in batch]))
+                if len(seen) == stop:
+                    return seen
+        return seen
+
+    straight = batches(make_loader(dataset), 3)
+    assert len(straight) == 12
+    interrupted = make_loader(dataset)
+    first = batches(interrupted, 3, stop_after)
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    resumed = make_loader(dataset)
+    resumed.load_state_dict(state)
+    assert first + batches(resumed, 3) == straight
+
+
+def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
+    straight = make_loader(Numbered(9))
+    epoch(straight)
+    resumed = make_loader(Numbered(9))
+    resumed.load_state_dict(straight.state_dict())
+    assert epoch(resumed) == epoch(straight)
+
+
+def test_the_state_of_other_data_is_an_error() -> None:
+    with pytest.raises(ValueError, match="had 9 rows, this run's has 10"):
+        make_loader(Numbered(10)).load_state_dict(make_loader(Numbered(9)).state_dict())
