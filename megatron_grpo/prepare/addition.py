@@ -1,4 +1,4 @@
-"""A tiny model that adds two-digit numbers, not well yet, and the problems to teach it more: a task without downloads."""
+"""A tiny model that adds two-digit numbers, not well yet, and problems to teach it more: a task without downloads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -42,24 +41,39 @@ HF_CONFIG: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": VOCABULARY[EOS],
     "pad_token_id": VOCABULARY[PAD],
-    "torch_dtype": "float32",
+    "dtype": "float32",
 }
 """config.json of the model: 0.3 M parameters, divisible by two along every axis."""
+
+GENERATION_CONFIG = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "eos_token_id": VOCABULARY[EOS],
+    "pad_token_id": VOCABULARY[PAD],
+}
 
 RECIPE: dict[str, Any] = {
     "version": 1,
     "seed": 1,
     "val_problems": 512,
     "warmup_problems": 3000,
-    "warmup_steps": 160,
     "warmup_batch_problems": 64,
     "warmup_lr": 4e-3,
     "warmup_lr_ramp_steps": 20,
-    "threads": 2,
+    "warmup_steps_max": 400,
+    "target_accuracy": 0.35,
+    "probe_problems": 512,
+    "probe_from_step": 100,
+    "probe_period_steps": 5,
     "config": HF_CONFIG,
 }
-"""All that decides what is made. The learning rate of the warm-up is high and stays so to its end: weights that a decaying
-rate has settled in a narrow valley are thrown out of it by the first steps of reinforcement learning."""
+"""All that decides what is made.
+
+The learning rate of the warm-up is high and stays so to its end: weights that a decaying rate has settled in a narrow
+valley are thrown out of it by the first steps of reinforcement learning. The warm-up ends when the model reaches the
+target accuracy on problems that it has not seen, not after a number of steps: rounding differs between machines, and
+at that rate it decides when the model gets there.
+"""
 
 Problem = tuple[int, int]
 
@@ -84,11 +98,14 @@ def prepare(folder: str | Path) -> None:
         warmup, train, val = split_problems()
         write_problems(made / TRAIN_FILE, train)
         write_problems(made / VAL_FILE, val)
-        accuracy = _make_model(made / MODEL_FOLDER, warmup, val)
+        (made / MODEL_FOLDER).mkdir()
+        accuracy = _make_model(made / MODEL_FOLDER, warmup, train, val)
         (made / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash(), "recipe": RECIPE}, indent=2) + "\n")
         _move_into_place(made, target)
     seconds = time.monotonic() - started
-    print(f"made the addition model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
+    print(
+        f"made the addition model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True
+    )
 
 
 def recipe_hash() -> str:
@@ -124,48 +141,57 @@ def _made_by_this_recipe(target: Path) -> bool:
 
 
 def _move_into_place(made: Path, target: Path) -> None:
-    """Rename; what another recipe left is moved aside first, and a run that was faster with this one wins."""
+    """Rename; what another recipe left is moved aside first, and a process that was faster with this one wins."""
     if target.exists() and not _made_by_this_recipe(target):
         os.replace(target, made.with_name("old"))
-    if not target.exists():
+    try:
         os.replace(made, target)
+    except OSError:
+        if not _made_by_this_recipe(target):
+            raise
 
 
-def _make_model(folder: Path, warmup: list[Problem], val: list[Problem]) -> float:
-    """Train, save with the tokenizer, and return the greedy accuracy on the validation problems."""
+def _make_model(folder: Path, warmup: list[Problem], unseen: list[Problem], val: list[Problem]) -> float:
+    """Train, save with the tokenizer, and return the greedy accuracy on the validation problems.
+
+    Args:
+        folder: to write to.
+        warmup: problems to learn from.
+        unseen: problems that decide when to stop.
+        val: problems to report the accuracy on.
+    """
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    threads = torch.get_num_threads()
-    state = torch.get_rng_state()
-    # Sums over threads round differently with another number of them.
-    torch.set_num_threads(RECIPE["threads"])
+    threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+    # One thread: several round their sums differently, and are no faster on matrices this small.
+    torch.set_num_threads(1)
     torch.manual_seed(RECIPE["seed"])
     try:
         model = Qwen3ForCausalLM(Qwen3Config(**HF_CONFIG))
-        _warm_up(model, warmup)
-        accuracy = _greedy_accuracy(model, val)
+        _warm_up(model, warmup, unseen)
+        accuracy = greedy_accuracy(model, val)
     finally:
         torch.set_num_threads(threads)
-        torch.set_rng_state(state)
-    model.generation_config = GenerationConfig(
-        eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD], do_sample=True, temperature=1.0
-    )
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
+        torch.set_rng_state(random_state)
     _tokenizer().save_pretrained(folder)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
     return accuracy
 
 
-def _warm_up(model: Any, problems: list[Problem]) -> None:
-    """Supervised training on random batches of problems, loss on the answer only."""
+def _warm_up(model: Any, problems: list[Problem], unseen: list[Problem]) -> None:
+    """Supervised training on random batches, loss on the answer only, until the target accuracy on unseen problems."""
     import torch
     from torch.nn import functional as F
 
     tokens = _encode(problems)
     order = torch.Generator().manual_seed(RECIPE["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["warmup_lr"], betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(RECIPE["warmup_steps"]):
+    for step in range(RECIPE["warmup_steps_max"]):
         optimizer.param_groups[0]["lr"] = RECIPE["warmup_lr"] * min(1.0, (step + 1) / RECIPE["warmup_lr_ramp_steps"])
         batch = tokens[torch.randint(len(tokens), (RECIPE["warmup_batch_problems"],), generator=order)]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits[:, PROMPT_TOKENS - 1 :]
@@ -174,9 +200,13 @@ def _warm_up(model: Any, problems: list[Problem]) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        probe = step >= RECIPE["probe_from_step"] and step % RECIPE["probe_period_steps"] == 0
+        if probe and greedy_accuracy(model, unseen[: RECIPE["probe_problems"]]) >= RECIPE["target_accuracy"]:
+            return
 
 
-def _greedy_accuracy(model: Any, problems: list[Problem]) -> float:
+def greedy_accuracy(model: Any, problems: list[Problem]) -> float:
+    """Share of problems to which a Hugging Face model's likeliest tokens are exactly the answer and its end."""
     import torch
 
     expected = _encode(problems)

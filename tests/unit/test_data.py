@@ -19,7 +19,7 @@ from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import math_data_processor
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture
@@ -89,7 +89,11 @@ def test_a_plain_prompt_is_tokenised_as_it_is(tokenizer: PreTrainedTokenizerFast
     [
         ("1+1=", "<system>Add.<user>1+1=<assistant>"),
         (
-            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "2"}],
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Yes?"},
+                {"role": "user", "content": "2"},
+            ],
             "<system>Add.<user>Hi<assistant>Yes?<user>2<assistant>",
         ),
     ],

@@ -28,9 +28,7 @@ def test_any_plan_keeps_its_promises(
 ) -> None:
     count = data_parallel * per_rank
     lengths = data.draw(st.lists(st.integers(1, 120), min_size=count, max_size=count))
-    plan = plan_microbatches(
-        lengths, data_parallel=data_parallel, microbatch_tokens=budget, pad_to_multiple=multiple
-    )
+    plan = plan_microbatches(lengths, data_parallel=data_parallel, microbatch_tokens=budget, pad_to_multiple=multiple)
     assert len(plan) == data_parallel
     assert len({len(rank) for rank in plan}) == 1, "every rank has the same number of microbatches"
     microbatches = [microbatch for rank in plan for microbatch in rank]
