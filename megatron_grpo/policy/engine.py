@@ -118,6 +118,22 @@ class MegatronEngine:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are untouched.
         """
+        metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
+        grad_norm = self.optimizer.grad_norm()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"gradient norm is {grad_norm}; the weights were left as they were")
+        learning_rate = self.optimizer.step(grad_norm)
+        own = [{name: float(value) for name, value in one.items()} for one in metrics] if self.is_reporter else None
+        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
+
+    def compute_gradients(
+        self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
+    ) -> list[dict[str, Tensor]]:
+        """Forward and backward over all microbatches, leaving the step's gradient, summed over ranks, in the buffers.
+
+        Returns:
+            The loss function's metrics by microbatch on the last pipeline stage; empty elsewhere.
+        """
         self.model.train()
         self.optimizer.zero_grad()
 
@@ -129,13 +145,7 @@ class MegatronEngine:
             # The schedule asks for a token count to average by; `counts` has already done that.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
-        metrics = self._run_schedule(self.optimizer.model, batch, microbatches, loss_of, forward_only=False)
-        grad_norm = self.optimizer.grad_norm()
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"gradient norm is {grad_norm}; the weights were left as they were")
-        learning_rate = self.optimizer.step(grad_norm)
-        own = [{name: float(value) for name, value in one.items()} for one in metrics] if self.is_reporter else None
-        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
+        return self._run_schedule(self.optimizer.model, batch, microbatches, loss_of, forward_only=False)
 
     @torch.no_grad()
     def _forward_logprobs(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
