@@ -137,6 +137,7 @@ def apply_patches() -> None:
     _patch_tensor_methods()
     _patch_random_state()
     _patch_optimizer_loading()
+    _patch_checkpoints()
     _patch_experts()
 
 
