@@ -9,7 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class PipelineCPUWorker(CPUWorker):
-    """Allocates the buffer for the previous stage's activations, which vLLM only does in a warm-up that eager mode skips."""
+    """Allocates the buffer for the previous stage's activations; vLLM does so in a warm-up, which eager mode skips."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

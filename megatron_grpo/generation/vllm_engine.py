@@ -38,7 +38,7 @@ class EngineSettings:
 
 
 class VllmEngine:
-    """Ray actor. Between calls generation is paused and its prefix cache empty, so a batch never sees an earlier one."""
+    """Ray actor. Between calls generation is paused and its prefix cache empty: no batch depends on an earlier one."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -50,7 +50,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the processes, load the weights of the model folder and run one small batch."""
         os.environ[ENGINE_MARKER] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -72,7 +72,8 @@ class VllmEngine:
         with _deaths_explained():
             finals = await self._sample(llm, requests, settings)
         self._parking = asyncio.create_task(self._park())
-        texts = llm.get_tokenizer().batch_decode([final.outputs[0].token_ids for final in finals], skip_special_tokens=True)
+        token_ids = [final.outputs[0].token_ids for final in finals]
+        texts = llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
         return [_output(final, text) for final, text in zip(finals, texts, strict=True)]
 
     async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
@@ -250,7 +251,7 @@ def _output(final: RequestOutput, text: str) -> GenerationOutput:
     logprobs = completion.logprobs.logprobs
     spans = completion.weight_versions
     assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
-    assert spans is not None and len(spans) == 1, "the weights do not change while a request is in flight"
+    assert len(spans or []) == 1, "the weights do not change while a request is in flight"
     return GenerationOutput(
         token_ids=list(completion.token_ids),
         logprobs=list(logprobs),

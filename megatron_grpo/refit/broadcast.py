@@ -1,4 +1,4 @@
-"""The transport behind `refit`: one broadcast group per pipeline stage of the policy, all generation workers in each."""
+"""The transport behind `refit`: a broadcast group per pipeline stage of the policy, all generation workers in each."""
 
 from __future__ import annotations
 

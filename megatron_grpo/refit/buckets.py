@@ -120,6 +120,6 @@ def checksum(words: Tensor) -> Tensor:
     return total
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _weights(device: torch.device) -> Tensor:
     return torch.arange(1, CHUNK_WORDS + 1, device=device) * GOLDEN | 1

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_grpo.refit.buckets import Bucket, broken_seal
 from megatron_grpo.refit.channel import Rendezvous, join, read_plans
 
+
 @dataclass
 class ReceiverInit(WeightTransferInitInfo):
     """Where to meet, and this engine's place among the receivers."""
@@ -83,6 +84,17 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        # On CPU every layer multiplies by a packed copy of its weight, made when the layer is loaded; a head that is
+        # tied to the embedding is never loaded itself.
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Leave the groups."""
@@ -116,7 +128,7 @@ class RefitWorker:
         """Join the groups of all stages. A Rendezvous travels as a dict: vLLM's messages carry plain types only."""
         try:
             self.init_weight_transfer_engine({"rendezvous": Rendezvous(**rendezvous), "first_receiver": first_receiver})
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - see the class
             return self._described(error)
         return None
 
@@ -126,7 +138,7 @@ class RefitWorker:
             self.start_weight_update()
             self.update_weights({"version": version})
             self.finish_weight_update()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - see the class
             # Half-loaded layers must not keep tensors of this version for the next attempt.
             self.weight_transfer_engine.finish_weight_update()
             return self._described(error)

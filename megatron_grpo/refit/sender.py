@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import Backend
 
@@ -58,7 +57,8 @@ class BucketSender:
             buffer = self.buffer[: bucket.nbytes]
             for slot in bucket.slots:
                 name, tensor = next(source)
-                assert name == slot.name and tensor is not None, f"planned {slot.name}, got {name}"
+                assert name == slot.name, f"planned {slot.name}, got {name}"
+                assert tensor is not None, "tensors are whole on the rank that sends"
                 slot.view(buffer).copy_(tensor)
             seal(buffer, version)
             try:
@@ -81,29 +81,47 @@ def connect_sender(engine: MegatronEngine, rendezvous: Rendezvous, bucket_bytes:
     """Open the group of this rank's stage, if this is the rank that sends; returns when every receiver has joined."""
     global _sender
     _sender = None
-    if not _gathers() or parallel_state.get_tensor_model_parallel_rank() != 0:
+    place = _place()
+    if not place.gathers or place.tensor != 0:
         return
-    stage = parallel_state.get_pipeline_model_parallel_rank()
     specs = hf_specs(engine.model, engine.shape)
     buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
     device = current_platform().device
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    write_plan(rendezvous.store(), stage, stages, buckets, bucket_bytes)
-    _sender = BucketSender(stage, buckets, join(rendezvous, stage, 0, device), device)
+    write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
+    _sender = BucketSender(place.stage, buckets, join(rendezvous, place.stage, 0, device), device)
 
 
 def send_weights(engine: MegatronEngine, version: int, bucket_bytes: int) -> Sent | None:
     """Send this stage's weights, gathered over its tensor-parallel ranks; what was sent, on the rank that sends."""
-    if not _gathers():
+    if not _place().gathers:
         return None
     tensors = iter_hf_tensors(engine.model, engine.shape, bucket_bytes)
-    if _sender is not None:
-        return _sender.send(tensors, version)
-    for _ in tensors:  # this rank's part in gathering
-        pass
-    return None
+    try:
+        return _sender.send(tensors, version) if _sender is not None else None
+    finally:
+        # Gathering is collective: every rank goes through to the end, the sender also when its receivers are gone.
+        for _ in tensors:
+            pass
 
 
-def _gathers() -> bool:
-    # Replicas hold the same weights, and so do context-parallel ranks: the first of them is enough.
-    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank stands."""
+
+    stage: int
+    stages: int
+    tensor: int
+    gathers: bool
+    """Replicas hold the same weights, and so do context-parallel ranks: the first of them is enough."""
+
+
+def _place() -> _Place:
+    # Imported here because the driver imports this module too, and has no use for Megatron.
+    from megatron.core import parallel_state
+
+    return _Place(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        gathers=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )

@@ -1,0 +1,45 @@
+"""A driver of its own for test_generation: samples a fixed batch, prints it with its vLLM processes, then waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+from megatron_grpo.generation.interface import GenerationRequest, SamplingSettings
+from tests.integration.vllm_helpers import engines
+
+
+def requests() -> list[GenerationRequest]:
+    """More than the engine decodes at once, of different lengths."""
+    return [
+        GenerationRequest(prompt_ids=[2 + i % 7, 5, 3 + i % 5][: 1 + i % 3], seed=100 + i, max_new_tokens=6 + i % 10)
+        for i in range(80)
+    ]
+
+
+SETTINGS = SamplingSettings(max_new_tokens=12, temperature=0.8)
+
+
+def main() -> None:
+    ray.init(
+        include_dashboard=False,
+        num_cpus=2,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+    )
+    with engines(Path(sys.argv[1]), pipeline=2) as generation:
+        outputs = generation.generate(requests(), SETTINGS)
+        processes = [p.pid for p in psutil.Process().children(recursive=True)]
+        samples = [(output.token_ids, output.logprobs) for output in outputs]
+        print("RESULT", json.dumps({"samples": samples, "processes": processes}), flush=True)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Sampling with vLLM, pipeline-parallel on a CPU, against transformers; repeatable, and gone when its driver is."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.generation.vllm_engine import cores_of_ranks
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from tests.integration import generation_driver
+from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, make_model
+
+PROMPT = [2, 5, 9, 4]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "base", seed=0)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def killed_driver(model: Path) -> dict[str, Any]:
+    """What a driver of its own sampled before it was killed, and when."""
+    command = [sys.executable, "-m", "tests.integration.generation_driver", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as driver:
+        assert driver.stdout is not None
+        line = next((line for line in driver.stdout if line.startswith("RESULT")), "")
+        driver.send_signal(signal.SIGKILL)
+    assert line, "the driver ended without a result"
+    return {**json.loads(line.removeprefix("RESULT")), "killed_at": time.monotonic()}
+
+
+@pytest.fixture(scope="module")
+def generation(model: Path, killed_driver: dict[str, Any]) -> Iterator[VllmGeneration]:
+    del killed_driver  # first, so that two engines never run at once
+    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    with engines(model, pipeline=2) as started:
+        yield started
+    ray.shutdown()
+
+
+def test_a_killed_driver_leaves_no_process_behind(killed_driver: dict[str, Any]) -> None:
+    assert len(killed_driver["processes"]) >= 4, "Ray, the engine's actor, its core and two workers"
+    left = set(killed_driver["processes"])
+    while left and time.monotonic() < killed_driver["killed_at"] + 20:
+        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+        time.sleep(0.2)
+    assert not left
+
+
+def test_another_process_samples_the_same_bits(generation: VllmGeneration, killed_driver: dict[str, Any]) -> None:
+    for _ in range(2):
+        outputs = generation.generate(generation_driver.requests(), generation_driver.SETTINGS)
+        assert [[output.token_ids, output.logprobs] for output in outputs] == killed_driver["samples"]
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(generation: VllmGeneration, oracle: Oracle) -> None:
+    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=8) for seed in range(16)]
+    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=8, temperature=0.7))
+    for output in outputs:
+        expected = oracle.logprobs(PROMPT, output.token_ids, temperature=0.7)
+        assert output.logprobs == pytest.approx(expected, abs=1e-4)
+    assert len({tuple(output.token_ids) for output in outputs}) > 8, "seeds differ, so do the samples"
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) -> None:
+    wanted = GenerationRequest(prompt_ids=PROMPT, seed=5, max_new_tokens=10)
+    settings = SamplingSettings(max_new_tokens=10)
+    (alone,) = generation.generate([wanted], settings)
+    others = [GenerationRequest(prompt_ids=[3] * (1 + i), seed=i, max_new_tokens=10) for i in range(20)]
+    among_others = generation.generate([*others, wanted], settings)[-1]
+    assert among_others.token_ids == alone.token_ids
+    assert among_others.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_filters_renormalise(generation: VllmGeneration, oracle: Oracle) -> None:
+    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=6) for seed in range(16)]
+    for output in generation.generate(requests, SamplingSettings(max_new_tokens=6, top_k=3)):
+        table = oracle.distributions(PROMPT, output.token_ids)
+        best, ids = table.topk(3)
+        expected = [
+            float(row.log_softmax(dim=-1)[allowed.tolist().index(token)])
+            for row, allowed, token in zip(best, ids, output.token_ids, strict=True)
+        ]
+        assert output.logprobs == pytest.approx(expected, abs=1e-4)
+    for output in generation.generate(requests, SamplingSettings(max_new_tokens=6, top_p=1e-6)):
+        assert output.token_ids == oracle.greedy(PROMPT, 6)
+
+
+def test_greedy(generation: VllmGeneration, oracle: Oracle) -> None:
+    (output,) = _greedy(generation, SamplingSettings(max_new_tokens=12, temperature=0.0))
+    assert output.token_ids == oracle.greedy(PROMPT, 12)
+    assert output.logprobs == pytest.approx(oracle.logprobs(PROMPT, output.token_ids), abs=1e-4)
+    assert output.version == 0
+
+
+def test_stop_reasons(generation: VllmGeneration, oracle: Oracle) -> None:
+    free = oracle.greedy(PROMPT, 12)
+    (output,) = _greedy(generation, SamplingSettings(max_new_tokens=4, temperature=0.0))
+    assert (output.token_ids, output.stop_reason) == (free[:4], "length")
+
+    token = free[3]
+    cut = free[: free.index(token) + 1]
+    (output,) = _greedy(generation, SamplingSettings(max_new_tokens=12, temperature=0.0, stop_token_ids=(token,)))
+    assert (output.token_ids, output.stop_reason) == (cut, "stop")
+    assert len(output.logprobs) == len(cut)
+
+    text = LETTERS[token - 2]
+    (output,) = _greedy(generation, SamplingSettings(max_new_tokens=12, temperature=0.0, stop_strings=(text,)))
+    assert (output.token_ids, output.stop_reason) == (cut, "stop")
+    assert output.text == "".join(LETTERS[one - 2] for one in cut)
+
+
+def test_end_of_text_ends_a_response(generation: VllmGeneration) -> None:
+    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=50) for seed in range(32)]
+    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=50, temperature=2.0))
+    ended = [output for output in outputs if output.stop_reason == "stop"]
+    assert ended
+    for output in ended:
+        assert output.token_ids.index(EOS) == len(output.token_ids) - 1
+        assert len(output.text) == len(output.token_ids) - 1, "the text is without the end-of-text token"
+
+
+def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
+    settings = SamplingSettings(max_new_tokens=100, stop_token_ids=())
+    prompt = [3] * (MAX_LENGTH - 2)
+    (output,) = generation.generate([GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=100)], settings)
+    assert len(output.token_ids) <= 2
+    full = GenerationRequest(prompt_ids=[3] * MAX_LENGTH, seed=0, max_new_tokens=1)
+    with pytest.raises(RuntimeError, match="generation engine 0 .*64 tokens leaves no room"):
+        generation.generate([full], settings)
+    assert len(_greedy(generation, settings)) == 1, "the engine works on"
+
+
+def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None:
+    """Last of the module: the engine is gone afterwards."""
+    workers = [p for p in psutil.process_iter(["cmdline"]) if "VLLM::Worker" in " ".join(p.info["cmdline"] or [])]
+    workers[0].kill()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="generation engine 0 .*vLLM process"):
+        _greedy(generation, SamplingSettings(max_new_tokens=4))
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("cores", "first", "ranks", "total", "expected"),
+    [
+        ([0, 1], 0, 1, 1, "0,1"),
+        ([0, 1], 0, 2, 2, "0|1"),
+        ([4, 6], 0, 4, 4, "4|6|4|6"),
+        ([0, 1, 2, 3, 4], 1, 1, 2, "2,3"),
+        ([0, 1], 2, 2, 4, "0|1"),
+    ],
+)
+def test_cores_are_shared_out(cores: list[int], first: int, ranks: int, total: int, expected: str) -> None:
+    assert cores_of_ranks(cores, first=first, ranks=ranks, total=total) == expected
+
+
+def _greedy(generation: VllmGeneration, settings: SamplingSettings) -> list[GenerationOutput]:
+    request = GenerationRequest(prompt_ids=PROMPT, seed=0, max_new_tokens=settings.max_new_tokens)
+    return generation.generate([request], settings)

@@ -1,0 +1,156 @@
+"""Weights from Megatron ranks into vLLM engines of every layout, against transformers; and what happens when it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
+from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.policy.megatron_policy import MegatronPolicy
+from megatron_grpo.policy.worker import EngineSettings
+from megatron_grpo.refit.broadcast import BroadcastTransport
+from megatron_grpo.refit.interface import RefitError
+from tests.integration.vllm_helpers import START_S, Oracle, engines, make_model
+
+POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
+ENGINE_LAYOUTS = {"tp1": {"data": 2}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
+PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
+TOKENS = 8
+REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0)
+"""Buckets small enough that layers straddle them and the embedding has one of its own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "base", seed=0)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[MegatronPolicy, Oracle]]]:
+    """Policies of all layouts, each with weights of its own, and what transformers makes of those."""
+    folder = tmp_path_factory.mktemp("models")
+    started = {}
+    for seed, (name, layout) in enumerate(POLICY_LAYOUTS.items(), start=1):
+        path = make_model(folder / name, seed=seed)
+        started[name] = (_start_policy(path, layout), Oracle(path))
+    for policy, _ in started.values():
+        policy.wait_ready()
+    yield started
+    for policy, _ in started.values():
+        policy.shutdown()
+
+
+@pytest.fixture(scope="module", params=ENGINE_LAYOUTS)
+def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGeneration]:
+    with engines(base, **ENGINE_LAYOUTS[request.param]) as started:
+        yield started
+
+
+def test_generation_equals_transformers_after_each_refit(
+    generation: VllmGeneration, base: Path, policies: dict[str, tuple[MegatronPolicy, Oracle]]
+) -> None:
+    _assert_serves(generation, Oracle(base), version=0)
+    for version, (policy, oracle) in enumerate(policies.values(), start=1):
+        transport = BroadcastTransport(policy, generation, REFIT)
+        transport.connect()
+        report = transport.publish(version)
+        assert report.version == version
+        assert report.buckets > 4
+        assert report.tensors == 2 * 11 + 2, "11 tensors a layer, the (tied) embedding and the last norm"
+        _assert_serves(generation, oracle, version)
+
+
+def test_a_corrupted_bucket_is_refused_and_the_next_refit_heals(
+    generation: VllmGeneration, policies: dict[str, tuple[MegatronPolicy, Oracle]]
+) -> None:
+    policy, oracle = policies["pp2"]
+    transport = BroadcastTransport(policy, generation, REFIT)
+    transport.connect()
+    transport.publish(10)
+    ray.get(policy.submit(_corrupt_next_refit))
+    with pytest.raises(RefitError, match=r"stage 1, bucket 0: checksum .* differs"):
+        transport.publish(11)
+    with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
+        _generate(generation)
+    transport.publish(12)
+    _assert_serves(generation, oracle, version=12)
+
+
+def test_a_killed_engine_process_ends_the_refit_quickly(
+    generation: VllmGeneration, policies: dict[str, tuple[MegatronPolicy, Oracle]]
+) -> None:
+    """Last of the module: the engine is gone afterwards."""
+    policy, _ = policies["tp2"]
+    transport = BroadcastTransport(policy, generation, REFIT)
+    transport.connect()
+    worker = next(p for p in psutil.process_iter(["cmdline"]) if "VLLM::Worker" in " ".join(p.info["cmdline"] or []))
+    worker.kill()
+    began = time.monotonic()
+    with pytest.raises(RefitError, match="generation engine|policy rank"):
+        transport.publish(20)
+    with pytest.raises(RuntimeError, match="generation engine"):
+        _generate(generation)
+    assert time.monotonic() - began < 20
+
+
+def _start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
+    settings = EngineSettings(
+        config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
+        shape=ModelShape.from_folder(path),
+        folder=str(path),
+        reference=None,
+        temperature=1.0,
+        decay_steps=1,
+        seed=0,
+    )
+    policy = MegatronPolicy(settings, actor_options=lambda rank: {"num_cpus": 0}, startup_timeout_s=START_S)
+    policy.start()
+    return policy
+
+
+def _generate(generation: VllmGeneration) -> list[GenerationOutput]:
+    requests = [GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=TOKENS) for prompt in PROMPTS]
+    return generation.generate(requests, SamplingSettings(max_new_tokens=TOKENS, temperature=0.0))
+
+
+def _assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> None:
+    for prompt, output in zip(PROMPTS, _generate(generation), strict=True):
+        assert output.token_ids == oracle.greedy(prompt, TOKENS)
+        assert output.logprobs == pytest.approx(oracle.logprobs(prompt, output.token_ids), abs=1e-4)
+        assert output.version == version
+
+
+def _corrupt_next_refit(engine: Any) -> None:
+    """On the rank that sends stage 1: flip one bit of the first bucket after it is sealed, once."""
+    from megatron_grpo.refit import sender
+
+    one = sender._sender
+    if one is None or one.stage != 1:
+        return
+
+    class FlipOnce:
+        def __init__(self, group: Any) -> None:
+            self._group = group
+
+        def broadcast(self, buffer: Any, root: int) -> Any:
+            buffer[100] ^= 1
+            one.group = self._group
+            return self._group.broadcast(buffer, root)
+
+    one.group = FlipOnce(one.group)

@@ -1,0 +1,101 @@
+"""A tiny model that vLLM's CPU attention can run, transformers as the oracle for it, and engines around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+
+EOS = 1
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+VOCAB = len(LETTERS) + 2
+MAX_LENGTH = 64
+START_S = 300.0
+
+
+def make_model(path: Path, seed: int) -> Path:
+    """A random Qwen3 with two layers, and a tokenizer of one token per letter."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        dtype=torch.float32,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    vocab = {"<pad>": 0, "<eos>": EOS} | {letter: index + 2 for index, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(path)
+    return path
+
+
+class Oracle:
+    """What transformers says of the model in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def distributions(self, prompt: list[int], response: list[int]) -> Tensor:
+        """Log-probabilities of every next token along a response: [len(response), vocabulary]."""
+        logits = self._model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        return logits.float()
+
+    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+        """Log-probability of each token of a response."""
+        table = (self.distributions(prompt, response) / temperature).log_softmax(dim=-1)
+        return table.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+    def greedy(self, prompt: list[int], tokens: int) -> list[int]:
+        """The likeliest continuation, up to the end-of-text token."""
+        response: list[int] = []
+        while len(response) < tokens and EOS not in response:
+            response.append(int(self.distributions(prompt, [*response, 0])[-1].argmax()))
+        return response
+
+
+@contextmanager
+def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Iterator[VllmGeneration]:
+    """Ready engines of this layout; needs Ray."""
+    config = GenerationConfig(
+        parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, data=data),
+        engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=32),
+        timeout_s=120.0,
+    )
+    generation = VllmGeneration(
+        str(path),
+        config,
+        precision="float32",
+        max_total_sequence_length=MAX_LENGTH,
+        actor_options=lambda engine: {"num_cpus": 0},
+        startup_timeout_s=START_S,
+    )
+    try:
+        generation.start()
+        generation.wait_ready()
+        yield generation
+    finally:
+        generation.shutdown()
