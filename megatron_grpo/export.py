@@ -1,4 +1,4 @@
-"""Turns a checkpoint into a model folder for transformers and vLLM: python -m megatron_grpo.export checkpoint=… output=…"""
+"""Turns a checkpoint into a Hugging Face folder: python -m megatron_grpo.export checkpoint=… output=…"""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def export(plan: ExportPlan) -> None:
             # Damaged files surface as any of these.
             raise ValueError(f"{plan.weights} cannot be loaded as {plan.source}: {error}") from None
         model.load_state_dict(state["model"])
-        tensors = ((name, tensor) for name, tensor in iter_hf_tensors(model, plan.shape, _GATHER_BYTES) if tensor is not None)
+        tensors = (
+            (name, tensor) for name, tensor in iter_hf_tensors(model, plan.shape, _GATHER_BYTES) if tensor is not None
+        )
         write_hf_folder(tensors, plan.source, plan.output)
     finally:
         destroy_parallel()

@@ -45,10 +45,12 @@ def bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     """
     parameters = dict(model.named_parameters())
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    bound = []
+    bound: list[BoundEntry] = []
     for entry, layer, local in global_entries(weight_entries(shape), layers):
         names = [name for name in (n.format(layer=local) for n in entry.megatron) if name in parameters]
-        assert names or not is_per_layer(entry.megatron[0]), f"the model has no parameter {entry.megatron} in layer {layer}"
+        assert names or not is_per_layer(entry.megatron[0]), (
+            f"the model has no parameter {entry.megatron} in layer {layer}"
+        )
         bound.extend(BoundEntry(entry, layer, parameters.pop(name)) for name in names)
     assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
     return bound

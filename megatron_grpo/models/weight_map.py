@@ -94,7 +94,9 @@ class WeightEntry:
             rows: of the parameter; more than the slice has only where the vocabulary is padded.
         """
         if self.merge == "qkv":
-            group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)]
+            group_parts = [
+                part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)
+            ]
             return torch.cat(group_parts, dim=1).flatten(0, 1)
         if self.merge == "gate_up":
             return torch.cat(parts)

@@ -67,8 +67,16 @@ PATCHED_NAMES = (
         "_get_write_results_queue",
         "starts a manager process that imports everything anew and outlives a killed rank",
     ),
-    ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", "turns only CUDA tensors into numpy"),
-    ("megatron.core.transformer.moe.router", "TopKRouter._apply_expert_bias", "torch.compile of three tensor operations"),
+    (
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        "turns only CUDA tensors into numpy",
+    ),
+    (
+        "megatron.core.transformer.moe.router",
+        "TopKRouter._apply_expert_bias",
+        "torch.compile of three tensor operations",
+    ),
     ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
     (
         "megatron.core.optimizer.distrib_optimizer",
@@ -133,12 +141,16 @@ def apply_patches() -> None:
     _patched = True
     overlay = _cpu_torch()
     for name in CUDA_MODULES:
-        importlib.import_module(name).torch = overlay
+        _module(name).torch = overlay
     _patch_tensor_methods()
     _patch_random_state()
     _patch_optimizer_loading()
     _patch_checkpoints()
     _patch_experts()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 def _cpu_torch() -> ModuleType:
@@ -200,7 +212,7 @@ def _patch_tensor_methods() -> None:
 
 def _patch_random_state() -> None:
     """The RNG tracker's states are states of the CPU generator, so that dropout and initialisation draw from them."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random = _module("megatron.core.tensor_parallel.random")
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
         return torch.get_rng_state()
@@ -214,7 +226,7 @@ def _patch_random_state() -> None:
 
 def _patch_optimizer_loading() -> None:
     """Checkpoints of torch's AdamW, which the distributed optimizer falls back to without fused implementations."""
-    optimizer_class = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    optimizer_class = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
 
     def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -249,10 +261,10 @@ def _patch_checkpoints() -> None:
     The original's queue lives in a spawned process, so that it could be shared with a background saver without forking
     a CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
     """
-    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer = _module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer._get_write_results_queue = queue.SimpleQueue
 
-    sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     original_init_data = sharded_tensor.init_data
 
     def init_data_on_cpu(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +275,7 @@ def _patch_checkpoints() -> None:
 
 def _patch_experts() -> None:
     """Mixture of experts without Transformer Engine and without a C++ compiler."""
-    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    utils = _module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         # Read without a guard by RouterGatingLinearFunction, but only defined when Transformer Engine is there.
         utils.te_general_gemm = None
@@ -272,8 +284,8 @@ def _patch_experts() -> None:
         # alltoall needs its split sizes as numbers; the original converts them only when it copies them off a GPU.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    importlib.import_module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
-    importlib.import_module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
-    router = importlib.import_module("megatron.core.transformer.moe.router").TopKRouter
+    _module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
+    _module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
+    router = _module("megatron.core.transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

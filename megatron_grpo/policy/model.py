@@ -28,8 +28,8 @@ def build_model(
 ) -> GPTModel:
     """This rank's shard of the model on the platform's device, its weights not yet set.
 
-    On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, padded vocabulary /
-    TP]; columns past the vocabulary are padding and have to be left out of every sum over it.
+    On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, columns], columns
+    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it.
 
     Args:
         parallel: the layout that `initialize_parallel` was called with.
@@ -87,8 +87,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
-        # Initialisation also marks which parameters are split over TP (without the marks, gradient norms leave the other
-        # ranks' shards out), so it has to run, but it need not draw values that load_hf_weights overwrites.
+        # Initialisation also marks which parameters are split over TP (without the marks, gradient norms leave the
+        # other ranks' shards out), so it has to run, but it need not draw values that load_hf_weights overwrites.
         perform_initialization=True,
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,

@@ -22,8 +22,9 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         device = current_platform().device
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
