@@ -143,6 +143,12 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
+def traces(job: str) -> list[str]:
+    """What is still there of a job's Ray."""
+    folder = Path(f"/tmp/ray_{job}")
+    return processes_with(folder.name) + [str(folder)] * folder.exists()
+
+
 def test_quickstart_runs_under_slurm_and_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.max_num_steps=2", "grpo.val_at_start=false")
     state = slurm.wait(job, 300)
@@ -150,8 +156,21 @@ def test_quickstart_runs_under_slurm_and_leaves_nothing_behind(slurm: Slurm, tmp
     assert state == "COMPLETED", output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 2
-    assert processes_with(f"ray_{job}") == []
-    assert not Path(f"/tmp/ray_{job}").exists()
+    assert traces(job) == []
+
+
+def test_a_cancelled_job_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.val_at_start=false")
+    deadline = time.monotonic() + 120
+    while not traces(job):
+        assert time.monotonic() < deadline, "Ray did not start"
+        time.sleep(0.5)
+    slurm.call("scancel", job)
+    assert slurm.wait(job, 60) == "CANCELLED"
+    deadline = time.monotonic() + 30  # Slurm calls a job cancelled before its last process is gone
+    while traces(job):
+        assert time.monotonic() < deadline, traces(job)
+        time.sleep(0.5)
 
 
 def test_a_mistake_ends_the_job_with_the_message(slurm: Slurm, tmp_path: Path) -> None:
@@ -161,4 +180,4 @@ def test_a_mistake_ends_the_job_with_the_message(slurm: Slurm, tmp_path: Path) -
     assert state == "FAILED"
     assert "did you mean grpo.max_num_steps?" in output
     assert "Traceback" not in output
-    assert processes_with(f"ray_{job}") == []
+    assert traces(job) == []
