@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron_grpo.policy.engine import MegatronEngine
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save_engine(engine: MegatronEngine, folder: str) -> None:
@@ -43,10 +45,13 @@ def load_engine(engine: MegatronEngine, folder: str) -> None:
 
 
 def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
-    model = engine.model.sharded_state_dict(metadata=_METADATA)
+    metadata = dict(_METADATA)  # Megatron adds its process groups
+    model = engine.model.sharded_state_dict(metadata=metadata)
+    with _padding_counted_as_content(engine):
+        optimizer = engine.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
-        "optimizer": engine.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA),
+        "optimizer": optimizer,
         "schedule_steps": engine.optimizer.scheduler.num_steps,
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
@@ -54,6 +59,25 @@ def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any
             "data": parallel_state.get_data_parallel_world_size(),
         },
     }
+
+
+@contextmanager
+def _padding_counted_as_content(engine: MegatronEngine) -> Iterator[None]:
+    """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
+
+    It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and
+    only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
+    happens whenever its size is not a multiple of the padding.
+    """
+    parts = [part for buffer in engine.optimizer.model.buffers for part in (buffer, *buffer.buckets)]
+    without_padding = [part.numel_unpadded for part in parts]
+    for part in parts:
+        part.numel_unpadded = part.grad_data.numel()
+    try:
+        yield
+    finally:
+        for part, numel in zip(parts, without_padding, strict=True):
+            part.numel_unpadded = numel
 
 
 def _random_state_shard() -> ShardedObject:

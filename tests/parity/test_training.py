@@ -217,4 +217,4 @@ def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
         actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path / "checkpoint", settings))
         exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else tolerance
         for key, tensor in expected.items():
-            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, k=key: f"{layout} {k}: {m}")
+            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
