@@ -148,7 +148,7 @@ def test_reader_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a safetensors index"):
         HFFolderReader(tmp_path)
     index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(ValueError, match="model-00001-of-00002[.]safetensors does not exist"):
+    with pytest.raises(ValueError, match=r"00002\.safetensors does not exist"):
         HFFolderReader(tmp_path).read(WANTED)
 
 
