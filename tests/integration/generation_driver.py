@@ -35,7 +35,8 @@ def main() -> None:
     )
     with engines(Path(sys.argv[1]), pipeline=2) as generation:
         outputs = generation.generate(requests(), SETTINGS)
-        processes = [p.pid for p in psutil.Process().children(recursive=True)]
+        children = psutil.Process().children(recursive=True)
+        processes = [p.pid for p in children if p.cmdline()[0].startswith(("VLLM::", "ray::VllmEngine"))]
         samples = [(output.token_ids, output.logprobs) for output in outputs]
         print("RESULT", json.dumps({"samples": samples, "processes": processes}), flush=True)
         time.sleep(600)

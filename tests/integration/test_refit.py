@@ -1,4 +1,4 @@
-"""Weights from Megatron ranks into vLLM engines of every layout, against transformers; and what happens when it fails."""
+"""Weights from Megatron ranks into vLLM engines of every layout, against transformers; and what happens on failure."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
     worker = next(p for p in psutil.process_iter(["cmdline"]) if "VLLM::Worker" in " ".join(p.info["cmdline"] or []))
     worker.kill()
     began = time.monotonic()
-    with pytest.raises(RefitError, match="generation engine|policy rank"):
+    with pytest.raises(RefitError, match=r"generation engine|policy rank"):
         transport.publish(20)
     with pytest.raises(RuntimeError, match="generation engine"):
         _generate(generation)
