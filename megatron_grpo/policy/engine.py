@@ -18,23 +18,13 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.policy.interface import GlobalCounts, LossFunction
+from megatron_grpo.policy.interface import GlobalCounts, LossFunction, StepShare
 from megatron_grpo.policy.logprobs import token_logprobs, vocab_shard
 from megatron_grpo.policy.model import build_model
 from megatron_grpo.policy.optimizer import PolicyOptimizer
 
 Microbatches = list[list[int]]
 """Indices into a rank's SequenceBatch, one list per microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShare:
-    """What one rank knows of an optimizer step."""
-
-    grad_norm: float
-    learning_rate: float
-    metrics: list[dict[str, float]] | None
-    """Loss and metrics of each of its microbatches, on the reporting rank of each data-parallel replica."""
 
 
 @dataclass(frozen=True, slots=True)

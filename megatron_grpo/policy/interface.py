@@ -51,6 +51,16 @@ class TrainResult:
     """From the loss function, reduced over all tokens of the step."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """What one rank knows of an optimizer step."""
+
+    grad_norm: float
+    learning_rate: float
+    metrics: list[dict[str, float]] | None
+    """Loss and metrics of each of its microbatches, on the reporting rank of each data-parallel replica."""
+
+
 class PolicyInterface(ABC):
     """A model spread over many processes that looks like one."""
 

@@ -33,9 +33,8 @@ class MegatronPolicy(PolicyInterface):
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
         threads = settings.config.threads or max(1, (os.cpu_count() or 1) // world)
-        self.workers = [
-            PolicyWorker.options(**actor_options(rank)).remote(rank, world, threads) for rank in range(world)
-        ]
+        actor = ray.remote(PolicyWorker)
+        self.workers = [actor.options(**actor_options(rank)).remote(rank, world, threads) for rank in range(world)]
         self._places: list[RankPlace] = []
         self._starting: list[ray.ObjectRef] = []
 

@@ -35,9 +35,8 @@ class RankPlace:
     is_reporter: bool
 
 
-@ray.remote
 class PolicyWorker:
-    """Holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
+    """Ray actor: holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
 
     def __init__(self, rank: int, world_size: int, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`

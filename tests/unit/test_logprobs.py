@@ -18,9 +18,7 @@ def test_values_and_gradients_equal_log_softmax(chunk: int | None, temperature: 
     token_ids = torch.randint(0, VOCAB, (2, 7))
     weights = torch.randn(2, 7)
 
-    actual = token_logprobs(
-        logits, token_ids, VocabShard(0, VOCAB, None), temperature=temperature, chunk_tokens=chunk
-    )
+    actual = token_logprobs(logits, token_ids, VocabShard(0, VOCAB, None), temperature=temperature, chunk_tokens=chunk)
     (actual * weights).sum().backward()
     actual_grad, logits.grad = logits.grad, None
 

@@ -1,0 +1,105 @@
+"""Times the phases of a GRPO step; prints JSON.
+
+    python benchmarks/step_phases.py [--steps 20] [override ...]
+
+Runs the quickstart (any override of the train command may be added) for a few steps and reports the median seconds of
+each phase. The reference, in the same run and on the same batches, is the optimizer step alone in plain transformers
+and torch, in one process with all the machine's cores: `train_ratio` is our training phase (all ranks, Ray included)
+over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.algorithms.grpo import grpo_step, learning_batch, setup
+from megatron_grpo.config.compose import load_config
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.rollouts.batch import rewards_by_group
+
+WARM_UP_STEPS = 3
+
+
+class PlainTorch:
+    """The same policy-gradient step without Megatron, Ray or pipeline: one padded batch, AdamW."""
+
+    def __init__(self, folder: str, lr: float, temperature: float) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.temperature = temperature
+
+    def step(self, batch: SequenceBatch) -> float:
+        """Seconds of one optimizer step."""
+        began = time.perf_counter()
+        width = max(batch.lengths)
+        ids = batch.padded("token_ids", width)
+        mask, advantages = (batch.padded(name, width)[:, 1:] for name in ("loss_mask", "advantages"))
+        logits = self.model(ids).logits[:, :-1] / self.temperature
+        logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        loss = -(logprobs * advantages * mask).sum() / mask.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return time.perf_counter() - began
+
+
+def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
+    phases: dict[str, list[float]] = defaultdict(list)
+    plain_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(
+            ["+exp=quickstart", f"run_dir={folder}/run", "logger.progress=false", "checkpointing=none", *overrides]
+        )
+        with setup(config) as run:
+            plain = PlainTorch(
+                run.policy.settings.folder, config.policy.optimizer.lr, config.generation.temperature or 1.0
+            )
+            prompts = [next(iter(run.loader)) for _ in range(steps + WARM_UP_STEPS)]
+            for number, batch_of_prompts in enumerate(prompts):
+                report = grpo_step(run, batch_of_prompts)
+                run.state["total_steps"] += 1
+                rewards = rewards_by_group(report.trajectories, config.grpo.num_generations_per_prompt)
+                seconds = plain.step(learning_batch(config, report.trajectories, rewards))
+                if number >= WARM_UP_STEPS:
+                    plain_s.append(seconds)
+                    for name, value in report.timing.items():
+                        phases[name].append(value)
+    medians = {name: statistics.median(values) for name, values in phases.items()}
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    work = sum(medians.get(name, 0.0) for name in ("generation", "logprobs", "train", "refit"))
+    return {
+        "benchmark": "step_phases",
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "ray")},
+        "overrides": list(overrides),
+        "steps": steps,
+        "samples_per_step": samples,
+        "median_s": medians,
+        "samples_per_s": samples / medians["total"],
+        "overhead_fraction": 1 - work / medians["total"],
+        "plain_torch_train_s": statistics.median(plain_s),
+        "train_ratio": medians["train"] / statistics.median(plain_s),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    print(json.dumps(measure(arguments.steps, arguments.overrides), indent=2))

@@ -1,0 +1,98 @@
+"""Real training runs as a user starts them: a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "MEGATRON_GRPO_TEST_RUN"
+"""Environment variable that every process of a run inherits."""
+
+
+class TrainingRun:
+    """`python -m megatron_grpo.train` with a tiny quickstart."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        self.run_dir = run_dir
+        self.overrides = ["+exp=quickstart", f"run_dir={run_dir}", "logger.progress=false", *overrides]
+        self.mark = uuid.uuid4().hex
+        self.output = run_dir.with_name(f"{run_dir.name}.{self.mark[:6]}.log")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.driver = subprocess.Popen(
+            [sys.executable, "-m", "megatron_grpo.train", *self.overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output.open("wb"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: self.mark},
+            start_new_session=True,
+        )
+        return self.driver
+
+    def finish(self, timeout_s: float = 240.0) -> int:
+        """Start if need be, and wait for the end; the exit code."""
+        if not hasattr(self, "driver"):
+            self.start()
+        try:
+            return self.driver.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.log()}") from None
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert self.driver.poll() is None, f"the run ended too early:\n{self.log()}"
+            assert time.monotonic() < end, f"nothing after {timeout_s} s:\n{self.log()}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """What a machine does to a process: no chance to clean up."""
+        self.driver.send_signal(signal.SIGKILL)
+        self.driver.wait(10)
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the run, the driver included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def assert_nothing_left(self, within_s: float = 20.0) -> None:
+        end = time.monotonic() + within_s
+        while left := self.processes():
+            if time.monotonic() > end:
+                described = [" ".join(process.cmdline())[:120] or process.name() for process in left]
+                for process in left:
+                    process.kill()
+                raise AssertionError(f"{within_s} s after its end these are left of the run: {described}")
+            time.sleep(0.2)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "timing"} for row in rows]

@@ -1,0 +1,161 @@
+"""Whole runs: resume after SIGKILL to the last digit, other layouts, failures that say what happened, no orphans."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+
+SHORT = (
+    "grpo.max_num_steps=6",
+    "grpo.val_period=3",
+    "grpo.max_val_samples=64",
+    "grpo.num_prompts_per_step=16",
+    "checkpointing.save_period=3",
+    "checkpointing.keep_top_k=null",
+)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Six steps without interruption."""
+    run = TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT)
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    return run
+
+
+def test_a_run_writes_everything_that_explains_it(straight: TrainingRun) -> None:
+    rows = straight.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["weight_version"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(row["token_mult_prob_error_max"] < 1.001 for row in rows)
+    assert [row["step"] for row in read_jsonl(straight.run_dir / "validation.jsonl")] == [0, 3, 6]
+    summary = json.loads((straight.run_dir / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["token_mult_prob_error_max"] <= 1.001
+    for name in ("config.yaml", "curves.png", "checkpoints/step_3", "checkpoints/step_6", "tensorboard"):
+        assert (straight.run_dir / name).exists(), name
+    rollouts = read_jsonl(straight.run_dir / "rollouts" / "step_1.jsonl")
+    assert len(rollouts) == 16 * 8
+    assert len({tuple(row["token_ids"]) for row in rollouts[:8]}) > 1, "samples of a prompt are all the same"
+
+
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
+    first = TrainingRun(tmp_path / "run", *SHORT)
+    first.start()
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
+    first.kill()
+    first.assert_nothing_left(within_s=20)
+    assert not (first.run_dir / "checkpoints" / "step_6").exists(), "killed too late to test anything"
+    # What a kill in the middle of a write leaves behind is never taken for a checkpoint.
+    (first.run_dir / "checkpoints" / ".writing_step_5" / "megatron").mkdir(parents=True)
+
+    second = TrainingRun(tmp_path / "run", *SHORT)
+    assert second.finish() == 0, second.log()
+    assert "resumed after step 3" in second.log()
+    assert without_timing(second.metrics()) == without_timing(straight.metrics())
+    for name in ("validation.jsonl", "rollouts/step_6.jsonl"):
+        assert read_jsonl(second.run_dir / name) == read_jsonl(straight.run_dir / name)
+    assert not (first.run_dir / "checkpoints" / ".writing_step_5").exists()
+
+
+def test_another_layout_continues_the_run(straight: TrainingRun, tmp_path: Path) -> None:
+    """From the PP2 run's third step on, TP2 and two generation engines: the same numbers up to rounding."""
+    run = TrainingRun(
+        tmp_path / "run",
+        *SHORT,
+        f"checkpointing.resume={straight.run_dir}/checkpoints/step_3",
+        "policy.parallel.pipeline=1",
+        "policy.parallel.tensor=2",
+        "generation.parallel.pipeline=1",
+        "generation.parallel.data=2",
+    )
+    assert run.finish() == 0, run.log()
+    assert [row["step"] for row in run.metrics()] == [4, 5, 6]
+    for ours, theirs in zip(run.metrics(), straight.metrics()[3:], strict=True):
+        for name in ("reward", "loss", "grad_norm", "approx_entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), f"step {ours['step']}: {name}"
+
+
+def test_kl_penalty_with_an_offloaded_reference_and_two_replicas(tmp_path: Path) -> None:
+    run = TrainingRun(
+        tmp_path / "run",
+        *SHORT[1:],
+        "grpo.max_num_steps=3",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        "reference.offload=true",
+        "policy.parallel.pipeline=1",
+        "policy.parallel.data=2",
+        "generation.parallel.pipeline=1",
+        "generation.parallel.tensor=2",
+    )
+    assert run.finish() == 0, run.log()
+    kl = [row["kl_penalty"] for row in run.metrics()]
+    assert kl[0] == pytest.approx(0.0, abs=1e-9), "policy and reference start from the same weights"
+    assert 0 < kl[1] < kl[2]
+    assert all("logprobs" in row["timing"] for row in run.metrics())
+
+
+def test_an_exported_checkpoint_answers_as_the_run_did(straight: TrainingRun, tmp_path: Path) -> None:
+    """Greedy decoding by transformers from the exported folder gives the accuracy that the run validated."""
+    checkpoint, output = straight.run_dir / "checkpoints" / "step_6", tmp_path / "exported"
+    command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
+    subprocess.run(command, check=True, timeout=120)
+    data = Path(yaml.safe_load((straight.run_dir / "config.yaml").read_text())["data"]["val_path"])
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    rows = read_jsonl(data)[:64]
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", add_special_tokens=False).input_ids
+    answers = model.generate(prompts, max_new_tokens=5, do_sample=False)[:, prompts.shape[1] :]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = sum(text == row["answer"] for text, row in zip(texts, rows, strict=True))
+    validated = read_jsonl(straight.run_dir / "validation.jsonl")[-1]
+    assert validated["step"] == 6
+    assert right / len(rows) == validated["val_accuracy"]
+
+
+def test_a_killed_vllm_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
+    run.start()
+    run.wait_for(lambda: (run.run_dir / "metrics.jsonl").exists() and len(run.metrics()) >= 2)
+    engines = [
+        process for process in run.processes() if "VLLM" in process.name() or "VLLM" in "".join(process.cmdline())
+    ]
+    assert engines, [process.name() for process in run.processes()]
+    killed = time.monotonic()
+    engines[-1].send_signal(signal.SIGKILL)
+    assert run.finish(timeout_s=60) == 1, run.log()
+    assert time.monotonic() - killed < 45
+    assert "generation engine 0" in run.log(), run.log()
+    assert "Traceback" not in run.log(), run.log()
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("when", ["starting", "training"])
+def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
+    driver = run.start()
+    if when == "starting":
+        run.wait_for(lambda: any("PolicyWorker" in " ".join(process.cmdline()) for process in run.processes()))
+    else:
+        run.wait_for(lambda: (run.run_dir / "metrics.jsonl").exists() and len(run.metrics()) >= 1)
+    driver.send_signal(signal.SIGINT)
+    assert run.finish(timeout_s=60) == 130, run.log()
+    assert "Traceback" not in run.log(), run.log()
+    run.assert_nothing_left()
+
+
+def test_a_run_directory_is_for_one_run_at_a_time(straight: TrainingRun) -> None:
+    other = TrainingRun(straight.run_dir, *SHORT, "grpo.seed=7")
+    assert other.finish() == 1
+    assert "holds another run: its grpo.seed is 42, this one's is 7" in other.log()
