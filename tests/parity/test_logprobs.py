@@ -34,8 +34,8 @@ def megatron_logits(model: GPTModel, batches: list[Tensor]) -> list[Tensor]:
     """Full logits of every microbatch, on the last pipeline stage; [] elsewhere."""
 
     def forward_step(data: Iterator[Tensor], module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        token_ids = next(data)
-        positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+        token_ids = next(data).to(next(module.parameters()).device)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
         zero = torch.zeros((), dtype=torch.int)
         return module(token_ids, positions, None), lambda logits: (logits.new_zeros(()), zero, gather_vocab(logits))
 
@@ -67,7 +67,7 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
         model = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
         load_hf_weights(model, shape, folder)
         logits = megatron_logits(model, microbatches())
-        found.append([logprobs_of_logits(x, ids) for x, ids in zip(logits, microbatches(), strict=False)])
+        found.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])
     return found
 
 

@@ -1,0 +1,31 @@
+"""Everything here needs a CUDA GPU and says so when there is none."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """This process as the only policy rank, on the first GPU."""
+    from megatron_grpo.config.schema import ParallelConfig
+    from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    initialize_parallel(
+        ParallelConfig(), rank=0, world_size=1, master_address="127.0.0.1", master_port=port, seed=1, timeout_s=60
+    )
+    yield
+    destroy_parallel()
