@@ -22,13 +22,17 @@ from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 
-import torch
-from transformers import AutoModelForCausalLM
+from megatron_grpo.cluster.environment import prepare_ray_environment
 
-from megatron_grpo.algorithms.grpo import grpo_step, learning_batch, setup
-from megatron_grpo.config.compose import load_config
-from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.rollouts.batch import rewards_by_group
+prepare_ray_environment()  # before anything imports Ray
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from megatron_grpo.algorithms.grpo import grpo_step, learning_batch, setup  # noqa: E402
+from megatron_grpo.config.compose import load_config  # noqa: E402
+from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
+from megatron_grpo.rollouts.batch import rewards_by_group  # noqa: E402
 
 WARM_UP_STEPS = 3
 

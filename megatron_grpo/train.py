@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
+from megatron_grpo.cluster.environment import prepare_ray_environment
 from megatron_grpo.config.compose import compose_values, load_config
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import help_text
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
             print(_resolved_yaml(overrides), end="")
             return 0
         config = load_config(overrides)
+        if config.cluster.ray_address is None:
+            prepare_ray_environment()
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
         from megatron_grpo.algorithms.grpo import run  # after the checks: torch and Ray take seconds to import
 
         run(config)

@@ -1,9 +1,8 @@
-"""The Ray cluster of a run: started on loopback for one machine or joined on many, and where processes are placed."""
+"""The Ray cluster of a run: started on this machine or joined on many, and where processes are placed."""
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import ray
@@ -13,8 +12,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
-LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 512 * 2**20
+"""Of a run on CPU: batches of a tiny model are small, and Ray would claim a third of the memory."""
 
 
 class RayCluster:
@@ -35,14 +34,11 @@ class RayCluster:
                     f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
                 ) from None
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
-            _node_ip_address=LOOPBACK,
         )
 
     def reserve(self, policy: ParallelConfig, generation: GenerationParallelConfig) -> None:

@@ -381,7 +381,7 @@ class ClusterConfig(Section):
     """GPUs of each machine; 0: run on CPU."""
 
     ray_address: str | None = None
-    """Address of a running Ray cluster; null starts one for the run, on loopback, that ends with it."""
+    """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
 
     startup_timeout_s: Seconds = 900.0
     """Deadline for all processes to be up."""

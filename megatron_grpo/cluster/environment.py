@@ -1,0 +1,28 @@
+"""Environment variables of a Ray that a run starts itself; Ray reads some when it is imported, so they come first."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray hides the GPUs from processes that ask for none by overwriting CUDA_VISIBLE_DEVICES; ours choose themselves.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Nodes drain for half a minute otherwise, long after everything of the run has ended.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Ray's own lets anything else on the machine go first, on a laptop all the time.
+    "RAY_worker_niceness": "0",
+}
+
+
+def prepare_ray_environment() -> None:
+    """Set what is not set yet; call before anything imports Ray.
+
+    Ray's servers listen on every address of the machine, and whoever may talk to them can run code; so a Ray that is
+    started here answers only to holders of a token drawn for this run.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
