@@ -92,6 +92,7 @@ def export(plan: ExportPlan) -> None:
     # Imported here so that a mistake on the command line is answered at once.
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed import HashStore
     from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron_grpo.config.schema import ParallelConfig
@@ -101,9 +102,7 @@ def export(plan: ExportPlan) -> None:
     from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
 
     parallel = ParallelConfig()
-    initialize_parallel(
-        parallel, rank=0, world_size=1, master_address="127.0.0.1", master_port=0, seed=0, timeout_s=600
-    )
+    initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
     try:
         model = build_model(plan.shape, parallel, precision=plan.precision)
         try:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 
+LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
+"""Set in every process of a run whose Ray is its own: all of them are on this machine."""
+
 SETTINGS = {
+    LOCAL_MARKER: "1",
+    # Of process groups between policy ranks, and of vLLM's.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray hides the GPUs from processes that ask for none by overwriting CUDA_VISIBLE_DEVICES; ours choose themselves.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -40,10 +40,9 @@ class MegatronPolicy(PolicyInterface):
 
     def start(self) -> None:
         """Begin building the model on every rank; returns once the ranks know each other."""
-        (master,) = gather(
-            [self.workers[0].rendezvous.remote()], deadline_s=self._startup_timeout_s, what="policy start"
-        )
-        self._starting = [worker.start.remote(self.settings, master) for worker in self.workers]
+        timeout_s = self._startup_timeout_s
+        (address,) = gather([self.workers[0].open_store.remote(timeout_s)], deadline_s=timeout_s, what="policy start")
+        self._starting = [worker.start.remote(self.settings, address) for worker in self.workers]
 
     def wait_ready(self) -> None:
         """Block until every rank holds its weights.

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import Store
 
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import current_platform
@@ -19,8 +20,7 @@ def initialize_parallel(
     *,
     rank: int,
     world_size: int,
-    master_address: str,
-    master_port: int,
+    store: Store,
     seed: int,
     timeout_s: float,
 ) -> None:
@@ -29,6 +29,7 @@ def initialize_parallel(
     Args:
         parallel: their sizes multiply to world_size.
         rank: of this process; consecutive ranks are first of all tensor-parallel neighbours.
+        store: where the ranks meet.
         timeout_s: after which starting up, or any later collective, fails.
     """
     sizes = parallel.tensor * parallel.pipeline * parallel.context * parallel.data
@@ -42,7 +43,7 @@ def initialize_parallel(
         torch.cuda.set_device(platform.device)
     dist.init_process_group(
         platform.backend,
-        init_method=f"tcp://{master_address}:{master_port}",
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

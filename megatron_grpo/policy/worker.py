@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import ray
 
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
@@ -42,15 +39,16 @@ class PolicyWorker:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
 
-    def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a free port on it, for the group's store."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, int(probe.getsockname()[1])
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the store in which all ranks meet, in this process; its address."""
+        from megatron_grpo.cluster.rendezvous import node_address, open_store
 
-    def start(self, settings: EngineSettings, master: tuple[str, int]) -> RankPlace:
+        self.store = open_store(node_address(), timeout_s)
+        return self.store.host, self.store.port
+
+    def start(self, settings: EngineSettings, store_address: tuple[str, int]) -> RankPlace:
         """Join the group, build the model and load this rank's weights."""
+        from megatron_grpo.cluster.rendezvous import reach_store
         from megatron_grpo.platform.device import current_platform
         from megatron_grpo.platform.megatron_cpu import apply_patches
 
@@ -67,8 +65,7 @@ class PolicyWorker:
             settings.config.parallel,
             rank=self.rank,
             world_size=self.world_size,
-            master_address=master[0],
-            master_port=master[1],
+            store=reach_store(*store_address, settings.config.timeout_s),
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,11 +21,6 @@ def one_rank() -> Iterator[None]:
     from megatron_grpo.config.schema import ParallelConfig
     from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    initialize_parallel(
-        ParallelConfig(), rank=0, world_size=1, master_address="127.0.0.1", master_port=port, seed=1, timeout_s=60
-    )
+    initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60)
     yield
     destroy_parallel()

@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,12 +15,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
+from megatron_grpo.cluster.rendezvous import open_store, reach_store
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.policy import model  # noqa: F401  # loaded once by the fork server instead of by every rank
 from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
 
 SEED = 1234
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,15 @@ class _Pool:
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
         self._layout: Layout | None = None
+        self._store: TCPStore | None = None
 
     def run(self, layout: Layout, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         while len(self._ranks) < layout.ranks:
             self._ranks.append(_start(len(self._ranks)))
-        port = None if layout == self._layout else _free_port()
-        self._layout = layout
+        port = None
+        if layout != self._layout:
+            self._layout, self._store = layout, open_store("127.0.0.1", START_TIMEOUT_S)
+            port = self._store.port
         request = pickle.dumps((layout, port, function, args))
         for rank in self._ranks[: layout.ranks]:
             rank.connection.send_bytes(request)
@@ -161,21 +166,14 @@ def _serve(number: int, connection: Connection) -> None:
                     layout.parallel,
                     rank=number,
                     world_size=layout.ranks,
-                    master_address="127.0.0.1",
-                    master_port=port,
+                    store=reach_store("127.0.0.1", port, START_TIMEOUT_S),
                     seed=SEED,
-                    timeout_s=60,
+                    timeout_s=START_TIMEOUT_S,
                 )
             answer = (True, function(layout, *args))
         except Exception:  # noqa: BLE001  # whatever a test raises is reported to it
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 _POOL = _Pool()
