@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.data.packing import plan_microbatches
@@ -16,6 +16,7 @@ def padded(lengths: list[int], microbatch: list[int], multiple: int) -> int:
     return math.ceil(max(lengths[i] for i in microbatch) / multiple) * multiple * len(microbatch)
 
 
+@settings(deadline=None)
 @given(
     data_parallel=st.integers(1, 4),
     per_rank=st.integers(1, 12),
@@ -40,6 +41,7 @@ def test_any_plan_keeps_its_promises(
     assert again == plan
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), budget=st.integers(1, 400))
 def test_one_rank_gets_the_fewest_microbatches(lengths: list[int], budget: int) -> None:
     """Against dynamic programming over all ways to cut the sequences in order of length."""
@@ -58,6 +60,7 @@ def test_equal_sequences_are_shared_out_equally() -> None:
     assert [[len(microbatch) for microbatch in rank] for rank in plan] == [[96]] * 4
 
 
+@settings(deadline=None)
 @given(data_parallel=st.integers(2, 4), data=st.data())
 def test_ranks_are_balanced(data_parallel: int, data: st.DataObject) -> None:
     count = data_parallel * 32
