@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
+GRACE_S = 5.0
+"""Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -102,7 +105,7 @@ class VllmEngine:
     def shutdown(self) -> None:
         """End the engine's processes."""
         if self._llm is not None:
-            self._llm.shutdown(timeout=0)
+            self._llm.shutdown(timeout=GRACE_S)
             self._llm = None
 
     async def _on_workers(self, method: str, *args: Any) -> None:
@@ -119,12 +122,11 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         self._batches += 1
-        queues = [
-            await llm.add_request(
-                f"{self._batches}.{number}", tokens_input(request.prompt_ids), self._sampling_params(request, settings)
-            )
+        prepared = [
+            (f"{self._batches}.{number}", tokens_input(request.prompt_ids), self._sampling_params(request, settings))
             for number, request in enumerate(requests)
         ]
+        queues = [await llm.add_request(*one) for one in prepared]
         await llm.resume_generation()
         return [await queue.get() for queue in queues]  # FINAL_ONLY: one output per request, when it has ended
 
@@ -180,6 +182,10 @@ def _deaths_explained() -> Iterator[None]:
         yield
     except EngineDeadError:
         raise RuntimeError("a vLLM process of this engine has ended") from None
+    except (RuntimeError, ValueError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a call that a process ends under raises just that
+        raise RuntimeError(f"a vLLM process of this engine failed: {error}") from None
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:

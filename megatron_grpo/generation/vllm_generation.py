@@ -20,7 +20,7 @@ from megatron_grpo.generation.interface import (
 from megatron_grpo.generation.vllm_engine import EngineSettings, VllmEngine
 
 ENGINE_NAME = "generation engine {}".format
-SHUTDOWN_S = 15.0
+SHUTDOWN_S = 10.0
 
 
 class VllmGeneration(GenerationInterface):

@@ -9,13 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol, cast
 
 import torch
-from torch.distributed import Backend, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from megatron_grpo.refit.buckets import Bucket, plan_buckets
 
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class Group(Protocol):
+    """The part of torch's process groups that is used here; its type stubs leave it out."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Begin to send rank `root`'s tensor into everybody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ def read_plans(store: Store) -> list[list[Bucket]]:
     return [plan_buckets(plan["tensors"], plan["bucket_bytes"]) for plan in plans]
 
 
-def join(rendezvous: Rendezvous, stage: int, rank: int, device: torch.device) -> Backend:
+def join(rendezvous: Rendezvous, stage: int, rank: int, device: torch.device) -> Group:
     """Enter the group of one stage; returns when all members have. NCCL on CUDA, gloo on CPU.
 
     Raises:
@@ -77,19 +86,20 @@ def join(rendezvous: Rendezvous, stage: int, rank: int, device: torch.device) ->
     size = rendezvous.receivers + 1
     if device.type == "cuda":
         return _join_nccl(store, rank, size, rendezvous.timeout)
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address_towards(rendezvous.host))]
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=_own_address_towards(rendezvous.host))]
     options._timeout = rendezvous.timeout
-    return ProcessGroupGloo(store, rank, size, options)
+    return cast("Group", gloo(store, rank, size, options))
 
 
-def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     with _blocking_wait():
-        return ProcessGroupNCCL(store, rank, size, options)
+        return cast("Group", ProcessGroupNCCL(store, rank, size, options))
 
 
 @contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Backend
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -17,7 +16,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from megatron_grpo.refit.buckets import Bucket, broken_seal
-from megatron_grpo.refit.channel import Rendezvous, join, read_plans
+from megatron_grpo.refit.channel import Group, Rendezvous, join, read_plans
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
 
 
 @dataclass
@@ -44,7 +48,7 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._groups: list[Backend] = []
+        self._groups: list[Group] = []
         self._plans: list[list[Bucket]] = []
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
@@ -115,14 +119,12 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         return buffer
 
 
-class RefitWorker:
+class RefitWorker(Worker):
     """Methods that vLLM adds to its worker class (`worker_extension_cls`).
 
     They return what went wrong and raise nothing: of several failing workers vLLM's executor reads only the first
     answer, and takes the second for the answer to the next call.
     """
-
-    rank: int
 
     def connect_refit(self, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
         """Join the groups of all stages. A Rendezvous travels as a dict: vLLM's messages carry plain types only."""

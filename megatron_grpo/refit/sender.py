@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import Backend
 
 from megatron_grpo.models.hf_weights import hf_specs, iter_hf_tensors
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.refit.buckets import Bucket, plan_buckets, seal
-from megatron_grpo.refit.channel import Rendezvous, join, write_plan
+from megatron_grpo.refit.channel import Group, Rendezvous, join, write_plan
 
 if TYPE_CHECKING:
     from megatron_grpo.policy.engine import MegatronEngine
@@ -34,7 +33,7 @@ class BucketSender:
 
     stage: int
     buckets: list[Bucket]
-    group: Backend
+    group: Group
     device: torch.device
     buffer: Tensor = field(init=False)
     """[largest bucket], uint8, filled and sent once per bucket."""
