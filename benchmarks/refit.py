@@ -20,6 +20,7 @@ from typing import Any
 import ray
 import torch
 
+from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import (
     EngineConfig,
@@ -34,7 +35,7 @@ from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.policy.megatron_policy import MegatronPolicy
 from megatron_grpo.policy.worker import EngineSettings
 from megatron_grpo.refit.broadcast import BroadcastTransport
-from megatron_grpo.refit.channel import Rendezvous, join, open_store
+from megatron_grpo.refit.channel import Rendezvous, join
 from megatron_grpo.refit.interface import TransferReport
 
 START_S = 600.0

@@ -10,10 +10,11 @@ import ray
 from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.rendezvous import node_address, open_store
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import RefitConfig
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.refit.channel import Rendezvous, open_store
+from megatron_grpo.refit.channel import Rendezvous
 from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
 from megatron_grpo.refit.sender import connect_sender, send_weights
 
@@ -37,7 +38,7 @@ class BroadcastTransport(WeightTransport):
 
     def connect(self) -> None:
         endpoints = self._generation.endpoints()
-        self._store = open_store(ray.util.get_node_ip_address(), self._timeout_s)
+        self._store = open_store(node_address(), self._timeout_s)
         rendezvous = Rendezvous(
             host=self._store.host,
             port=self._store.port,

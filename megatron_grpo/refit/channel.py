@@ -13,8 +13,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
+from megatron_grpo.cluster.rendezvous import reach_store
 from megatron_grpo.refit.buckets import Bucket, plan_buckets
 
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -45,21 +46,7 @@ class Rendezvous:
 
     def store(self) -> Store:
         """A client of the store at this address."""
-        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self.timeout)
-
-
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A store that listens on this address alone, on a free port; it lives as long as the returned object."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-        timeout=timedelta(seconds=timeout_s),
-    )
+        return reach_store(self.host, self.port, self.timeout_s)
 
 
 def write_plan(store: Store, stage: int, stages: int, buckets: list[Bucket], bucket_bytes: int) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.refit.buckets import plan_buckets
-from megatron_grpo.refit.channel import Rendezvous, join, open_store, read_plans, write_plan
+from megatron_grpo.refit.channel import Rendezvous, join, read_plans, write_plan
 from megatron_grpo.refit.sender import BucketSender
 
 CPU = torch.device("cpu")
