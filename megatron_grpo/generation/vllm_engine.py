@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ class VllmEngine:
         await self._llm.update_weight_version(str(FIRST_VERSION))
         await self._park()
         await self._warm_up()
+        # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
+        gc.freeze()
 
     async def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
         """Sample all requests; outputs in the order of the requests.
@@ -105,8 +111,11 @@ class VllmEngine:
     def shutdown(self) -> None:
         """End the engine's processes."""
         if self._llm is not None:
+            own = psutil.Process()
+            segments = set().union(*(queue_segments(process) for process in [own, *own.children(recursive=True)]))
             self._llm.shutdown(timeout=GRACE_S)
             self._llm = None
+            free(segments)
 
     async def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""

@@ -7,6 +7,10 @@ import os
 import threading
 import time
 
+import psutil
+
+from megatron_grpo.generation.shared_memory import free, queue_segments
+
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 """Environment variable that our engine actor sets and its processes inherit; other users of vLLM are left alone."""
 
@@ -45,6 +49,7 @@ def _exit_with_parent(parent: int) -> None:
     """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
+    free(queue_segments(psutil.Process()))
     os._exit(1)
 
 

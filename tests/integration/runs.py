@@ -26,6 +26,7 @@ class TrainingRun:
         self.run_dir = run_dir
         self.overrides = ["+exp=quickstart", f"run_dir={run_dir}", "logger.progress=false", *overrides]
         self.mark = uuid.uuid4().hex
+        self.descendants: list[psutil.Process] = []
         self.output = run_dir.with_name(f"{run_dir.name}.{self.mark[:6]}.log")
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -56,6 +57,7 @@ class TrainingRun:
             assert self.driver.poll() is None, f"the run ended too early:\n{self.log()}"
             assert time.monotonic() < end, f"nothing after {timeout_s} s:\n{self.log()}"
             time.sleep(0.05)
+        self.descendants = psutil.Process(self.driver.pid).children(recursive=True)
 
     def kill(self) -> None:
         """What a machine does to a process: no chance to clean up."""
@@ -69,11 +71,16 @@ class TrainingRun:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the run, the driver included."""
-        found = []
+        """Every living process of the run, the driver included.
+
+        Processes that rename themselves may overwrite their environment, so those that were children of the driver when
+        `wait_for` returned are counted too.
+        """
+        found = [one for one in self.descendants if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                mine = process.environ().get(MARK) == self.mark and process not in found
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
