@@ -33,10 +33,6 @@ __all__ = [
     "validate",
 ]
 
-LEARNING_PHASES = ("generation", "logprobs", "train", "refit")
-"""What a step is for; time outside these phases is overhead."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step did."""
