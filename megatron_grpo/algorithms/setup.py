@@ -99,6 +99,7 @@ def setup(config: Config) -> Iterator[GRPORun]:
         logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
         stack.callback(logger.close)
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        stack.callback(gc.unfreeze)
         logger.started(startup_s=time.monotonic() - started, changes=changes)
         yield GRPORun(
             config=config,

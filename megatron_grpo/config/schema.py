@@ -200,7 +200,8 @@ class GenerationConfig(Section):
     """Logits are divided by this, in sampling and in training alike; 0 is greedy."""
 
     top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability; 1 is no filter."""
+    """Sample from the smallest set of tokens with at least this probability; 1 is no filter. Training looks at the
+    whole distribution, so that with a filter `token_mult_prob_error` is above 1."""
 
     top_k: Positive | None = None
     """Sample from this many likeliest tokens; null is no filter."""

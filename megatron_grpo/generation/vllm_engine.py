@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+CPU_BATCH_TOKENS = 4096
+"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
@@ -230,6 +233,9 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     )
     return {
         "distributed_executor_backend": "mp",
+        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
         "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
         "worker_cls": "megatron_grpo.generation.vllm_cpu_worker.PipelineCPUWorker",
     }

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.generation.vllm_engine import cores_of_ranks
+from megatron_grpo.generation.vllm_engine import CPU_BATCH_TOKENS, cores_of_ranks
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration import generation_driver
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, make_model
@@ -87,6 +87,15 @@ def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) 
     among_others = generation.generate([*others, wanted], settings)[-1]
     assert among_others.token_ids == alone.token_ids
     assert among_others.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_more_prompt_tokens_than_one_pass_takes(generation: VllmGeneration, oracle: Oracle) -> None:
+    """Prompts that do not fit the pass wait for the next one; they are not cut in two."""
+    prompts = [[2 + (i + j) % 30 for j in range(48)] for i in range(CPU_BATCH_TOKENS // 48 + 20)]
+    requests = [GenerationRequest(prompt_ids=ids, seed=i, max_new_tokens=4) for i, ids in enumerate(prompts)]
+    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=4))
+    for ids, output in list(zip(prompts, outputs, strict=True))[::15]:
+        assert output.logprobs == pytest.approx(oracle.logprobs(ids, output.token_ids), abs=1e-4)
 
 
 def test_filters_renormalise(generation: VllmGeneration, oracle: Oracle) -> None:
