@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 
 LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
 """Set in every process of a run whose Ray is its own: all of them are on this machine."""
@@ -24,11 +25,13 @@ SETTINGS = {
 
 
 def prepare_ray_environment() -> None:
-    """Set what is not set yet; call before anything imports Ray.
+    """Set what is not set yet. Does nothing once Ray is imported: half of it would be read and half not.
 
     Ray's servers listen on every address of the machine, and whoever may talk to them can run code; so a Ray that is
     started here answers only to holders of a token drawn for this run.
     """
+    if "ray" in sys.modules:
+        return
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
