@@ -33,6 +33,7 @@ __all__ = [
     "validate",
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one step did."""

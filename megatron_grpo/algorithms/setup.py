@@ -16,6 +16,7 @@ from megatron_grpo.algorithms.checkpointer import POLICY_FOLDER, Checkpointer
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run_directory import claimed_run_directory
 from megatron_grpo.algorithms.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.model_source import is_prepared, model_folder
@@ -77,6 +78,8 @@ def setup(config: Config) -> Iterator[GRPORun]:
         if is_prepared(config):
             importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
         folder = model_folder(config.policy.model.path)
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded())
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
