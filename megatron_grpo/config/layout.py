@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop import VALIDATION_PREFIX, loop_problems, validates
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import Config
-
-VALIDATION_PREFIX = "val_"
-"""Metrics that only validation produces begin with this."""
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
@@ -20,6 +18,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *_batch(config),
         *_lengths(config, shape),
         *_optimizer(config),
+        *loop_problems(config),
         *_sampling(config),
         *_data(config),
         *_checkpointing(config),
@@ -82,15 +81,15 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    samples = prompts * generations
+    generations = config.grpo.num_generations_per_prompt
     if generations < 2:
         text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
         yield Problem(f"grpo.num_generations_per_prompt={generations}", text)
-    for key, parts, what in (
-        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks"),
-        ("generation.parallel.data", config.generation.parallel.data, "engines"),
+    for key, parts, what, prompts in (
+        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.grpo.num_prompts_per_step),
+        ("generation.parallel.data", config.generation.parallel.data, "engines", config.prompts_per_generation_batch),
     ):
+        samples = prompts * generations
         if samples % parts:
             yield Problem(
                 f"{key}={parts}",
@@ -120,7 +119,7 @@ def _lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer = config.policy.optimizer
-    decay = optimizer.decay_steps or config.grpo.max_num_steps
+    decay = config.decay_steps
     if optimizer.min_lr > optimizer.lr:
         text = f"is above policy.optimizer.lr={optimizer.lr:g}, which it is the end of"
         yield Problem(f"policy.optimizer.min_lr={optimizer.min_lr:g}", text)
@@ -149,9 +148,8 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _checkpointing(config: Config) -> Iterator[Problem]:
-    checkpointing, grpo = config.checkpointing, config.grpo
-    validates = config.data.val_path is not None and (grpo.val_period or grpo.val_at_start or grpo.val_at_end)
+    checkpointing = config.checkpointing
     ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
-    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates:
+    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates(config):
         text = "ranks checkpoints, but there is no validation; give data.val_path and grpo.val_period"
         yield Problem(f"checkpointing.metric_name={checkpointing.metric_name}", text)
