@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.algorithm import algorithm_problems
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop import VALIDATION_PREFIX, loop_problems, validates
 from megatron_grpo.config.model_shape import ModelShape
@@ -19,6 +20,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *_lengths(config, shape),
         *_optimizer(config),
         *loop_problems(config),
+        *algorithm_problems(config),
         *_sampling(config),
         *_data(config),
         *_checkpointing(config),
@@ -82,9 +84,6 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 def _batch(config: Config) -> Iterator[Problem]:
     generations = config.grpo.num_generations_per_prompt
-    if generations < 2:
-        text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-        yield Problem(f"grpo.num_generations_per_prompt={generations}", text)
     for key, parts, what, prompts in (
         ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.grpo.num_prompts_per_step),
         ("generation.parallel.data", config.generation.parallel.data, "engines", config.prompts_per_generation_batch),
