@@ -77,8 +77,8 @@ class LossConfig(Section):
     """Weight the loss by training probability / sampling probability, to correct for different engines."""
 
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """What happens to large correction weights: tis lowers them to the limit; icepop sets those outside the limits to 0;
-    seq-mask-tis leaves out responses whose geometric mean is outside."""
+    """What happens to large correction weights: tis lowers them to the limit; icepop sets those outside the limits to
+    0; seq-mask-tis leaves out responses whose geometric mean is outside."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper limit of the correction weight."""
