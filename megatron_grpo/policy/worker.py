@@ -30,6 +30,8 @@ class RankPlace:
 
     data: int
     is_reporter: bool
+    device_name: str
+    """As the vendor calls it; "cpu" without one."""
 
 
 class PolicyWorker:
@@ -77,7 +79,11 @@ class PolicyWorker:
             temperature=settings.temperature,
             decay_steps=settings.decay_steps,
         )
-        return RankPlace(data=parallel_state.get_data_parallel_rank(), is_reporter=self.engine.is_reporter)
+        return RankPlace(
+            data=parallel_state.get_data_parallel_rank(),
+            is_reporter=self.engine.is_reporter,
+            device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+        )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(engine, *args)."""
@@ -86,6 +92,11 @@ class PolicyWorker:
     def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
         """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
         return getattr(self.engine, method)(*shard, *args)
+
+
+def sync_reference(engine: Any, alpha: float) -> None:
+    """Move this rank's part of the reference policy; runs on every rank."""
+    engine.sync_reference(alpha)
 
 
 def save_checkpoint(engine: Any, folder: str) -> None:
