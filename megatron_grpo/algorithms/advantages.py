@@ -32,7 +32,8 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     The standard deviation is the unbiased one (divisor n - 1) of the *whole* group, also with the leave-one-out
     baseline: that of the other samples alone would be 0 for a lone success among failures, the sample that matters
     most. It is a scale shared by the group, so the order of the group's advantages is that of its rewards. Over the
-    batch, it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate groups whose rewards hardly differ.
+    batch, it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate groups
+    whose rewards hardly differ.
 
     Args:
         rewards: [groups, samples], floating point.
@@ -62,8 +63,9 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
 def gdpo_advantages(parts: Tensor, weights: Tensor, *, leave_one_out: bool) -> Tensor:
     """Each reward normalised within the group, then weighted, summed and normalised over the step.
 
-    GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as GRPO does, gives combinations of rewards with the same sum the same advantage and lets the reward of
-    the largest spread drown the others.
+    GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
+    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
+    spread drown the others.
 
     Args:
         parts: [functions, groups, samples], floating point; NaN where a function gave no reward. It then adds nothing
