@@ -93,7 +93,7 @@ class ClippedPGLossFn:
             entropy = token_mean(masked(tokens["entropy"], mask), mask, counts)
             total, metrics["entropy"] = total - config.entropy_coef * entropy, entropy
         if config.positive_example_nll_weight:
-            nll = -(curr * tokens["positive"]).sum() / max(counts.positive_tokens, 1.0)
+            nll = -(curr * masked(tokens["positive"], mask)).sum() / max(counts.positive_tokens, 1.0)
             total, metrics["positive_nll"] = total + config.positive_example_nll_weight * nll, nll
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         metrics["loss"] = total
