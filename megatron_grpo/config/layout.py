@@ -118,11 +118,12 @@ def _lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     optimizer = config.policy.optimizer
-    decay = config.decay_steps
     if optimizer.min_lr > optimizer.lr:
         text = f"is above policy.optimizer.lr={optimizer.lr:g}, which it is the end of"
         yield Problem(f"policy.optimizer.min_lr={optimizer.min_lr:g}", text)
-    if optimizer.decay_style != "constant" and optimizer.warmup_steps >= decay:
+    # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
+    decay = optimizer.decay_steps
+    if optimizer.decay_style != "constant" and decay is not None and optimizer.warmup_steps >= decay:
         text = f"leaves no step for the decay, which ends at step {decay}"
         yield Problem(f"policy.optimizer.warmup_steps={optimizer.warmup_steps}", text)
 

@@ -150,7 +150,11 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
         (["policy.logprob_microbatch_tokens=9"], "policy.logprob_microbatch_tokens=9", "longest sequence"),
         (["policy.optimizer.min_lr=1"], "policy.optimizer.min_lr=1", "above policy.optimizer.lr=1e-06"),
         (
-            ["policy.optimizer.decay_style=cosine", "policy.optimizer.warmup_steps=1000"],
+            [
+                "policy.optimizer.decay_style=cosine",
+                "policy.optimizer.warmup_steps=1000",
+                "policy.optimizer.decay_steps=1000",
+            ],
             "policy.optimizer.warmup_steps=1000",
             "ends at step 1000",
         ),
