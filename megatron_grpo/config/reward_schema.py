@@ -87,6 +87,7 @@ def _estimator(config: Config) -> Iterator[Problem]:
         text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {name} has a baseline anyway"
         yield Problem("grpo.adv_estimator.minus_baseline=True", text)
     if name == "grpo":
+        yield from _normalized_penalty(config)
         return
     subject = f"grpo.adv_estimator.name={name}"
     if not grpo.normalize_rewards:
@@ -107,6 +108,16 @@ def _estimator(config: Config) -> Iterator[Problem]:
             text = "there is no single reward with gdpo to subtract the penalty from; use false"
             yield Problem("loss_fn.use_kl_in_reward=True", text)
         yield from _conflicting_weights(config)
+
+
+def _normalized_penalty(config: Config) -> Iterator[Problem]:
+    grpo = config.grpo
+    if config.loss_fn.use_kl_in_reward and grpo.normalize_rewards and grpo.normalize_rewards_over == "group":
+        text = (
+            "would divide a group of equal rewards by the spread of its KL penalties alone; use "
+            "grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
+        )
+        yield Problem("loss_fn.use_kl_in_reward=True", text)
 
 
 def _conflicting_weights(config: Config) -> Iterator[Problem]:

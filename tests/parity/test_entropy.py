@@ -20,7 +20,7 @@ def problem() -> tuple[Tensor, Tensor]:
     return logits, torch.randn(2, 5, generator=generator)
 
 
-def entropy_on_rank() -> tuple[Tensor, Tensor]:
+def entropy_on_rank(layout: Layout) -> tuple[Tensor, Tensor]:
     """The entropies, and the gradient for this rank's columns."""
     group = parallel_state.get_tensor_model_parallel_group()
     logits, weights = problem()

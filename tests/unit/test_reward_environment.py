@@ -88,11 +88,8 @@ def test_columns_of_the_data_are_keywords() -> None:
 
 
 def test_none_is_left_out_and_weights_multiply() -> None:
-    requests = [
-        request("2+2", "4", task="math"),
-        request("add", "def f", task="coding"),
-        request("2+2", "5", task="math"),
-    ]
+    rows = [("2+2", "4", "math"), ("add", "def f", "coding"), ("2+2", "5", "math")]
+    requests = [request(prompt, response, task=task) for prompt, response, task in rows]
     scores = environment("math_reward", "coding_reward", weights=[2.0, 0.5]).step(requests)
     assert [score.reward for score in scores] == [2.0, 0.5, -2.0]
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {"coding_reward": 1.0}, {"math_reward": -1.0}]
@@ -105,13 +102,15 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
         seen.update(columns)
         return [0.0] * len(completions)
 
-    mixed = [request("a", "b", x=1, prompt="a"), request("c", "d", y=2)]
+    mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
     RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}).step(mixed)
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
 def test_a_response_that_nothing_scores_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no reward function .math_reward, coding_reward. gave a reward .* 'a poem'"):
+    with pytest.raises(
+        ValueError, match=r"no reward function \(math_reward, coding_reward\) gave a reward .* 'a poem"
+    ):
         environment("math_reward", "coding_reward").step([request("a poem", "Roses", task="poetry")])
 
 
