@@ -167,5 +167,7 @@ def _set(job: Job, name: str, setting: str, value: Any) -> None:
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
     close = difflib.get_close_matches(name, known, n=1)
-    text = f"unknown field; did you mean {prefix}{close[0]}?" if close else f"unknown field; there is {', '.join(known)}"
+    text = (
+        f"unknown field; did you mean {prefix}{close[0]}?" if close else f"unknown field; there is {', '.join(known)}"
+    )
     return Problem(f"{job.file}: {prefix}{name}", text)

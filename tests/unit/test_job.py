@@ -88,7 +88,8 @@ def test_a_named_environment(tmp_path: Path) -> None:
     config = compose_config(["+exp=quickstart", write(tmp_path, {"environment": "math"})])
     assert list(config.env) == ["math"]
     assert config.data.task_name == "math"
-    config = compose_config(["+exp=quickstart", write(tmp_path, {"environment": {"name": "addition", "num_workers": 3}})])
+    three_workers = {"environment": {"name": "addition", "num_workers": 3}}
+    config = compose_config(["+exp=quickstart", write(tmp_path, three_workers)])
     assert config.env["addition"].num_workers == 3
 
 
@@ -152,7 +153,7 @@ def test_mistakes_in_the_file(tmp_path: Path, content: Any, subject: str, text: 
 
 
 def test_a_missing_file_and_two_jobs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="job=/nowhere.yaml +no such file"):
+    with pytest.raises(ConfigError, match=r"job=/nowhere.yaml +no such file"):
         compose_config(["+exp=quickstart", "job=/nowhere.yaml"])
     job = write(tmp_path, {})
     with pytest.raises(ConfigError, match="one run takes one job"):

@@ -1,4 +1,4 @@
-"""Optimizer steps on the samples of a step: which sequences each gets, what is reported, where a bad gradient is from."""
+"""Optimizer steps on the samples of a step: which sequences each gets, what is reported, who is blamed."""
 
 from __future__ import annotations
 
