@@ -76,6 +76,9 @@ def reward_problems(config: Config) -> Iterator[Problem]:
     yield from _shaping(config)
     for name, environment in config.env.items():
         yield from _functions(f"env.{name}", environment)
+        if config.data.answer_key is None and environment.type != REWARD_FUNCTIONS:
+            text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
+            yield Problem("data.answer_key=None", text)
     low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
     if low is not None and high is not None and low == high:
         yield Problem(f"grpo.advantage_clip_low={low:g}", "equals grpo.advantage_clip_high, which leaves no advantage")

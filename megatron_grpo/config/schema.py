@@ -345,8 +345,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
 
-    answer_key: str = "answer"
-    """Column with the reference answer that the environment gets."""
+    answer_key: str | None = "answer"
+    """Column with the reference answer that the environment gets; null: there is none, for reward functions."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""

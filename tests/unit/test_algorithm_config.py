@@ -189,6 +189,7 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
             "beyond generation.max_new_tokens=5",
         ),
         (["env.addition.reward_funcs=[pkg.one]"], "env.addition.reward_funcs", "needs env.addition.type"),
+        (["data.answer_key=null"], "data.answer_key=None", "env.addition of type addition compares with an answer"),
         ([FUNCTIONS[0]], "env.addition.reward_funcs", "is empty"),
         (
             [FUNCTIONS[0], "env.addition.reward_funcs=[one]"],
