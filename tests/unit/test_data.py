@@ -122,7 +122,9 @@ def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast)
 
 def test_reward_functions_need_no_answer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     spec = replace(SPEC, answer_key=None)
-    (row,) = read_prompts(write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "level": 3}'), spec, {"math"})
+    (row,) = read_prompts(
+        write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "level": 3}'), spec, task_names={"math"}
+    )
     assert math_data_processor(row, spec, tokenizer, 4, 0)["extra_env_info"] == {"level": 3}
 
 
