@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
 
-__all__ = ["scale_rewards", "shape_rewards"]
+__all__ = ["RewardScalingConfig", "RewardShapingConfig", "scale_rewards", "shape_rewards"]
 
 
 def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
