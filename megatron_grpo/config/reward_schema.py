@@ -76,6 +76,8 @@ def reward_problems(config: Config) -> Iterator[Problem]:
     yield from _shaping(config)
     for name, environment in config.env.items():
         yield from _functions(f"env.{name}", environment)
+        if environment.type == REWARD_FUNCTIONS and environment.correctness_function() is None:
+            yield from _unknown_correctness(f"env.{name}", config)
         if config.data.answer_key is None and environment.type != REWARD_FUNCTIONS:
             text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
             yield Problem("data.answer_key=None", text)
@@ -111,6 +113,12 @@ def _estimator(config: Config) -> Iterator[Problem]:
             text = "there is no single reward with gdpo to subtract the penalty from; use false"
             yield Problem("loss_fn.use_kl_in_reward=True", text)
         yield from _conflicting_weights(config)
+
+
+def _unknown_correctness(section: str, config: Config) -> Iterator[Problem]:
+    if config.loss_fn.positive_example_nll_weight and config.env[section.removeprefix("env.")].reward_funcs:
+        text = f"imitates correct responses, and {section} does not say which are; give {section}.correct_func"
+        yield Problem(f"loss_fn.positive_example_nll_weight={config.loss_fn.positive_example_nll_weight:g}", text)
 
 
 def _normalized_penalty(config: Config) -> Iterator[Problem]:
@@ -154,8 +162,8 @@ def _shaping(config: Config) -> Iterator[Problem]:
 def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
     functions, weights = environment.reward_funcs, environment.reward_weights
     if environment.type != REWARD_FUNCTIONS:
-        if functions or weights is not None:
-            name = "reward_funcs" if functions else "reward_weights"
+        given = {"reward_funcs": functions or None, "reward_weights": weights, "correct_func": environment.correct_func}
+        for name in [name for name, value in given.items() if value is not None][:1]:
             yield Problem(f"{section}.{name}", f"needs {section}.type={REWARD_FUNCTIONS}")
         return
     if not functions:
@@ -168,6 +176,9 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem
     for name in sorted({name for name in short if short.count(name) > 1}):
         text = f"has two functions called {name}; their rewards could not be told apart"
         yield Problem(f"{section}.reward_funcs", text)
+    if environment.correct_func is not None and environment.correct_func not in short:
+        text = f"is none of the reward_funcs, which are called {', '.join(short)}"
+        yield Problem(f"{section}.correct_func={environment.correct_func}", text)
     if weights is not None and len(weights) != len(functions):
         text = f"must have one weight for each of the {len(functions)} reward_funcs, not {len(weights)}"
         yield Problem(f"{section}.reward_weights", text)

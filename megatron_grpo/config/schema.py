@@ -378,6 +378,10 @@ class EnvironmentConfig(Section):
     reward_weights: list[float] | None = None
     """Weight of each function's reward in the sum; null: 1 each."""
 
+    correct_func: str | None = None
+    """Name of the function in reward_funcs whose reward above 0 makes a response correct (accuracy, imitation); null:
+    the only function there is. With several and null, nothing says what is correct, and no response counts as such."""
+
     num_workers: Positive = 1
     """Ray actors that score in parallel."""
 
@@ -388,6 +392,11 @@ class EnvironmentConfig(Section):
         """Weight of each reward function, by the last part of its path."""
         names = [path.rpartition(".")[2] for path in self.reward_funcs]
         return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
+
+    def correctness_function(self) -> str | None:
+        """The reward function that says whether a response is correct."""
+        names = list(self.weights_by_function())
+        return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 
 
 @dataclass(kw_only=True)

@@ -94,7 +94,7 @@ def create_environment(config: EnvironmentConfig) -> EnvironmentInterface:
     """
     if config.type == "reward_functions":
         functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
-        return RewardFunctionEnvironment(functions, config.weights_by_function())
+        return RewardFunctionEnvironment(functions, config.weights_by_function(), config.correctness_function())
     if config.type == "addition":
         from megatron_grpo.environments.addition import AdditionEnvironment
 

@@ -20,17 +20,19 @@ class RewardFunctionEnvironment(EnvironmentInterface):
     """The weighted sum of what several functions give; a function's None is left out of the sum.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
-    one assistant message. A column that a row lacks is None there. A response counts as correct when its reward is
-    above 0.
+    one assistant message. A column that a row lacks is None there.
 
     Args:
         functions: by name.
         weights: of the same names.
+        correctness: name of the function whose reward above 0 makes a response correct; None: none is.
     """
 
-    def __init__(self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, functions: Mapping[str, RewardFunction], weights: Mapping[str, float], correctness: str | None
+    ) -> None:
         assert functions.keys() == weights.keys(), "a weight for every function"
-        self.functions, self.weights = functions, weights
+        self.functions, self.weights, self.correctness = functions, weights, correctness
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """See `EnvironmentInterface`. What a function raises is its author's to see, and goes through.
@@ -55,7 +57,8 @@ class RewardFunctionEnvironment(EnvironmentInterface):
             functions = ", ".join(self.functions)
             raise ValueError(f"no reward function ({functions}) gave a reward for the prompt {request.prompt!r:.200}")
         reward = sum(self.weights[name] * value for name, value in parts.items())
-        return EnvironmentReturn(reward=reward, correct=reward > 0, parts=parts)
+        correct = self.correctness is not None and parts.get(self.correctness, 0.0) > 0
+        return EnvironmentReturn(reward=reward, correct=correct, parts=parts)
 
 
 def _arguments(requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:

@@ -60,6 +60,7 @@ OPTIONS = {
         "env.addition.reward_funcs=[tests.integration.example_rewards.right,"
         "tests.integration.example_rewards.three_digits]",
         "env.addition.reward_weights=[1.0,0.2]",
+        "env.addition.correct_func=right",
     ),
 }
 
@@ -95,5 +96,7 @@ def test_every_option_trains(name: str, tmp_path: Path) -> None:
     }[name]
     for row in rows:
         assert expected <= row.keys()
+        if name == "gdpo":
+            assert row["accuracy"] == pytest.approx(row["reward/right"])
     if name == "icepop_and_entropy":
         assert rows[0]["entropy"] == pytest.approx(rows[0]["approx_entropy"], rel=0.2)

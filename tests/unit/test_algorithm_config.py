@@ -192,6 +192,16 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
         (["data.answer_key=null"], "data.answer_key=None", "env.addition of type addition compares with an answer"),
         ([FUNCTIONS[0]], "env.addition.reward_funcs", "is empty"),
         (
+            [*FUNCTIONS, "env.addition.correct_func=three"],
+            "env.addition.correct_func=three",
+            "is none of the reward_funcs, which are called one, two",
+        ),
+        (
+            [*FUNCTIONS, "loss_fn.positive_example_nll_weight=0.1"],
+            "loss_fn.positive_example_nll_weight=0.1",
+            "give env.addition.correct_func",
+        ),
+        (
             [FUNCTIONS[0], "env.addition.reward_funcs=[one]"],
             "env.addition.reward_funcs=one",
             "must be written package.module.function",

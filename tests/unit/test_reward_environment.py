@@ -95,6 +95,19 @@ def test_none_is_left_out_and_weights_multiply() -> None:
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {"coding_reward": 1.0}, {"math_reward": -1.0}]
 
 
+def test_one_function_says_what_is_correct() -> None:
+    requests = [
+        request("2+2", "4", task="math"),
+        request("2+2", "5", task="math"),
+        request("f", "def f", task="coding"),
+    ]
+    paths = [f"{__name__}.math_reward", f"{__name__}.length_reward"]
+    named = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="math_reward")
+    assert [score.correct for score in create_environment(named).step(requests)] == [True, False, False]
+    unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
+    assert [score.correct for score in create_environment(unnamed).step(requests)] == [False] * 3
+
+
 def test_a_column_that_a_row_lacks_is_none() -> None:
     seen: dict[str, list[Any]] = {}
 
@@ -103,19 +116,17 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
         return [0.0] * len(completions)
 
     mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
-    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}).step(mixed)
+    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).step(mixed)
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
 def test_a_response_that_nothing_scores_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"no reward function \(math_reward, coding_reward\) gave a reward .* 'a poem"
-    ):
+    with pytest.raises(ValueError, match=r"no reward function \(math_reward, coding_reward\) gave a reward .* 'a poem"):
         environment("math_reward", "coding_reward").step([request("a poem", "Roses", task="poetry")])
 
 
 def test_a_wrong_number_of_rewards_is_an_error() -> None:
-    broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0})
+    broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0}, None)
     with pytest.raises(ValueError, match="reward function one gave 1 rewards for 2 completions"):
         broken.step([request("a", "b"), request("a", "c")])
 
