@@ -101,6 +101,8 @@ def setup(config: Config) -> Iterator[GRPORun]:
         logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
         stack.callback(logger.close)
         logger.started(startup_s=time.monotonic() - started, changes=changes)
+        if config.generation.temperature == 0:
+            logger.note("generation.temperature=0 is greedy: all samples of a prompt are the same and teach nothing")
         yield GRPORun(
             config=config,
             policy=policy,

@@ -21,7 +21,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *_optimizer(config),
         *loop_problems(config),
         *algorithm_problems(config),
-        *_sampling(config),
+        *_reward_scaling(config),
         *_data(config),
         *_checkpointing(config),
     ]
@@ -128,10 +128,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield Problem(f"policy.optimizer.warmup_steps={optimizer.warmup_steps}", text)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
-    if config.generation.temperature == 0:
-        text = "greedy samples of a prompt are all the same, so there is nothing to learn from; use 1.0"
-        yield Problem("generation.temperature=0", text)
+def _reward_scaling(config: Config) -> Iterator[Problem]:
     scaling = config.grpo.reward_scaling
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"

@@ -84,6 +84,11 @@ def test_null_switches_off_what_can_be_off(tmp_path: Path) -> None:
     assert config.generation.top_k is None
 
 
+def test_temperature_0_is_greedy(tmp_path: Path) -> None:
+    config = compose_config(["+exp=quickstart", write(tmp_path, {"generation_temperature": 0})])
+    assert config.generation.temperature == 0
+
+
 def test_a_named_environment(tmp_path: Path) -> None:
     config = compose_config(["+exp=quickstart", write(tmp_path, {"environment": "math"})])
     assert list(config.env) == ["math"]
