@@ -30,9 +30,9 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, learning_batch, setup  # noqa: E402
+from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages  # noqa: E402
 from megatron_grpo.config.compose import load_config  # noqa: E402
 from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
-from megatron_grpo.rollouts.batch import rewards_by_group  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -74,10 +74,13 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
             )
             prompts = [next(iter(run.loader)) for _ in range(steps + WARM_UP_STEPS)]
             for number, batch_of_prompts in enumerate(prompts):
-                report = grpo_step(run, batch_of_prompts)
+                report = grpo_step(run, iter([batch_of_prompts]))
+                assert report is not None
                 run.state["total_steps"] += 1
-                rewards = rewards_by_group(report.trajectories, config.grpo.num_generations_per_prompt)
-                seconds = plain.step(learning_batch(config, report.trajectories, rewards))
+                batch = learning_batch(config, report.trajectories)
+                rewards = learning_rewards(config, report.trajectories)
+                batch.tokens["advantages"] = token_advantages(config, report.trajectories, rewards, batch)
+                seconds = plain.step(batch)
                 if number >= WARM_UP_STEPS:
                     plain_s.append(seconds)
                     for name, value in report.timing.items():

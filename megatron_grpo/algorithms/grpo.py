@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import group_advantages
 from megatron_grpo.algorithms.checkpointer import POLICY_FOLDER
+from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
+from megatron_grpo.algorithms.early_stop import observe, reason_to_stop
+from megatron_grpo.algorithms.learning import add_logprobs, learn, learning_batch
 from megatron_grpo.algorithms.reward_functions import scale_rewards
+from megatron_grpo.algorithms.sampling import StepSamples, prompt_batches, sample_step
 from megatron_grpo.algorithms.save_state import GRPOSaveState
 from megatron_grpo.algorithms.setup import GRPORun, setup
+from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.policy.interface import TrainResult
 from megatron_grpo.refit.interface import TransferReport, WeightTransport
-from megatron_grpo.rollouts.batch import group_metrics, rewards_by_group, rollout_metrics, to_sequence_batch
+from megatron_grpo.rollouts.batch import group_metrics, rollout_metrics
+from megatron_grpo.rollouts.metrics import length_metrics, outcome_metrics, reward_function_metrics
 from megatron_grpo.rollouts.trajectory import Trajectory
 
 __all__ = [
     "GRPORun",
     "GRPOSaveState",
+    "dynamic_sampling",
     "grpo_step",
     "grpo_train",
     "refit_policy_generation",
@@ -40,7 +48,9 @@ class StepReport:
 
     metrics: dict[str, float]
     timing: dict[str, float]
+    throughput: dict[str, float]
     trajectories: list[Trajectory]
+    """Those that were trained on."""
 
 
 def run(config: Config) -> None:
@@ -51,70 +61,92 @@ def run(config: Config) -> None:
 
 
 def grpo_train(run: GRPORun) -> None:
-    """Train until grpo.max_num_steps or grpo.max_num_epochs is reached, validating and saving on the way."""
+    """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
     limits, state = run.config.grpo, run.state
     if limits.val_at_start and state["total_steps"] == 0:
         _validated(run)
-    while state["total_steps"] < limits.max_num_steps and run.loader.epoch < limits.max_num_epochs:
-        for prompts in run.loader:
-            report = grpo_step(run, prompts)
-            _advance(state, prompts, report)
-            _finish_step(run, report)
-            if state["total_steps"] >= limits.max_num_steps:
-                break
-        else:
-            state["current_epoch"] += 1
-            state["current_step"] = 0
+    batches = prompt_batches(run.loader, limits.max_num_epochs)
+    while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
+        report = grpo_step(run, batches)
+        if report is None:
+            run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
+            break
+        _advance(run, report)
+        _finish_step(run, report)
     _finish_training(run)
 
 
-def grpo_step(run: GRPORun, prompts: Sequence[DatumSpec]) -> StepReport:
-    """One on-policy step: sample, score, learn, publish."""
+def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
+    """One step: sample, score, learn, publish. None: no prompts are left."""
     timer = StepTimer()
     step = run.state["total_steps"] + 1
-    trajectories = run.collector.collect(
-        prompts,
-        samples_per_prompt=run.config.grpo.num_generations_per_prompt,
-        settings=run.sampling,
-        run_seed=run.config.grpo.seed,
-        step=step,
-        timer=timer,
-    )
+    samples = sample_step(run, batches, timer)
+    if samples is None:
+        return None
+    trajectories = samples.trajectories
+    batch = learning_batch(run.config, trajectories)
+    masked = add_logprobs(run, batch, trajectories, step, timer)
     with timer.phase("advantages"):
-        rewards = scale_rewards(
-            rewards_by_group(trajectories, run.config.grpo.num_generations_per_prompt), run.config.grpo.reward_scaling
-        )
-        batch = learning_batch(run.config, trajectories, rewards)
-    if run.uses_reference:
-        with timer.phase("logprobs"):
-            batch.tokens["reference_logprobs"] = run.policy.get_reference_logprobs(batch)
+        rewards = learning_rewards(run.config, trajectories)
+        batch.tokens["advantages"] = token_advantages(run.config, trajectories, rewards, batch)
     with timer.phase("train"):
-        learned = run.policy.train(batch, run.loss_fn)
+        learned = learn(run, batch, trajectories, step)
+        _sync_reference(run, step)
     with timer.phase("refit"):
         transfer = refit_policy_generation(run.transport, step)
     metrics = {
-        **rollout_metrics(trajectories),
+        **_sampling_metrics(run.config, samples, rewards),
+        **masked,
+        **_learning_metrics(run.config, learned, batch),
+        "refit_bytes": float(transfer.bytes_sent),
+    }
+    timing = timer.seconds
+    return StepReport(metrics, timing, _throughput(run, batch, timing), trajectories)
+
+
+def _sync_reference(run: GRPORun, step: int) -> None:
+    """Move the reference policy towards the policy when it is due (TR-DPO)."""
+    grpo = run.config.grpo
+    if grpo.sync_ref_model and step % grpo.ref_model_sync_steps == 0:
+        run.policy.sync_reference(grpo.ref_model_mixup_alpha)
+
+
+def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
+    """About everything that was sampled, except group_metrics and filtered_reward: of what is trained on."""
+    metrics = {
+        **rollout_metrics(samples.sampled),
+        **length_metrics(samples.sampled),
+        **outcome_metrics(samples.sampled, config.grpo.num_generations_per_prompt),
+        **reward_function_metrics(samples.sampled),
         **group_metrics(rewards),
+        **samples.metrics,
+    }
+    if config.grpo.use_dynamic_sampling:
+        metrics["filtered_reward"] = rollout_metrics(samples.trajectories)["reward"]
+    return metrics
+
+
+def _learning_metrics(config: Config, learned: TrainResult, batch: SequenceBatch) -> dict[str, float]:
+    return {
         "loss": learned.loss,
         "grad_norm": learned.grad_norm,
         "learning_rate": learned.learning_rate,
         **learned.metrics,
+        "optimizer_steps": float(config.optimizer_steps_per_step),
         "valid_tokens": float(batch.tokens["loss_mask"].sum()),
-        "refit_bytes": float(transfer.bytes_sent),
     }
-    return StepReport(metrics=metrics, timing=timer.seconds, trajectories=trajectories)
 
 
-def learning_batch(config: Config, trajectories: Sequence[Trajectory], rewards: Tensor) -> SequenceBatch:
-    """What the policy trains on: tokens, sampling log-probabilities and group-relative advantages.
-
-    Args:
-        rewards: [groups, samples], as the advantages are to see them.
-    """
-    advantages = group_advantages(
-        rewards, leave_one_out=config.grpo.use_leave_one_out_baseline, normalize=config.grpo.normalize_rewards
+def _throughput(run: GRPORun, batch: SequenceBatch, timing: Mapping[str, float]) -> dict[str, float]:
+    policy, configured = run.config.policy, run.config.cluster.peak_tflops_per_device
+    return throughput(
+        run.policy.settings.shape,
+        batch.lengths,
+        timing,
+        passes=run.config.grpo.num_iterations,
+        devices=policy.parallel.world_size,
+        peak=peak_tflops(run.policy.device_name, policy.precision, configured),
     )
-    return to_sequence_batch(trajectories, advantages, overlong_filtering=config.grpo.overlong_filtering)
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
@@ -152,10 +184,20 @@ def validate(run: GRPORun) -> dict[str, float]:
     return {f"val_{name}": measured[name] for name in wanted}
 
 
-def _advance(state: GRPOSaveState, prompts: Sequence[DatumSpec], report: StepReport) -> None:
+def _stopped_early(run: GRPORun) -> bool:
+    reason = reason_to_stop(run.state["early_stop"], run.config.grpo.early_stop)
+    if reason is not None:
+        run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
+    return reason is not None
+
+
+def _advance(run: GRPORun, report: StepReport) -> None:
+    state = run.state
+    if run.loader.epoch > state["current_epoch"]:
+        state["current_epoch"] = run.loader.epoch
+        state["current_step"] = 0
     state["total_steps"] += 1
     state["current_step"] += 1
-    state["consumed_samples"] += len(prompts)
     state["total_valid_tokens"] += int(report.metrics["valid_tokens"])
 
 
@@ -163,7 +205,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> None:
     """Log a step, after validating and before saving if they are due."""
     step = run.state["total_steps"]
     metrics = {**report.metrics, **(_validated(run) if _validation_due(run) else {})}
-    run.logger.log_step(step, metrics, report.timing)
+    run.logger.log_step(step, metrics, report.timing, report.throughput)
     run.logger.dump_rollouts(step, report.trajectories)
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics)
@@ -189,6 +231,7 @@ def _validated(run: GRPORun) -> dict[str, float]:
     metrics = validate(run)
     if metrics:
         run.state["val_reward"], run.state["val_accuracy"] = metrics["val_reward"], metrics["val_accuracy"]
+        observe(run.state["early_stop"], metrics, run.config.grpo.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics)
     return metrics
 
@@ -197,7 +240,8 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float]) -> None:
     """Write everything a resumed run needs as checkpoints/step_N."""
     started = time.monotonic()
     step = run.state["total_steps"]
-    state = {"save_state": run.state, "metrics": dict(metrics)}
+    cache = [[trajectory.to_row() for trajectory in group] for group in run.batch_cache]
+    state = {"save_state": run.state, "metrics": dict(metrics), "batch_cache": cache}
     with run.checkpointer.writing(step, state, run.loader.state_dict()) as folder:
         run.policy.save_checkpoint(str(folder))
     assert folder.name == POLICY_FOLDER

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
+KLType = Literal["k1", "k2", "k3"]
 
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """KL(policy || reference) from tokens drawn from the policy: r - 1 - log r with r = reference / policy.
 
-    Schulman 2020, "Approximating KL Divergence", estimator k3: unbiased, never negative, and of lower variance than the
-    plain log ratio.
+def kl_estimate(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    kl_type: KLType,
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """KL(policy || reference) from tokens drawn from the policy (Schulman 2020, "Approximating KL Divergence").
+
+    With d = log(policy / reference)::
+
+        k1 = d                    unbiased, may be negative
+        k2 = d^2 / 2              biased, never negative; its gradient is, in expectation, that of the divergence
+        k3 = exp(-d) - 1 + d      unbiased, never negative, of lower variance than k1
 
     Args:
         logprobs: of the sampled tokens under the policy, any shape, floating point.
         reference_logprobs: the same under the reference.
+        kl_type: which of the three.
+        input_clamp: d is limited to [-input_clamp, input_clamp] first.
+        output_clamp: the estimate is limited to [-output_clamp, output_clamp]. Beyond a limit the gradient is 0.
 
     Returns:
         One estimate per token, in the shape of the arguments.
     """
-    log_ratio = reference_logprobs - logprobs
-    return log_ratio.expm1() - log_ratio
+    log_ratio = logprobs - reference_logprobs
+    if input_clamp is not None:
+        log_ratio = log_ratio.clamp(-input_clamp, input_clamp)
+    if kl_type == "k1":
+        estimate = log_ratio
+    elif kl_type == "k2":
+        estimate = log_ratio.square() / 2
+    else:
+        estimate = (-log_ratio).expm1() + log_ratio
+    if output_clamp is not None:
+        estimate = estimate.clamp(-output_clamp, output_clamp)
+    return estimate

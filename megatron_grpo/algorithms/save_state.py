@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict
 
+from megatron_grpo.algorithms.early_stop import EarlyStopState, default_early_stop_state
+
 
 class GRPOSaveState(TypedDict):
     """Progress of a GRPO run."""
@@ -15,9 +17,13 @@ class GRPOSaveState(TypedDict):
     current_epoch: int
     """Epochs completed."""
     total_steps: int
-    """Optimizer steps so far; also the policy's weight version."""
+    """Steps so far; also the policy's weight version."""
+    generation_batches: int
+    """Batches of prompts sampled so far; more than steps with dynamic sampling."""
     total_valid_tokens: int
     """Tokens that losses were taken over."""
+    early_stop: EarlyStopState
+    """What decides whether training ends early."""
     val_reward: NotRequired[float]
     """Mean reward of the last validation."""
     val_accuracy: NotRequired[float]
@@ -26,4 +32,12 @@ class GRPOSaveState(TypedDict):
 
 def default_grpo_save_state() -> GRPOSaveState:
     """A run that has not begun."""
-    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)
+    return GRPOSaveState(
+        consumed_samples=0,
+        current_step=0,
+        current_epoch=0,
+        total_steps=0,
+        generation_batches=0,
+        total_valid_tokens=0,
+        early_stop=default_early_stop_state(),
+    )

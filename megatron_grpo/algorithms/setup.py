@@ -35,6 +35,7 @@ from megatron_grpo.policy.worker import EngineSettings
 from megatron_grpo.refit.broadcast import BroadcastTransport
 from megatron_grpo.refit.interface import WeightTransport
 from megatron_grpo.rollouts.collector import RolloutCollector
+from megatron_grpo.rollouts.trajectory import Trajectory
 
 
 @dataclass(kw_only=True)
@@ -52,6 +53,8 @@ class GRPORun:
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
+    batch_cache: list[list[Trajectory]]
+    """Groups that dynamic sampling keeps for the step that is being filled."""
 
     @property
     def uses_reference(self) -> bool:
@@ -97,13 +100,15 @@ def setup(config: Config) -> Iterator[GRPORun]:
         transport = BroadcastTransport(policy, generation, config.refit)
         transport.connect()
         checkpointer = Checkpointer(run_dir, config.checkpointing)
-        state = _resume(checkpointer, policy, loader)
+        state, batch_cache = _resume(checkpointer, policy, loader)
         transport.publish(state["total_steps"])
         logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
         stack.callback(logger.close)
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         stack.callback(gc.unfreeze)
         logger.started(startup_s=time.monotonic() - started, changes=changes)
+        if config.generation.temperature == 0:
+            logger.note("generation.temperature=0 is greedy: all samples of a prompt are the same and teach nothing")
         yield GRPORun(
             config=config,
             policy=policy,
@@ -116,6 +121,7 @@ def setup(config: Config) -> Iterator[GRPORun]:
             logger=logger,
             checkpointer=checkpointer,
             state=state,
+            batch_cache=batch_cache,
         )
 
 
@@ -139,7 +145,7 @@ def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> Megatron
         folder=str(folder),
         reference=config.reference if needs_reference(config) else None,
         temperature=config.generation.temperature,
-        decay_steps=config.policy.optimizer.decay_steps or config.grpo.max_num_steps,
+        decay_steps=config.decay_steps,
         seed=config.grpo.seed,
     )
     policy = MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
@@ -168,7 +174,7 @@ def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSp
 
     loader = PromptLoader(
         dataset(data.train_path),
-        prompts_per_batch=config.grpo.num_prompts_per_step,
+        prompts_per_batch=config.prompts_per_generation_batch,
         shuffle=data.shuffle,
         seed=config.grpo.seed,
     )
@@ -195,16 +201,19 @@ def _sampling(config: Config, tokenizer: Any) -> SamplingSettings:
     )
 
 
-def _resume(checkpointer: Checkpointer, policy: MegatronPolicy, loader: PromptLoader) -> GRPOSaveState:
+def _resume(
+    checkpointer: Checkpointer, policy: MegatronPolicy, loader: PromptLoader
+) -> tuple[GRPOSaveState, list[list[Trajectory]]]:
+    """The run's progress and dynamic sampling's cache; policy and loader continue where the checkpoint left them."""
     checkpointer.remove_leftovers()
     path = checkpointer.find()
     if path is None:
-        return default_grpo_save_state()
+        return default_grpo_save_state(), []
     policy.load_checkpoint(str(path / POLICY_FOLDER))
     state, loader_state = Checkpointer.load(path)
     loader.load_state_dict(loader_state)
     save_state: GRPOSaveState = state["save_state"]
-    return save_state
+    return save_state, [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.job import split_job
 from megatron_grpo.config.keys import keys, known_key
 from megatron_grpo.config.layout import layout_problems
 from megatron_grpo.config.machine import machine_problems
@@ -30,7 +31,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine.
 
     Args:
-        overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3".
+        overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
 
     Raises:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
@@ -39,7 +40,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     config = compose_config(overrides)
     problems = machine_problems(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(split_job(overrides)[0].named(problems))
     return config
 
 
@@ -60,20 +61,23 @@ def compose_config(overrides: Sequence[str]) -> Config:
             problems += _missing(values, already)
         problems += [p for p in layout_problems(config, known_shape(config)) if p.key not in already]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(split_job(overrides)[0].named(problems))
     assert config is not None
     return config
 
 
 def compose_values(overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The resolved values as plain containers, and what was wrong on the way; required keys may still be "???"."""
-    accepted, problems = read_overrides(overrides)
+    job, arguments = split_job(overrides)
+    accepted, problems = read_overrides([*job.environment_override(config_groups()["env"]), *arguments])
+    problems += job.problems
     ConfigStore.instance().store("schema_defaults", _defaults_tree())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", accepted)
         except (HydraException, OmegaConfBaseException) as error:
             return {}, [*problems, Problem(" ".join(accepted) or "conf/", _one_line(error))]
+    job.apply(composed, config_groups()["env"])
     problems += _unresolved(composed)
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)

@@ -33,8 +33,10 @@ _COMMON = (
 _TEMPLATE = """\
 GRPO post-training on Megatron-Core and vLLM.
 
-usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [--cfg job] [--help]
+usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
+                                    [--cfg job] [--help]
 
+  job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
   --cfg job   print the configuration with everything filled in, and stop
   --help      this text
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.algorithm import algorithm_problems
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop import VALIDATION_PREFIX, loop_problems, validates
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import Config
-
-VALIDATION_PREFIX = "val_"
-"""Metrics that only validation produces begin with this."""
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
@@ -20,7 +19,9 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         *_batch(config),
         *_lengths(config, shape),
         *_optimizer(config),
-        *_sampling(config),
+        *loop_problems(config),
+        *algorithm_problems(config),
+        *_reward_scaling(config),
         *_data(config),
         *_checkpointing(config),
     ]
@@ -82,15 +83,12 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    prompts, generations = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    samples = prompts * generations
-    if generations < 2:
-        text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
-        yield Problem(f"grpo.num_generations_per_prompt={generations}", text)
-    for key, parts, what in (
-        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks"),
-        ("generation.parallel.data", config.generation.parallel.data, "engines"),
+    generations = config.grpo.num_generations_per_prompt
+    for key, parts, what, prompts in (
+        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.grpo.num_prompts_per_step),
+        ("generation.parallel.data", config.generation.parallel.data, "engines", config.prompts_per_generation_batch),
     ):
+        samples = prompts * generations
         if samples % parts:
             yield Problem(
                 f"{key}={parts}",
@@ -130,10 +128,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         yield Problem(f"policy.optimizer.warmup_steps={optimizer.warmup_steps}", text)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
-    if config.generation.temperature == 0:
-        text = "greedy samples of a prompt are all the same, so there is nothing to learn from; use 1.0"
-        yield Problem("generation.temperature=0", text)
+def _reward_scaling(config: Config) -> Iterator[Problem]:
     scaling = config.grpo.reward_scaling
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
@@ -150,9 +145,8 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _checkpointing(config: Config) -> Iterator[Problem]:
-    checkpointing, grpo = config.checkpointing, config.grpo
-    validates = config.data.val_path is not None and (grpo.val_period or grpo.val_at_start or grpo.val_at_end)
+    checkpointing = config.checkpointing
     ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
-    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates:
+    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates(config):
         text = "ranks checkpoints, but there is no validation; give data.val_path and grpo.val_period"
         yield Problem(f"checkpointing.metric_name={checkpointing.metric_name}", text)

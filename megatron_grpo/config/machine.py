@@ -105,9 +105,9 @@ def _data(config: Config) -> Iterator[Problem]:
             continue
         rows, wrong = row_problems(Path(path), data, set(config.env))
         yield from wrong
-        wanted = config.grpo.num_prompts_per_step
+        wanted = config.prompts_per_generation_batch
         if key == "data.train_path" and not wrong and rows < wanted:
-            yield Problem(subject, f"has {rows} rows, fewer than one step's grpo.num_prompts_per_step={wanted}")
+            yield Problem(subject, f"has {rows} rows, fewer than the {wanted} prompts that are sampled together")
         if key == "data.val_path" and not wrong and rows == 0:
             yield Problem(subject, "has no rows")
 

@@ -18,7 +18,7 @@ class RowFormat(Protocol):
     @property
     def prompt_key(self) -> str: ...
     @property
-    def answer_key(self) -> str: ...
+    def answer_key(self) -> str | None: ...
     @property
     def task_name(self) -> str: ...
     @property
@@ -55,7 +55,7 @@ def row_error(line: bytes, data: RowFormat, environments: set[str]) -> str | Non
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
     for setting, column in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
-        if column not in row:
+        if column is not None and column not in row:
             return f"has no column {column!r} (data.{setting}); it has {', '.join(row) or 'none'}"
     prompt = row[data.prompt_key]
     if isinstance(prompt, list) and not data.apply_chat_template:

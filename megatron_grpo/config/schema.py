@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-MISSING = "???"
-"""Value of a key that the user has to give (OmegaConf's own marker)."""
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class Section:
-    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" not)."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
-    )
+from megatron_grpo.config.loss_schema import LossConfig as LossConfig
+from megatron_grpo.config.reward_schema import AdvantageEstimatorConfig as AdvantageEstimatorConfig
+from megatron_grpo.config.reward_schema import RewardScalingConfig as RewardScalingConfig
+from megatron_grpo.config.reward_schema import RewardShapingConfig as RewardShapingConfig
+from megatron_grpo.config.section import MISSING as MISSING
+from megatron_grpo.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 
 @dataclass(kw_only=True)
@@ -79,7 +70,7 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up from 0 to lr."""
 
     decay_steps: Positive | None = None
-    """Optimizer steps until min_lr is reached, warm-up included; null: grpo.max_num_steps."""
+    """Optimizer steps until min_lr is reached, warm-up included; null: those of grpo.max_num_steps steps."""
 
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
@@ -116,6 +107,9 @@ class PolicyConfig(Section):
 
     microbatch_tokens: Positive = 8192
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+
+    train_global_batch_samples: Positive | None = None
+    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
 
     logprob_microbatch_tokens: Positive | None = None
     """The same for passes that only compute log-probabilities; null: microbatch_tokens."""
@@ -228,23 +222,26 @@ class RefitConfig(Section):
 
 
 @dataclass(kw_only=True)
-class RewardScalingConfig(Section):
-    """Clamp rewards to the source range, then map it linearly onto the target range."""
+class EarlyStopConfig(Section):
+    """End training when a validation metric is good enough, or has stopped improving."""
 
     enabled: bool = False
-    """Whether rewards are scaled."""
+    """Whether training may end before grpo.max_num_steps."""
 
-    source_min: float = 0.0
-    """Rewards below are raised to this."""
+    metric_name: str = "val_accuracy"
+    """Validation metric that decides."""
 
-    source_max: float = 1.0
-    """Rewards above are lowered to this."""
+    higher_is_better: bool = True
+    """Direction of metric_name."""
 
-    target_min: float = 0.0
-    """What source_min becomes."""
+    threshold: float | None = None
+    """End when the metric reaches this; null is off."""
 
-    target_max: float = 1.0
-    """What source_max becomes."""
+    patience: Positive | None = None
+    """End after this many validations in a row that did not improve on the best one; null is off."""
+
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """The best value has to be exceeded by more than this to count as an improvement."""
 
 
 @dataclass(kw_only=True)
@@ -267,7 +264,10 @@ class GRPOConfig(Section):
     """Model turns of one rollout. Only 1 so far."""
 
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group's rewards."""
+    """Divide advantages by the standard deviation of rewards."""
+
+    normalize_rewards_over: Literal["group", "batch"] = "group"
+    """Rewards whose standard deviation that is: of the sample's group, or of all samples of the step."""
 
     use_leave_one_out_baseline: bool = True
     """Baseline of a sample: mean reward of the *other* samples of its group (true) or of the whole group (false)."""
@@ -275,7 +275,41 @@ class GRPOConfig(Section):
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss; they still count in the baseline."""
 
+    advantage_clip_low: Annotated[float, Field(le=0)] | None = None
+    """Advantages below are raised to this; null is no bound."""
+
+    advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
+    """Advantages above are lowered to this; null is no bound."""
+
+    adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+
+    use_dynamic_sampling: bool = False
+    """Train only on prompts whose samples differ in reward, sampling further prompts until a step is full (DAPO)."""
+
+    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts sampled together = num_prompts_per_step * this, rounded down; needs use_dynamic_sampling."""
+
+    dynamic_sampling_max_gen_batches: Positive = 10
+    """Most generation batches of one step with use_dynamic_sampling; past them the run stops with an error."""
+
+    num_iterations: Positive = 1
+    """Passes of the optimizer over the samples of a step (mu)."""
+
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
+    """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""
+
+    sync_ref_model: bool = False
+    """Move the reference policy towards the policy during training (TR-DPO); needs a KL penalty."""
+
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in the mixture: reference = alpha * policy + (1 - alpha) * reference."""
+
+    ref_model_sync_steps: Positive = 512
+    """Steps between two such moves."""
+
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
     val_period: NonNegative = 10
     """Steps between validations; 0 is never."""
@@ -300,32 +334,6 @@ class GRPOConfig(Section):
 
 
 @dataclass(kw_only=True)
-class LossConfig(Section):
-    """ClippedPGLossFn."""
-
-    ratio_clip_min: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Probability ratios are clipped from below at 1 - this."""
-
-    ratio_clip_max: Annotated[float, Field(ge=0)] = 0.2
-    """Probability ratios are clipped from above at 1 + this."""
-
-    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clipping: bound on the loss of samples with negative advantage; null is off."""
-
-    reference_policy_kl_penalty: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the KL penalty against the reference policy; 0: no reference policy is loaded."""
-
-    token_level_loss: bool = True
-    """Average over all tokens of the step (true) or over sequences, each averaged over its tokens (false)."""
-
-    use_on_policy_kl_approximation: bool = False
-    """Weight the KL estimate by the importance ratio, so that it is taken under the current policy."""
-
-    use_importance_sampling_correction: bool = False
-    """Weight the loss by training probability / sampling probability, to correct for different engines."""
-
-
-@dataclass(kw_only=True)
 class DataConfig(Section):
     """Prompts."""
 
@@ -338,8 +346,8 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
 
-    answer_key: str = "answer"
-    """Column with the reference answer that the environment gets."""
+    answer_key: str | None = "answer"
+    """Column with the reference answer that the environment gets; null: there is none, for reward functions."""
 
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
@@ -361,14 +369,35 @@ class DataConfig(Section):
 class EnvironmentConfig(Section):
     """One environment: what scores the responses."""
 
-    type: Literal["math", "addition"] = "math"
-    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer."""
+    type: Literal["math", "addition", "reward_functions"] = "math"
+    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer;
+    reward_functions: the functions in reward_funcs."""
+
+    reward_funcs: list[str] = field(default_factory=list)
+    """Functions by import path (package.module.function), called with prompts, completions and the data's columns."""
+
+    reward_weights: list[float] | None = None
+    """Weight of each function's reward in the sum; null: 1 each."""
+
+    correct_func: str | None = None
+    """Name of the function in reward_funcs whose reward above 0 makes a response correct (accuracy, imitation); null:
+    the only function there is. With several and null, nothing says what is correct, and no response counts as such."""
 
     num_workers: Positive = 1
     """Ray actors that score in parallel."""
 
     timeout_s: Seconds = 60.0
     """Deadline for scoring one batch."""
+
+    def weights_by_function(self) -> dict[str, float]:
+        """Weight of each reward function, by the last part of its path."""
+        names = [path.rpartition(".")[2] for path in self.reward_funcs]
+        return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
+
+    def correctness_function(self) -> str | None:
+        """The reward function that says whether a response is correct."""
+        names = list(self.weights_by_function())
+        return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
 
 
 @dataclass(kw_only=True)
@@ -386,6 +415,9 @@ class ClusterConfig(Section):
 
     startup_timeout_s: Seconds = 900.0
     """Deadline for all processes to be up."""
+
+    peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
+    """Peak of one policy rank's device, for model_flop_utilization; null: known for common GPUs, else not reported."""
 
 
 @dataclass(kw_only=True)
@@ -476,3 +508,24 @@ class Config(Section):
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Responses that one step trains on."""
+        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    @property
+    def prompts_per_generation_batch(self) -> int:
+        """Prompts sampled together."""
+        return int(self.grpo.num_prompts_per_step * self.grpo.batch_multiplier)
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Optimizer steps on the samples of one step."""
+        samples = self.samples_per_step
+        return self.grpo.num_iterations * -(-samples // (self.policy.train_global_batch_samples or samples))
+
+    @property
+    def decay_steps(self) -> int:
+        """Optimizer steps of the learning-rate schedule."""
+        return self.policy.optimizer.decay_steps or self.grpo.max_num_steps * self.optimizer_steps_per_step

@@ -39,7 +39,7 @@ class TaskDataSpec:
 
     task_name: str
     prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    answer_key: str | None = "answer"
     apply_chat_template: bool = True
     system_prompt: str | None = None
 

@@ -24,7 +24,7 @@ def math_data_processor(
         idx: row number.
 
     Returns:
-        The prompt; extra_env_info holds "answer" (as text) and the row's other columns.
+        The prompt; extra_env_info holds "answer" (as text, if there is one) and the row's other columns.
 
     Raises:
         ValueError: the prompt has no tokens, or the tokenizer has no chat template although one is asked for.
@@ -35,7 +35,8 @@ def math_data_processor(
     if not token_ids:
         raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
     extra = {key: value for key, value in datum_dict.items() if key != task_data_spec.prompt_key}
-    extra["answer"] = str(datum_dict[task_data_spec.answer_key])
+    if task_data_spec.answer_key is not None:
+        extra["answer"] = str(datum_dict[task_data_spec.answer_key])
     return DatumSpec(
         message_log=[{"role": "user", "content": text, "token_ids": token_ids}],
         length=len(token_ids),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.rollouts.trajectory import StopReason
@@ -26,6 +26,8 @@ class EnvironmentReturn:
 
     reward: float
     correct: bool
+    parts: dict[str, float] = field(default_factory=dict)
+    """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
 
 
 class EnvironmentInterface(ABC):

@@ -10,6 +10,7 @@ import ray
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
 Columns = tuple[tuple[Any, ...], ...]
 """Requests or returns as one tuple per field: many small objects pickle several times slower."""
@@ -18,17 +19,17 @@ Columns = tuple[tuple[Any, ...], ...]
 class EnvironmentWorker:
     """One environment in a process of its own, as a Ray actor."""
 
-    def __init__(self, kind: str) -> None:
-        self._environment = create_environment(kind)
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._environment = create_environment(config)
 
     def step(self, columns: Columns) -> Columns:
-        """(prompts, responses, stop reasons, extra_env_infos) -> (rewards, correct)."""
+        """(prompts, responses, stop reasons, extra_env_infos) -> (rewards, correct, parts)."""
         requests = [
             EnvironmentRequest(prompt=prompt, response=response, stop_reason=stop_reason, extra_env_info=info)
             for prompt, response, stop_reason, info in zip(*columns, strict=True)
         ]
         returns = self._environment.step(requests)
-        return tuple(one.reward for one in returns), tuple(one.correct for one in returns)
+        return tuple(zip(*((one.reward, one.correct, one.parts) for one in returns), strict=True))
 
 
 class EnvironmentPool:
@@ -43,7 +44,7 @@ class EnvironmentPool:
         self.name = name
         self.config = config
         actor = ray.remote(num_cpus=0)(EnvironmentWorker)
-        self._workers = [actor.remote(config.type) for _ in range(config.num_workers)]
+        self._workers = [actor.remote(config) for _ in range(config.num_workers)]
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Scores in the order of the requests, which are split evenly over the workers.
@@ -64,7 +65,7 @@ class EnvironmentPool:
             what=f"environment {self.name}",
             name="worker {}".format,
         )
-        return [EnvironmentReturn(*one) for rewards, correct in results for one in zip(rewards, correct, strict=True)]
+        return [EnvironmentReturn(*one) for columns in results for one in zip(*columns, strict=True)]
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""
@@ -74,25 +75,35 @@ class EnvironmentPool:
 
 
 def build_environments(config: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentPool]:
-    """A pool for each entry of the configuration's `env`, by task name."""
+    """A pool for each entry of the configuration's `env`, by task name.
+
+    Raises:
+        RunError: a reward function cannot be imported.
+    """
+    for environment in config.values():
+        for path in environment.reward_funcs:
+            load_reward_function(path)  # here too, before processes are started that would fail one by one
     return {name: EnvironmentPool(name, environment) for name, environment in config.items()}
 
 
-def create_environment(kind: str) -> EnvironmentInterface:
-    """The environment that `EnvironmentConfig.type` names; imports only what that one needs.
+def create_environment(config: EnvironmentConfig) -> EnvironmentInterface:
+    """The environment that `config.type` names; imports only what that one needs.
 
     Raises:
         ValueError: there is no such environment.
     """
-    if kind == "addition":
+    if config.type == "reward_functions":
+        functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
+        return RewardFunctionEnvironment(functions, config.weights_by_function(), config.correctness_function())
+    if config.type == "addition":
         from megatron_grpo.environments.addition import AdditionEnvironment
 
         return AdditionEnvironment()
-    if kind == "math":
+    if config.type == "math":
         from megatron_grpo.environments.math_environment import MathEnvironment
 
         return MathEnvironment()
-    raise ValueError(f'no environment of type "{kind}"')
+    raise ValueError(f'no environment of type "{config.type}"')
 
 
 def _columns(requests: list[EnvironmentRequest]) -> Columns:

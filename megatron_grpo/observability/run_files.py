@@ -37,9 +37,12 @@ class RunFiles:
         self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
         self._validations = (run_dir / VALIDATION_FILE).open("a", buffering=1)
 
-    def add_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One object with the step, its metrics, and its timing apart, the only part that no run repeats."""
-        self._metrics.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
+    def add_step(
+        self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], throughput: Mapping[str, float]
+    ) -> None:
+        """One object with the step, its metrics, and apart from these what no run repeats: timing and throughput."""
+        row = {"step": step, **metrics, "timing": dict(timing), "throughput": dict(throughput)}
+        self._metrics.write(json_line(row))
 
     def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One object with the step that was validated (0: before training) and its metrics."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,20 +65,24 @@ class RunLogger:
         for change in changes:
             self.note(f"  changed: {change}")
 
-    def log_step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], throughput: Mapping[str, float]
+    ) -> None:
         """One training step.
 
         Args:
             step: its number, from 1.
             metrics: by name.
             timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
+            throughput: what follows from timing: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
-        self._files.add_step(step, metrics, timing)
+        self._files.add_step(step, metrics, timing, throughput)
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
+        self._track(step, "throughput", throughput)
         self._progress.step(step, metrics, timing)
         self._logging_s += time.perf_counter() - begin
 
@@ -97,7 +100,7 @@ class RunLogger:
     def dump_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write everything about the step's samples to rollouts/step_N.jsonl."""
         begin = time.perf_counter()
-        self._files.add_rollouts(step, (_row(trajectory) for trajectory in trajectories))
+        self._files.add_rollouts(step, (trajectory.to_row() for trajectory in trajectories))
         self._logging_s += time.perf_counter() - begin
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
@@ -145,9 +148,3 @@ class RunLogger:
         named = {f"{group}/{name}": value for name, value in values.items()}
         for tracker in self._trackers:
             tracker.log(step, named)
-
-
-def _row(trajectory: Trajectory) -> dict[str, object]:
-    row = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
-    row["spans"] = [[span.start, span.end, span.version] for span in trajectory.spans]
-    return row

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_grpo.policy.engine import MegatronEngine
@@ -21,6 +23,8 @@ def save_engine(engine: MegatronEngine, folder: str) -> None:
     """Write this rank's part to an existing, empty folder; collective over all policy ranks."""
     state = _sharded_state(engine, is_loading=False)
     state["random"] = _random_state_shard()
+    if engine.reference_moved and engine.reference is not None:
+        state["reference"] = _reference_shards(engine.reference)
     dist_checkpointing.save(state, folder, content_metadata=_METADATA)
 
 
@@ -31,11 +35,17 @@ def load_engine(engine: MegatronEngine, folder: str) -> None:
     draws from it as long as the model has no dropout.
     """
     state = _sharded_state(engine, is_loading=True)
-    written_by = dist_checkpointing.load_common_state_dict(folder)["layout"]
-    if written_by == state["layout"]:
+    common = dist_checkpointing.load_common_state_dict(folder)
+    if common["layout"] == state["layout"]:
         state["random"] = _random_state_shard()
+    if common["reference_moved"] and engine.reference is not None:
+        state["reference"] = _reference_shards(engine.reference)
     loaded = dist_checkpointing.load(state, folder)
     engine.model.load_state_dict(loaded["model"])
+    if "reference" in loaded:
+        assert engine.reference is not None
+        engine.reference.load_state_dict(loaded["reference"])
+        engine.reference_moved = True
     engine.optimizer.optimizer.load_state_dict(loaded["optimizer"])
     engine.optimizer.scheduler.num_steps = loaded["schedule_steps"]
     engine.optimizer.scheduler.step(0)
@@ -53,6 +63,7 @@ def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any
         "model": model,
         "optimizer": optimizer,
         "schedule_steps": engine.optimizer.scheduler.num_steps,
+        "reference_moved": engine.reference_moved,
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -78,6 +89,13 @@ def _padding_counted_as_content(engine: MegatronEngine) -> Iterator[None]:
     finally:
         for part, numel in zip(parts, without_padding, strict=True):
             part.numel_unpadded = numel
+
+
+def _reference_shards(reference: GPTModel) -> dict[str, Any]:
+    """The reference policy's weights, under keys of their own in the checkpoint."""
+    shards: dict[str, Any] = reference.sharded_state_dict(metadata=dict(_METADATA))
+    add_prefix_for_sharding(shards, "reference.")
+    return shards
 
 
 def _random_state_shard() -> ShardedObject:

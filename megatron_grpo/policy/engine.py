@@ -19,7 +19,7 @@ from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import GlobalCounts, LossFunction, StepShare
-from megatron_grpo.policy.logprobs import token_logprobs, vocab_shard
+from megatron_grpo.policy.logprobs import VocabShard, token_entropy, token_logprobs, vocab_shard
 from megatron_grpo.policy.model import build_model
 from megatron_grpo.policy.optimizer import PolicyOptimizer
 
@@ -60,6 +60,8 @@ class MegatronEngine:
         self.model = self._build(folder)
         self.optimizer = PolicyOptimizer(self.model, config, decay_steps)
         self.reference: GPTModel | None = None
+        self.reference_moved = False
+        """Whether the reference policy is no longer the model in `folder`, so that a checkpoint has to hold it."""
         self._offload_reference = reference is not None and reference.offload
         if reference is not None:
             self.reference = self._build(folder).eval().requires_grad_(False)
@@ -100,19 +102,24 @@ class MegatronEngine:
             self.reference.to("cpu")
         return logprobs
 
+    @torch.no_grad()
+    def sync_reference(self, alpha: float) -> None:
+        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
+        self.reference_moved = True
+
     def train(
         self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> StepShare:
         """One optimizer step; `batch` is this replica's share, `counts` are of the whole step.
 
-        Raises:
-            FloatingPointError: the gradient is not finite; the weights are untouched.
+        When the gradient is not finite the weights are left untouched, which the share's grad_norm says.
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"gradient norm is {grad_norm}; the weights were left as they were")
-        learning_rate = self.optimizer.step(grad_norm)
+        learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
         own = [{name: float(value) for name, value in one.items()} for one in metrics] if self.is_reporter else None
         return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
 
@@ -131,6 +138,8 @@ class MegatronEngine:
             logprobs = self._token_logprobs(logits, microbatch)
             length = microbatch.token_ids.shape[1]
             tokens = {name: microbatch.batch.padded(name, length) for name in microbatch.batch.tokens}
+            if loss_fn.needs_entropy:
+                tokens["entropy"] = self._token_entropy(logits)
             loss, metrics = loss_fn(logprobs, tokens, counts)
             # The schedule asks for a token count to average by; `counts` has already done that.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
@@ -153,15 +162,21 @@ class MegatronEngine:
         return torch.cat(by_sequence)
 
     def _token_logprobs(self, logits: Tensor, microbatch: _Microbatch) -> Tensor:
-        group = parallel_state.get_tensor_model_parallel_group()
-        shard = vocab_shard(self.shape.vocab, logits.shape[-1], group)
         return token_logprobs(
             logits,
             microbatch.token_ids,
-            shard,
+            self._shard(logits),
             temperature=self.temperature,
             chunk_tokens=self.config.logprob_chunk_size,
         )
+
+    def _token_entropy(self, logits: Tensor) -> Tensor:
+        chunk = self.config.logprob_chunk_size
+        return token_entropy(logits, self._shard(logits), temperature=self.temperature, chunk_tokens=chunk)
+
+    def _shard(self, logits: Tensor) -> VocabShard:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return vocab_shard(self.shape.vocab, logits.shape[-1], group)
 
     def _run_schedule(
         self,

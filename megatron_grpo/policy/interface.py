@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.sequences import SequenceBatch
 
 
@@ -19,10 +20,26 @@ class GlobalCounts:
     """Tokens in the loss (sum of loss_mask)."""
     sequences: float
     """Sequences with at least one token in the loss."""
+    positive_tokens: float = 0.0
+    """Tokens in the loss of correct responses; 0 when the batch does not say which are correct."""
+
+    @staticmethod
+    def of(batch: SequenceBatch) -> GlobalCounts:
+        """The counts of an optimizer step on this batch; never 0, so that a step without tokens has loss 0."""
+        mask = batch.tokens["loss_mask"]
+        in_loss = sum(1 for piece in mask.split(batch.lengths) if piece.any())
+        positive = (mask * batch.tokens["positive"]).sum() if "positive" in batch.tokens else 0.0
+        return GlobalCounts(
+            tokens=max(float(mask.sum()), 1.0), sequences=max(float(in_loss), 1.0), positive_tokens=float(positive)
+        )
 
 
 class LossFunction(Protocol):
     """A loss over one microbatch whose sum over all microbatches and ranks is the loss of the step."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether tokens["entropy"] is wanted: the exact entropy of each token's distribution, with gradient."""
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
@@ -30,7 +47,8 @@ class LossFunction(Protocol):
         """
         Args:
             curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t.
-            tokens: entries of SequenceBatch.tokens, each [sequences, length], float32, zero on padding.
+            tokens: entries of SequenceBatch.tokens, each [sequences, length], float32, zero on padding; "entropy" too
+                when needs_entropy.
             counts: of the whole step.
 
         Returns:
@@ -56,9 +74,24 @@ class StepShare:
     """What one rank knows of an optimizer step."""
 
     grad_norm: float
+    """Not finite: the optimizer step was not made."""
     learning_rate: float
     metrics: list[dict[str, float]] | None
     """Loss and metrics of each of its microbatches, on the reporting rank of each data-parallel replica."""
+
+
+class NonFiniteGradientError(RunError):
+    """The gradient of an optimizer step is NaN or infinite; the step was not made.
+
+    Args:
+        grad_norm: its norm.
+        sequences: indices into the batch of the sequences that it can come from.
+    """
+
+    def __init__(self, grad_norm: float, sequences: list[int]) -> None:
+        super().__init__(f"the gradient norm is {grad_norm}; the weights were left as they were")
+        self.grad_norm = grad_norm
+        self.sequences = sequences
 
 
 class PolicyInterface(ABC):
@@ -78,11 +111,21 @@ class PolicyInterface(ABC):
 
         `batch.tokens` holds loss_mask, advantages, generation_logprobs and, when the loss needs them, prev_logprobs and
         reference_logprobs.
+
+        Raises:
+            NonFiniteGradientError: the weights are untouched.
         """
 
     @abstractmethod
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
+
+    @abstractmethod
     def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, schedule and random state to an existing, empty folder."""
+        """Write weights, optimizer, schedule and random state to an existing, empty folder.
+
+        The reference policy is written too once it has moved; before that it is the model that the run started from.
+        """
 
     @abstractmethod
     def load_checkpoint(self, folder: str) -> None:

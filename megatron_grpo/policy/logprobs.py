@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Log-probabilities of given tokens and entropies, from logits whose vocabulary is split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -102,3 +102,66 @@ def token_logprobs(
         chunk_tokens or sequences * length,
     )
     return torch.nn.functional.pad(logprobs.view(sequences, length)[:, :-1], (1, 0))
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    """Entropy of softmax(scale * logits), reducing three numbers per token instead of gathering the vocabulary.
+
+    Forward: H = logsumexp(z) - sum_j p_j z_j, z = scale * logits. Backward: dH / d logits_j = -scale p_j (log p_j + H).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scale: float, shard: VocabShard, chunk: int) -> Tensor:
+        tokens = logits.shape[0]
+        highest = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=logits.device)
+        if shard.columns:
+            highest = logits[:, : shard.columns].amax(dim=1).float() * scale
+        if shard.group is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
+        # Relative to the highest logit of all ranks: sum of exp(d) and of exp(d) * d, with d = z - highest.
+        sums = torch.zeros(2, tokens, dtype=torch.float32, device=logits.device)
+        for rows in _chunks(tokens, chunk):
+            below = logits[rows, : shard.columns].float() * scale - highest[rows, None]
+            weights = below.exp()
+            sums[0, rows], sums[1, rows] = weights.sum(dim=1), (weights * below).sum(dim=1)
+        if shard.group is not None:
+            dist.all_reduce(sums, group=shard.group)
+        entropy = sums[0].log() - sums[1] / sums[0]
+        ctx.save_for_backward(logits, highest + sums[0].log(), entropy)
+        ctx.scale, ctx.shard, ctx.chunk = scale, shard, chunk
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        logits, logsumexp, entropy = ctx.saved_tensors
+        columns = ctx.shard.columns
+        grad = torch.zeros_like(logits)
+        for rows in _chunks(len(logsumexp), ctx.chunk):
+            logp = logits[rows, :columns].float() * ctx.scale - logsumexp[rows, None]
+            coefficient = (grad_outputs[0][rows] * -ctx.scale)[:, None]
+            grad[rows, :columns] = (logp.exp() * (logp + entropy[rows, None]) * coefficient).to(grad.dtype)
+        return grad, None, None, None
+
+
+def token_entropy(
+    logits: Tensor, shard: VocabShard, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> Tensor:
+    """Entropy in nats of the distribution that each token was drawn from.
+
+    Args:
+        logits: [sequences, length, columns of this rank], any float type; position t predicts token t + 1.
+        shard: which vocabulary entries this rank's columns are; padding columns take no part.
+        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
+        chunk_tokens: tokens whose logits are turned to float32 at once; None is all.
+
+    Returns:
+        [sequences, length], float32, differentiable in `logits`; position t speaks of token t, and is 0 for the first.
+    """
+    sequences, length, width = logits.shape
+    entropy = _VocabParallelEntropy.apply(
+        logits.reshape(sequences * length, width),
+        1.0 / temperature if temperature > 0 else 1.0,
+        shard,
+        chunk_tokens or sequences * length,
+    )
+    return torch.nn.functional.pad(entropy.view(sequences, length)[:, :-1], (1, 0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,8 +15,37 @@ from torch import Tensor
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.data.packing import plan_microbatches
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.policy.interface import GlobalCounts, LossFunction, PolicyInterface, TrainResult
-from megatron_grpo.policy.worker import EngineSettings, PolicyWorker, RankPlace, load_checkpoint, save_checkpoint
+from megatron_grpo.policy.interface import (
+    GlobalCounts,
+    LossFunction,
+    NonFiniteGradientError,
+    PolicyInterface,
+    StepShare,
+    TrainResult,
+)
+from megatron_grpo.policy.worker import (
+    EngineSettings,
+    PolicyWorker,
+    RankPlace,
+    load_checkpoint,
+    save_checkpoint,
+    sync_reference,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What one data-parallel replica works on."""
+
+    microbatches: list[list[int]]
+    """Indices into the whole batch."""
+    local: ray.ObjectRef
+    """(its batch, its microbatches as indices into that), in the object store."""
+
+    @property
+    def indices(self) -> list[int]:
+        """Sequences of the replica, in the order of its batch."""
+        return [index for microbatch in self.microbatches for index in microbatch]
 
 
 class MegatronPolicy(PolicyInterface):
@@ -63,12 +94,12 @@ class MegatronPolicy(PolicyInterface):
         return self._logprobs(batch, "reference_logprobs")
 
     def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        mask = batch.tokens["loss_mask"]
-        in_loss = sum(1 for piece in mask.split(batch.lengths) if piece.any())
-        counts = GlobalCounts(tokens=max(float(mask.sum()), 1.0), sequences=max(float(in_loss), 1.0))
+        counts = GlobalCounts.of(batch)
         shards = self._shards(batch, self.settings.config.microbatch_tokens)
         refs = self._call("train", shards, loss_fn, counts)
         shares = self._gather(refs, "training step")
+        if not math.isfinite(shares[0].grad_norm):
+            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, shards, shares))
         metrics = combine_metrics(one for share in shares for one in share.metrics or [])
         return TrainResult(
             loss=metrics.pop("loss"),
@@ -76,6 +107,14 @@ class MegatronPolicy(PolicyInterface):
             learning_rate=shares[0].learning_rate,
             metrics=metrics,
         )
+
+    def sync_reference(self, alpha: float) -> None:
+        self._gather(self.submit(sync_reference, alpha), "moving the reference policy")
+
+    @property
+    def device_name(self) -> str:
+        """What a rank runs on, as its vendor calls it; "cpu" without a GPU."""
+        return self._places[0].device_name
 
     def save_checkpoint(self, folder: str) -> None:
         self._gather(self.submit(save_checkpoint, folder), "checkpoint")
@@ -92,8 +131,24 @@ class MegatronPolicy(PolicyInterface):
         deadline_s = deadline_s or self.settings.config.timeout_s
         return gather(refs, deadline_s=deadline_s, what=what, name="policy rank {}".format)
 
-    def _shards(self, batch: SequenceBatch, microbatch_tokens: int) -> list[tuple[list[int], ray.ObjectRef]]:
-        """Per data-parallel replica: which sequences it gets, and (its batch, its microbatches) in the object store."""
+    def _suspects(self, batch: SequenceBatch, shards: Sequence[_Shard], shares: Sequence[StepShare]) -> list[int]:
+        """Sequences that a gradient which is not finite can come from, as far as that can be told.
+
+        Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
+        those with a log-probability that is not finite.
+        """
+        found: list[int] = []
+        for place, share in zip(self._places, shares, strict=True):
+            microbatches = shards[place.data].microbatches
+            for indices, metrics in zip(microbatches, share.metrics or [], strict=place.is_reporter):
+                if not math.isfinite(metrics["loss"]):
+                    found += indices
+        suspects = sorted(found) or list(range(len(batch)))
+        pieces = self.get_logprobs(batch).split(batch.lengths)
+        return [index for index in suspects if not pieces[index].isfinite().all()] or suspects
+
+    def _shards(self, batch: SequenceBatch, microbatch_tokens: int) -> list[_Shard]:
+        """The batch dealt out over data-parallel replicas."""
         plan = plan_microbatches(
             batch.lengths,
             data_parallel=self.settings.config.parallel.data,
@@ -105,13 +160,13 @@ class MegatronPolicy(PolicyInterface):
             indices = [i for microbatch in microbatches for i in microbatch]
             position = {index: place for place, index in enumerate(indices)}
             local = [[position[i] for i in microbatch] for microbatch in microbatches]
-            shards.append((indices, ray.put((batch.select(indices), local))))
+            shards.append(_Shard(microbatches, ray.put((batch.select(indices), local))))
         return shards
 
-    def _call(self, method: str, shards: list[tuple[list[int], ray.ObjectRef]], *args: Any) -> list[ray.ObjectRef]:
+    def _call(self, method: str, shards: Sequence[_Shard], *args: Any) -> list[ray.ObjectRef]:
         """Call an engine method on every rank with the shard of its replica."""
         return [
-            worker.call.remote(method, shards[place.data][1], *args)
+            worker.call.remote(method, shards[place.data].local, *args)
             for worker, place in zip(self.workers, self._places, strict=True)
         ]
 
@@ -122,7 +177,7 @@ class MegatronPolicy(PolicyInterface):
         by_sequence: list[Tensor] = [torch.empty(0)] * len(batch)
         for place, values in zip(self._places, results, strict=True):
             if place.is_reporter:
-                indices = shards[place.data][0]
+                indices = shards[place.data].indices
                 for index, piece in zip(indices, values.split([batch.lengths[i] for i in indices]), strict=True):
                     by_sequence[index] = piece
         return torch.cat(by_sequence)

@@ -31,6 +31,8 @@ class RankPlace:
 
     data: int
     is_reporter: bool
+    device_name: str
+    """As the vendor calls it; "cpu" without one."""
 
 
 class PolicyWorker:
@@ -79,7 +81,11 @@ class PolicyWorker:
             decay_steps=settings.decay_steps,
         )
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
-        return RankPlace(data=parallel_state.get_data_parallel_rank(), is_reporter=self.engine.is_reporter)
+        return RankPlace(
+            data=parallel_state.get_data_parallel_rank(),
+            is_reporter=self.engine.is_reporter,
+            device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+        )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(engine, *args)."""
@@ -88,6 +94,11 @@ class PolicyWorker:
     def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
         """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
         return getattr(self.engine, method)(*shard, *args)
+
+
+def sync_reference(engine: Any, alpha: float) -> None:
+    """Move this rank's part of the reference policy; runs on every rank."""
+    engine.sync_reference(alpha)
 
 
 def save_checkpoint(engine: Any, folder: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,40 +19,54 @@ def rewards_by_group(trajectories: Sequence[Trajectory], samples_per_prompt: int
     return rewards.view(-1, samples_per_prompt)
 
 
+def reward_parts_by_group(
+    trajectories: Sequence[Trajectory], samples_per_prompt: int, functions: Sequence[str]
+) -> Tensor:
+    """[functions, groups, samples], float32: each reward function's own rewards, NaN where it gave none."""
+    rows = [[trajectory.reward_parts.get(name, math.nan) for trajectory in trajectories] for name in functions]
+    return torch.tensor(rows, dtype=torch.float32).view(len(functions), -1, samples_per_prompt)
+
+
+def sampled_mask(trajectories: Sequence[Trajectory]) -> Tensor:
+    """[tokens of all trajectories], bool: which tokens were sampled rather than given."""
+    mask = torch.zeros(sum(len(trajectory.token_ids) for trajectory in trajectories), dtype=torch.bool)
+    begin = 0
+    for trajectory in trajectories:
+        for span in trajectory.spans:
+            mask[begin + span.start : begin + span.end] = True
+        begin += len(trajectory.token_ids)
+    return mask
+
+
 def to_sequence_batch(
-    trajectories: Sequence[Trajectory], advantages: Tensor, *, overlong_filtering: bool
+    trajectories: Sequence[Trajectory], *, overlong_filtering: bool, mark_positive: bool = False
 ) -> SequenceBatch:
-    """Lay trajectories end to end with the loss mask, sampling log-probabilities and advantages of their tokens.
+    """Lay trajectories end to end with the loss mask and sampling log-probabilities of their tokens.
 
     Args:
         trajectories: of one step.
-        advantages: [groups, samples]; every sampled token of a trajectory gets its trajectory's.
         overlong_filtering: leave truncated responses out of the loss.
+        mark_positive: add the entry "positive", 1.0 for the sampled tokens of correct responses.
     """
-    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-    total = sum(lengths)
-    loss_mask, generation_logprobs = torch.zeros(total), torch.zeros(total)
-    token_advantages = torch.zeros(total)
-    begin = 0
-    for trajectory, length, advantage in zip(trajectories, lengths, advantages.flatten().tolist(), strict=True):
-        in_loss = trajectory.loss_multiplier > 0 and not (overlong_filtering and trajectory.truncated)
-        taken = 0
-        for span in trajectory.spans:
-            here = slice(begin + span.start, begin + span.end)
-            count = span.end - span.start
-            generation_logprobs[here] = torch.tensor(trajectory.logprobs[taken : taken + count])
-            token_advantages[here] = advantage * trajectory.loss_multiplier
-            loss_mask[here] = float(in_loss)
-            taken += count
-        begin += length
+    sampled = sampled_mask(trajectories)
+    counts = torch.tensor([trajectory.response_tokens for trajectory in trajectories])
+
+    def spread(values: Iterable[float]) -> Tensor:
+        """One value per trajectory -> its sampled tokens'."""
+        tokens = torch.zeros(len(sampled))
+        tokens[sampled] = torch.tensor(list(values), dtype=torch.float32).repeat_interleave(counts)
+        return tokens
+
+    generation_logprobs = torch.zeros(len(sampled))
+    generation_logprobs[sampled] = torch.tensor([value for one in trajectories for value in one.logprobs])
+    left_out = [one.loss_multiplier <= 0 or (overlong_filtering and one.truncated) for one in trajectories]
+    tokens = {"loss_mask": spread(float(not out) for out in left_out), "generation_logprobs": generation_logprobs}
+    if mark_positive:
+        tokens["positive"] = spread(float(one.correct) for one in trajectories)
     return SequenceBatch(
-        lengths=lengths,
+        lengths=[len(trajectory.token_ids) for trajectory in trajectories],
         token_ids=torch.tensor([token for trajectory in trajectories for token in trajectory.token_ids]),
-        tokens={
-            "loss_mask": loss_mask,
-            "generation_logprobs": generation_logprobs,
-            "advantages": token_advantages,
-        },
+        tokens=tokens,
     )
 
 

@@ -117,3 +117,4 @@ class RolloutCollector:
             ]
             for trajectory, score in zip(members, self.environments[task].step(requests), strict=True):
                 trajectory.reward, trajectory.correct = score.reward, score.correct
+                trajectory.reward_parts = score.parts

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 StopReason = Literal["stop", "length"]
 
@@ -50,3 +51,14 @@ class Trajectory:
     def response_tokens(self) -> int:
         """Sampled tokens."""
         return sum(span.end - span.start for span in self.spans)
+
+    def to_row(self) -> dict[str, Any]:
+        """Every field, in types that JSON has."""
+        row = {one.name: getattr(self, one.name) for one in fields(self)}
+        row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
+        return row
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> Trajectory:
+        """The inverse of `to_row`."""
+        return Trajectory(**{**row, "spans": [Span(*span) for span in row["spans"]]})

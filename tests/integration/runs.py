@@ -102,4 +102,4 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def without_timing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in ("timing", "throughput")} for row in rows]

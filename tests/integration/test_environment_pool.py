@@ -77,4 +77,5 @@ def test_a_request_without_an_answer_names_the_worker_and_the_cause() -> None:
 
 def test_the_worker_takes_columns() -> None:
     columns = (("12+13=",) * 2, ("025", "026"), ("stop", "stop"), ({"answer": "025"},) * 2)
-    assert EnvironmentWorker("addition").step(columns) == ((1.0, 0.0), (True, False))
+    expected = ((1.0, 0.0), (True, False), ({}, {}))
+    assert EnvironmentWorker(EnvironmentConfig(type="addition")).step(columns) == expected

@@ -1,17 +1,26 @@
-"""Advantages within a group, and reward scaling."""
+"""Estimators of advantages against plain Python and TRL."""
 
 from __future__ import annotations
 
+import inspect
 import statistics
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import STD_EPSILON, group_advantages, leave_one_out_baseline
-from megatron_grpo.algorithms.reward_functions import scale_rewards
-from megatron_grpo.config.schema import RewardScalingConfig
+from megatron_grpo.algorithms.advantages import (
+    STD_EPSILON,
+    gdpo_advantages,
+    group_advantages,
+    leave_one_out_baseline,
+    reinforce_plus_plus_advantages,
+    reward_to_go,
+)
 
 GROUPS = st.lists(st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=4)
 
@@ -76,17 +85,152 @@ def test_nothing_to_compare_is_an_error(shape: tuple[int, ...]) -> None:
         group_advantages(torch.zeros(shape), leave_one_out=False, normalize=True)
 
 
-def test_rewards_are_clamped_and_mapped_linearly() -> None:
-    config = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=2.0)
-    scaled = scale_rewards(torch.tensor([-5.0, -1.0, 0.0, 3.0, 9.0]), config)
-    torch.testing.assert_close(scaled, torch.tensor([0.0, 0.0, 0.5, 2.0, 2.0]))
+@settings(deadline=None)
+@given(groups=GROUPS)
+def test_the_batch_standard_deviation_is_that_of_all_rewards(groups: list[list[float]]) -> None:
+    rewards = torch.tensor(groups, dtype=torch.float64)
+    actual = group_advantages(rewards, leave_one_out=False, normalize=True, over_batch=True)
+    std = statistics.stdev([reward for group in groups for reward in group]) + STD_EPSILON
+    expected = [[advantage / std for advantage in brute_force(group, False, False)] for group in groups]
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
 
 
-def test_scaling_that_is_off_changes_nothing() -> None:
-    rewards = torch.tensor([-5.0, 7.0])
-    assert torch.equal(scale_rewards(rewards, RewardScalingConfig(target_max=9.0)), rewards)
+def brute_force_gdpo(
+    parts: list[list[list[float | None]]], weights: list[float], leave_one_out: bool
+) -> list[list[float]]:
+    """[functions][groups][samples] in plain Python floats."""
+    totals = [[0.0] * len(group) for group in parts[0]]
+    for function, weight in zip(parts, weights, strict=True):
+        for g, group in enumerate(function):
+            given = [reward for reward in group if reward is not None]
+            if len(set(given)) < 2:
+                continue
+            for i, reward in enumerate(group):
+                if reward is not None:
+                    others = list(given)
+                    if leave_one_out:
+                        others.remove(reward)
+                    advantage = (reward - statistics.fmean(others)) / (statistics.stdev(given) + STD_EPSILON)
+                    totals[g][i] += weight * advantage
+    everything = [total for group in totals for total in group]
+    if len(set(everything)) == 1:
+        return [[0.0] * len(group) for group in totals]
+    mean, std = statistics.fmean(everything), statistics.stdev(everything) + STD_EPSILON
+    return [[(total - mean) / std for total in group] for group in totals]
 
 
-def test_an_empty_source_interval_is_an_error() -> None:
-    with pytest.raises(ValueError, match="source_max"):
-        scale_rewards(torch.zeros(1), RewardScalingConfig(enabled=True, source_min=1.0, source_max=1.0))
+PARTS = st.lists(
+    st.lists(st.lists(st.one_of(st.none(), st.integers(-3, 3)), min_size=4, max_size=4), min_size=2, max_size=2),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@settings(deadline=None)
+@given(parts=PARTS)
+def test_gdpo_matches_brute_force(leave_one_out: bool, parts: list[list[list[int | None]]]) -> None:
+    weights = [1.0, 0.5, 2.0][: len(parts)]
+    nan = float("nan")
+    values = [[[nan if r is None else r for r in group] for group in function] for function in parts]
+    tensors = torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    actual = gdpo_advantages(*tensors, leave_one_out=leave_one_out)
+    expected = torch.tensor(brute_force_gdpo(parts, weights, leave_one_out), dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
+    """Two rewards that disagree: the sum is the same for three samples, a rare success in one is worth more."""
+    parts = torch.tensor([[[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 1.0, 0.0]]])
+    summed = group_advantages(parts.sum(0), leave_one_out=False, normalize=True)
+    assert summed[0, 0] == summed[0, 1]
+    advantages = gdpo_advantages(parts, torch.ones(2), leave_one_out=False)
+    assert advantages[0, 0] > advantages[0, 1] > advantages[0, 3]
+
+
+@pytest.mark.parametrize("minus_baseline", [True, False])
+@pytest.mark.parametrize("with_penalty", [True, False])
+@settings(deadline=None)
+@given(data=st.data(), groups=st.lists(st.lists(st.integers(-2, 2), min_size=2, max_size=2), min_size=1, max_size=3))
+def test_reinforce_plus_plus_matches_brute_force(
+    minus_baseline: bool, with_penalty: bool, data: st.DataObject, groups: list[list[int]]
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=2 * len(groups), max_size=2 * len(groups)))
+    penalty = data.draw(st.lists(st.floats(-1, 1), min_size=sum(lengths), max_size=sum(lengths)))
+    actual = reinforce_plus_plus_advantages(
+        torch.tensor(groups, dtype=torch.float64),
+        lengths,
+        token_penalty=torch.tensor(penalty, dtype=torch.float64) if with_penalty else None,
+        minus_baseline=minus_baseline,
+    )
+    returns, begin = [], 0
+    rewards = [r - (statistics.fmean(group) if minus_baseline else 0.0) for group in groups for r in group]
+    for reward, length in zip(rewards, lengths, strict=True):
+        of_tokens = penalty[begin : begin + length] if with_penalty else [0.0] * length
+        returns += [reward - sum(of_tokens[t:]) for t in range(length)]
+        begin += length
+    mean, std = statistics.fmean(returns), max(statistics.pvariance(returns), 1e-8) ** 0.5
+    expected = torch.tensor([(value - mean) / std for value in returns], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_token_answers_for_its_own_penalty_and_the_later_ones() -> None:
+    penalties = torch.tensor([1.0, 2.0, 4.0, 10.0, 20.0])
+    torch.testing.assert_close(reward_to_go(penalties, [3, 2]), torch.tensor([7.0, 6.0, 4.0, 30.0, 20.0]))
+
+
+def test_reinforce_plus_plus_needs_no_group() -> None:
+    advantages = reinforce_plus_plus_advantages(
+        torch.tensor([[1.0], [0.0]]), [1, 3], token_penalty=None, minus_baseline=False
+    )
+    torch.testing.assert_close(advantages, torch.tensor([3**0.5] + [-(3**-0.5)] * 3))
+
+
+TRL_ADVANTAGES = {
+    "group": ({"scale_rewards": "group"}, {"normalize": True}),
+    "none": ({"scale_rewards": "none"}, {"normalize": False}),
+    "batch": ({"scale_rewards": "batch"}, {"normalize": True, "over_batch": True}),
+}
+
+
+@pytest.mark.parametrize("case", TRL_ADVANTAGES)
+def test_group_relative_advantages_equal_trl(case: str) -> None:
+    """TRL adds 1e-4 to the standard deviation where we add STD_EPSILON, hence the tolerance."""
+    trl_options, ours = TRL_ADVANTAGES[case]
+    rewards = torch.rand(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = trl_advantages(rewards[None], torch.ones(1), multi_objective="sum_then_normalize", **trl_options)
+    torch.testing.assert_close(group_advantages(rewards, leave_one_out=False, **ours), expected, atol=2e-3, rtol=0)
+
+
+def test_gdpo_equals_trl_also_with_missing_rewards() -> None:
+    parts = torch.rand(3, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    parts[1, 2, 3] = parts[2, 0, 0] = torch.nan
+    weights = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
+    expected = trl_advantages(parts, weights, multi_objective="normalize_then_sum", scale_rewards="group")
+    torch.testing.assert_close(gdpo_advantages(parts, weights, leave_one_out=False), expected, atol=2e-3, rtol=0)
+
+
+def trl_advantages(parts: Tensor, weights: Tensor, *, multi_objective: str, scale_rewards: str) -> Tensor:
+    """The statements of GRPOTrainer._generate_and_score_completions between rewards and advantages, run as they are."""
+    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+    source = textwrap.dedent(inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions))
+    lines = source.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith("unscorable_mask ="))
+    end = next(i for i, line in enumerate(lines) if line.strip().startswith("advantages = torch.nan_to_num"))
+    names = {
+        "self": SimpleNamespace(
+            multi_objective_aggregation=multi_objective,
+            scale_rewards=scale_rewards,
+            reward_weights=weights,
+            reward_funcs=list(parts),
+        ),
+        "torch": torch,
+        "nanstd": grpo_trainer.nanstd,
+        "rewards_per_func": parts.flatten(1).T,
+        "num_generations": parts.shape[2],
+        "device": parts.device,
+    }
+    exec(textwrap.dedent("\n".join(lines[start : end + 1])), names)
+    advantages = names["advantages"]
+    assert isinstance(advantages, Tensor)
+    return advantages.view(parts.shape[1:])

@@ -158,7 +158,6 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
             "policy.optimizer.warmup_steps=1000",
             "ends at step 1000",
         ),
-        (["generation.temperature=0"], "generation.temperature=0", "nothing to learn"),
         (["data.task_name=code"], "data.task_name=code", "there is math"),
         (["data.system_prompt=hi", "data.apply_chat_template=false"], "data.system_prompt", "apply_chat_template=true"),
         (["checkpointing.keep_top_k=2"], "checkpointing.metric_name=val_accuracy", "there is no validation"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="apply_chat_template=false"):
         math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 0)
+
+
+def test_reward_functions_need_no_answer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    spec = replace(SPEC, answer_key=None)
+    (row,) = read_prompts(
+        write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "level": 3}'), spec, task_names={"math"}
+    )
+    assert math_data_processor(row, spec, tokenizer, 4, 0)["extra_env_info"] == {"level": 3}
 
 
 def test_the_dataset_chooses_the_processor_by_task(tokenizer: PreTrainedTokenizerFast) -> None:

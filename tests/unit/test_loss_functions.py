@@ -1,12 +1,10 @@
-"""The clipped policy-gradient loss against loops over tokens, exact expectations, finite differences and TRL."""
+"""The policy-gradient loss and its variants against loops over tokens, exact expectations and finite differences."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections import defaultdict
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,83 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_grpo.algorithms.kl import kl_k3
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
+from megatron_grpo.algorithms.sampling_correction import sampling_correction
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.policy.interface import GlobalCounts
-
-CONFIGS = {
-    "plain": LossConfig(reference_policy_kl_penalty=0.0),
-    "asymmetric": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.1, ratio_clip_max=0.3),
-    "dual": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_c=1.5),
-    "kl": LossConfig(reference_policy_kl_penalty=0.3),
-    "on_policy_kl": LossConfig(reference_policy_kl_penalty=0.3, use_on_policy_kl_approximation=True),
-    "correction": LossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True),
-    "sequences": LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
-    "everything": LossConfig(
-        reference_policy_kl_penalty=0.2,
-        ratio_clip_max=0.28,
-        ratio_clip_c=1.4,
-        token_level_loss=False,
-        use_on_policy_kl_approximation=True,
-        use_importance_sampling_correction=True,
-    ),
-}
-
-
-def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor]]:
-    """float64, with ratios from about 0.3 to 3 and the loss on a span in the middle of each row."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(scale: float) -> Tensor:
-        return torch.randn(sequences, length, generator=generator, dtype=torch.float64) * scale
-
-    curr = -normal(1.0).abs()
-    mask = torch.zeros(sequences, length, dtype=torch.float64)
-    for row in range(sequences):
-        mask[row, 2 : 4 + (row * 5) % (length - 4)] = 1.0
-    tokens = {
-        "loss_mask": mask,
-        "advantages": normal(1.0),
-        "prev_logprobs": curr + normal(0.5),
-        "generation_logprobs": curr + normal(0.5),
-        "reference_logprobs": curr + normal(0.3),
-    }
-    return curr, tokens
-
-
-def counts_of(tokens: dict[str, Tensor]) -> GlobalCounts:
-    mask = tokens["loss_mask"]
-    return GlobalCounts(tokens=float(mask.sum()), sequences=float((mask.sum(dim=1) > 0).sum()))
-
-
-def loop_loss(curr: Tensor, tokens: dict[str, Tensor], config: LossConfig) -> float:
-    """The definition, token by token, in Python floats."""
-    sequences = []
-    for row in range(curr.shape[0]):
-        losses = []
-        for t in range(curr.shape[1]):
-            if tokens["loss_mask"][row, t] == 0:
-                continue
-            now, prev = float(curr[row, t]), float(tokens["prev_logprobs"][row, t])
-            advantage = float(tokens["advantages"][row, t])
-            ratio = math.exp(now - prev)
-            clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
-            objective = min(ratio * advantage, clipped * advantage)
-            if config.ratio_clip_c is not None and advantage < 0:
-                objective = max(objective, config.ratio_clip_c * advantage)
-            if config.use_importance_sampling_correction:
-                objective *= math.exp(prev - float(tokens["generation_logprobs"][row, t]))
-            difference = float(tokens["reference_logprobs"][row, t]) - now
-            kl = math.exp(difference) - difference - 1
-            if config.use_on_policy_kl_approximation:
-                kl *= ratio
-            losses.append(-objective + config.reference_policy_kl_penalty * kl)
-        if losses:
-            sequences.append(losses)
-    if config.token_level_loss:
-        return math.fsum(map(math.fsum, sequences)) / sum(map(len, sequences))
-    return math.fsum(math.fsum(losses) / len(losses) for losses in sequences) / len(sequences)
+from tests.loss_oracle import CONFIGS, counts_of, loop_loss, random_batch
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -101,7 +27,7 @@ def test_loss_matches_a_loop_over_tokens(name: str) -> None:
     assert metrics["loss"].item() == loss.item()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.use_cispo])
 def test_gradient_matches_finite_differences(name: str) -> None:
     curr, tokens = random_batch(2, sequences=3, length=6)
     loss_fn = ClippedPGLossFn(CONFIGS[name])
@@ -118,6 +44,8 @@ def test_padding_may_hold_anything(name: str) -> None:
     dirty["prev_logprobs"][outside] = math.inf
     dirty["generation_logprobs"][outside] = math.nan
     dirty["reference_logprobs"][outside] = math.nan
+    dirty["entropy"][outside] = math.nan
+    dirty["positive"][outside] = math.nan
     dirty["advantages"][outside] = -math.inf
     clean_input, dirty_input = curr.clone(), curr.clone()
     dirty_input[outside] = -math.inf
@@ -176,6 +104,61 @@ def test_without_previous_logprobs_the_step_is_on_policy() -> None:
     assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
 
 
+def test_cispo_gives_every_token_its_clipped_ratio_as_weight() -> None:
+    curr, tokens = random_batch(13)
+    config = LossConfig(reference_policy_kl_penalty=0.0, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.3)
+    values = curr.clone().requires_grad_()
+    ClippedPGLossFn(config)(values, tokens, counts_of(tokens))[0].backward()
+    weights = (curr - tokens["prev_logprobs"]).exp().clamp(max=1.3)
+    mask = tokens["loss_mask"]
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, -weights * tokens["advantages"] * mask / mask.sum())
+    assert (weights == 1.3).any(), "the batch has to reach the bound to test it"
+
+
+@pytest.mark.parametrize("name", ["plain", "gspo", "cispo", "sapo", "reinforce", "dual"])
+def test_on_the_first_step_every_surrogate_has_the_gradient_of_reinforce(name: str) -> None:
+    """At ratio 1 nothing is clipped, so all of them are -A * d(logprob), each averaged its own way."""
+    curr, tokens = random_batch(14)
+    del tokens["prev_logprobs"]
+    config = replace(CONFIGS[name], reference_policy_kl_penalty=0.0)
+    values = curr.clone().requires_grad_()
+    ClippedPGLossFn(config)(values, tokens, counts_of(tokens))[0].backward()
+    mask, advantages = tokens["loss_mask"], tokens["advantages"]
+    expected = -advantages * mask / mask.sum()
+    if name == "gspo":  # one ratio for the response: its gradient spreads the mean advantage over the tokens
+        tokens_of = mask.sum(dim=1, keepdim=True)
+        expected = -(advantages * mask).sum(dim=1, keepdim=True) / tokens_of * mask / tokens_of / len(mask)
+    torch.testing.assert_close(values.grad, expected)
+
+
+def test_a_forced_on_policy_ratio_ignores_the_old_policy() -> None:
+    curr, tokens = random_batch(15)
+    config = LossConfig(reference_policy_kl_penalty=0.0, force_on_policy_ratio=True)
+    without = {name: value for name, value in tokens.items() if name != "prev_logprobs"}
+    gradients = []
+    for batch in (tokens, without):
+        values = curr.clone().requires_grad_()
+        _, metrics = ClippedPGLossFn(config)(values, batch, counts_of(tokens))
+        ClippedPGLossFn(config)(values, batch, counts_of(tokens))[0].backward()
+        gradients.append(values.grad)
+        assert metrics["probs_ratio_max"] == metrics["probs_ratio_min"] == 1
+    torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=0)
+
+
+def test_gspo_weighs_a_response_as_the_probability_of_its_text() -> None:
+    """The sampling correction at the sequence level makes a mean over samples unbiased: sum over all texts is exact."""
+    generator = torch.Generator().manual_seed(16)
+    train, sample = (torch.randn(2, 3, generator=generator, dtype=torch.float64).log_softmax(1) for _ in range(2))
+    texts = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    prev, drawn = (policy[torch.arange(2), texts] for policy in (train, sample))
+    mask = torch.ones_like(prev, dtype=torch.bool)
+    config = replace(CONFIGS["gspo_corrected"], truncated_importance_sampling_type=None)
+    weights = sampling_correction(prev, drawn, mask, config).weights[:, 0]
+    worth = torch.arange(9, dtype=torch.float64)
+    torch.testing.assert_close((drawn.sum(1).exp() * weights * worth).sum(), (prev.sum(1).exp() * worth).sum())
+
+
 def test_metrics_match_a_loop_over_tokens() -> None:
     curr, tokens = random_batch(6)
     config = CONFIGS["everything"]
@@ -211,6 +194,20 @@ def test_metrics_match_a_loop_over_tokens() -> None:
         "kl_penalty": sum(r * (math.exp(q - p) - (q - p) - 1) for r, p, q in zip(ratio, now, reference, strict=True))
         / n,
     }
+    weights = [math.exp(a - b) for a, b in zip(prev, sampled, strict=True)]
+    assert config.truncated_importance_sampling_ratio is not None
+    assert config.truncated_importance_sampling_ratio_min is not None
+    limits = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    right = tokens["positive"][inside].tolist()
+    expected |= {
+        "is_oob_ratio": sum(not limits[0] <= w <= limits[1] for w in weights) / n,
+        "sampling_importance_ratio_squared": sum(w**2 for w in weights) / n,
+        "gen_kl_error": sum(w - 1 - math.log(w) for w in weights) / n,
+        "policy_kl_error": sum(w * math.log(w) - w + 1 for w in weights) / n,
+        "js_divergence_error": sum((w * math.log(2 * w / (1 + w)) + math.log(2 / (1 + w))) / 2 for w in weights) / n,
+        "entropy": tokens["entropy"][inside].mean().item(),
+        "positive_nll": -sum(a * p for a, p in zip(now, right, strict=True)) / sum(right),
+    }
     actual = {key: value.item() for key, value in metrics.items() if key != "loss"}
     assert actual == pytest.approx(expected, rel=1e-6)  # shares are float32
     assert 0 < actual["clip_fraction_dual"] < 1, "the batch has to reach the dual bound to test it"
@@ -244,20 +241,20 @@ def test_on_policy_kl_has_the_gradient_of_the_exact_divergence() -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_k3_is_unbiased_and_never_negative() -> None:
-    generator = torch.Generator().manual_seed(8)
-    policy, reference = (torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
-    estimates = kl_k3(policy, reference)
-    assert estimates.min() >= 0
-    exact = (policy.exp() * (policy - reference)).sum()
-    torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
-
-
-def test_a_penalty_without_a_reference_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("name", "entry", "key"),
+    [
+        ("kl", "reference_logprobs", "reference_policy_kl_penalty"),
+        ("entropy", "entropy", "entropy_coef"),
+        ("imitation", "positive", "positive_example_nll_weight"),
+    ],
+)
+def test_an_option_that_the_data_cannot_support_is_an_error(name: str, entry: str, key: str) -> None:
     curr, tokens = random_batch(9)
-    del tokens["reference_logprobs"]
-    with pytest.raises(ValueError, match="reference_policy_kl_penalty"):
-        ClippedPGLossFn(CONFIGS["kl"])(curr, tokens, counts_of(tokens))
+    counts = counts_of(tokens)
+    del tokens[entry]
+    with pytest.raises(ValueError, match=f"loss_fn.{key} needs {entry}"):
+        ClippedPGLossFn(CONFIGS[name])(curr, tokens, counts)
 
 
 @pytest.mark.parametrize("token_level", [True, False])
@@ -278,63 +275,3 @@ def test_the_loss_can_be_sent_to_another_process() -> None:
     loss_fn = ClippedPGLossFn(CONFIGS["everything"])
     copy = pickle.loads(pickle.dumps(loss_fn))
     assert torch.equal(copy(curr, tokens, counts_of(tokens))[0], loss_fn(curr, tokens, counts_of(tokens))[0])
-
-
-TRL_CASES = {
-    "clipped": (LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_max=0.28), {}),
-    "kl": (LossConfig(reference_policy_kl_penalty=0.2), {"beta": 0.2}),
-    "on_policy_kl": (
-        LossConfig(reference_policy_kl_penalty=0.2, use_on_policy_kl_approximation=True),
-        {"beta": 0.2, "bias_correction": True},
-    ),
-    "sequences": (LossConfig(reference_policy_kl_penalty=0.2, token_level_loss=False), {"beta": 0.2}),
-}
-
-
-@pytest.mark.parametrize("case", TRL_CASES)
-def test_loss_and_gradient_equal_trl(case: str) -> None:
-    """TRL's own loss code on the same numbers: "bnpo" averages over tokens, "grpo" over sequences."""
-    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-    config, options = TRL_CASES[case]
-    curr, tokens = random_batch(12)
-    ours_input, trl_input = curr.clone().requires_grad_(), curr.clone().requires_grad_()
-    trainer = trl_stand_in(trl_input, config, **options)
-    inputs = {
-        "prompt_ids": torch.zeros(6, 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(6, 1, dtype=torch.int64),
-        "completion_ids": torch.zeros(6, 9, dtype=torch.int64),
-        "completion_mask": tokens["loss_mask"],
-        "advantages": tokens["advantages"],
-        "old_per_token_logps": tokens["prev_logprobs"],
-        "ref_per_token_logps": tokens["reference_logprobs"],
-        "num_items_in_batch": tokens["loss_mask"].sum(),
-    }
-    expected = grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
-    expected.backward()
-    actual, _ = ClippedPGLossFn(config)(ours_input, tokens, counts_of(tokens))
-    actual.backward()
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(ours_input.grad, trl_input.grad)
-
-
-def trl_stand_in(curr: Tensor, config: LossConfig, beta: float = 0.0, bias_correction: bool = False) -> Any:
-    """What GRPOTrainer._compute_loss reads of its trainer."""
-    return SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (curr, torch.zeros_like(curr), None),
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level="token",
-        beta=beta,
-        loss_type="bnpo" if config.token_level_loss else "grpo",
-        epsilon_low=config.ratio_clip_min,
-        epsilon_high=config.ratio_clip_max,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=bias_correction),
-        _entropy_bonus_enabled=False,
-        current_gradient_accumulation_steps=1,
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(gather=lambda value: value, reduce=lambda value, reduction: value, num_processes=1),
-        _metrics={"train": defaultdict(list)},
-    )

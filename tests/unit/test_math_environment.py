@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.environments import math_environment
 from megatron_grpo.environments.addition import AdditionEnvironment
 from megatron_grpo.environments.interface import EnvironmentRequest
@@ -88,4 +90,4 @@ def test_additions_are_compared_digit_by_digit() -> None:
 
 def test_an_unknown_environment_is_an_error() -> None:
     with pytest.raises(ValueError, match='"chess"'):
-        create_environment("chess")
+        create_environment(replace(EnvironmentConfig(), type="chess"))

@@ -42,6 +42,7 @@ def metrics_of(step: int) -> dict[str, float]:
 
 
 TIMING = {"generation": 0.2, "train": 0.1, "refit": 0.05, "environment": 0.01, "total": 0.4}
+THROUGHPUT = {"samples_per_s": 8.0}
 TRAJECTORY = Trajectory(
     prompt_idx=3,
     group=0,
@@ -62,7 +63,7 @@ def run_steps(logger: RunLogger, steps: range) -> None:
     for step in steps:
         if step % 2 == 0:
             logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0})
-        logger.log_step(step, metrics_of(step), TIMING)
+        logger.log_step(step, metrics_of(step), TIMING, THROUGHPUT)
         logger.dump_rollouts(step, [TRAJECTORY])
 
 
@@ -103,7 +104,7 @@ def test_a_run_from_the_start_leaves_nothing_of_an_earlier_one(tmp_path: Path, c
 def test_numbers_survive_the_file(tmp_path: Path, config: Config) -> None:
     logger = RunLogger(tmp_path, config)
     values = {"third": 1 / 3, "tiny": 5e-324, "count": 7, "not_a_number": float("nan")}
-    logger.log_step(1, values, TIMING)
+    logger.log_step(1, values, TIMING, THROUGHPUT)
     (row,) = read_lines(tmp_path / "metrics.jsonl")
     logger.close()
     assert {key: row[key] for key in values} == {**values, "not_a_number": None}

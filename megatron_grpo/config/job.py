@@ -1,0 +1,173 @@
+"""Flat jobs: `job=FILE` on the command line, a YAML of GrpoParameters' field names, each of which is a setting here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.keys import keys, known_key
+
+SETTING_OF_FIELD = {
+    "generation_batch_size": "generation.engine.max_num_seqs",
+    "generation_pipeline_parallel_size": "generation.parallel.pipeline",
+    "generation_temperature": "generation.temperature",
+    "generation_top_k": "generation.top_k",
+    "generation_top_p": "generation.top_p",
+    "logprob_chunk_size": "policy.logprob_chunk_size",
+    "max_grad_norm": "policy.max_grad_norm",
+    "normalize_rewards": "grpo.normalize_rewards",
+    "num_generations_per_prompt": "grpo.num_generations_per_prompt",
+    "num_prompts_per_step": "grpo.num_prompts_per_step",
+    "overlong_filtering": "grpo.overlong_filtering",
+    "ratio_clip_c": "loss_fn.ratio_clip_c",
+    "ratio_clip_max": "loss_fn.ratio_clip_max",
+    "ratio_clip_min": "loss_fn.ratio_clip_min",
+    "ref_policy_kl_penalty": "loss_fn.reference_policy_kl_penalty",
+    "token_level_loss": "loss_fn.token_level_loss",
+    "use_importance_sampling_correction": "loss_fn.use_importance_sampling_correction",
+    "use_on_policy_kl_approximation": "loss_fn.use_on_policy_kl_approximation",
+    "use_rloo": "grpo.use_leave_one_out_baseline",
+}
+ENVIRONMENT = "environment"
+"""The field that says what is trained on and what scores it: a name, or a mapping of the fields below."""
+
+DATA_OF_FIELD = {
+    "dataset": "data.train_path",
+    "validation_dataset": "data.val_path",
+    "prompt_key": "data.prompt_key",
+    "answer_key": "data.answer_key",
+}
+"""Fields of the environment about its data; its other fields are the keys of env.<name>."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What a job file sets."""
+
+    file: str = ""
+    environment: str | None = None
+    """Task name; None: as the recipe says."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+    """The field that each setting came from."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def environment_override(self, options: Sequence[str]) -> list[str]:
+        """How the environment is chosen on a command line, when it is one of the options in conf/env."""
+        return [f"env={self.environment}"] if self._is_option(options) else []
+
+    def apply(self, composed: DictConfig, options: Sequence[str]) -> None:
+        """Write the job's settings into a composed configuration.
+
+        Args:
+            options: the environments in conf/env; another one takes the place of those that the recipe has.
+        """
+        if self.environment is not None and not self._is_option(options):
+            OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
+        for key, value in self.settings.items():
+            OmegaConf.update(composed, key, value, force_add=True)
+
+    def _is_option(self, options: Sequence[str]) -> bool:
+        return self.environment in options and f"env.{self.environment}.type" not in self.settings
+
+    def named(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems, those with a setting of this job under the job's own name for it."""
+        return [self._named(problem) for problem in problems]
+
+    def _named(self, problem: Problem) -> Problem:
+        name = self.fields.get(problem.key)
+        if name is None:
+            return problem
+        value = problem.subject[len(problem.key) :]
+        return Problem(f"{self.file}: {name}{value}", f"{problem.text} (it sets {problem.key})")
+
+
+def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
+    """The job among the arguments of a command line, an empty one without, and the other arguments.
+
+    A key that stands on the command line itself is left out of the job's settings.
+    """
+    given = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
+    others = [argument for argument in arguments if argument not in given]
+    if not given:
+        return Job(), others
+    job = _read(given[-1].partition("=")[2])
+    if len(given) > 1:
+        job.problems.append(Problem(" ".join(given), "one run takes one job"))
+    taken = {argument.lstrip("+~").partition("=")[0] for argument in others}
+    job.settings = {key: value for key, value in job.settings.items() if key not in taken}
+    job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
+    if "env" in taken:
+        job.environment = None
+    return job, others
+
+
+def _read(path: str) -> Job:
+    job, file = Job(file=path), Path(path)
+    if not file.is_file():
+        job.problems.append(Problem(f"job={path}", "no such file; give a YAML file of fields such as ratio_clip_max"))
+        return job
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        job.problems.append(Problem(f"job={path}", f"is not valid YAML: {' '.join(str(error).split())}"))
+        return job
+    if not isinstance(content, dict):
+        job.problems.append(Problem(f"job={path}", f"must be a mapping of fields, not {type(content).__name__}"))
+        return job
+    for name, value in content.items():
+        if name == ENVIRONMENT:
+            _read_environment(job, value)
+        elif name in SETTING_OF_FIELD:
+            _set(job, name, SETTING_OF_FIELD[name], value)
+        else:
+            job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
+    return job
+
+
+def _read_environment(job: Job, value: Any) -> None:
+    described = {"name": value} if isinstance(value, str) else value
+    if not isinstance(described, Mapping):
+        text = "must be the name of an environment, or a mapping with its name"
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={value}", text))
+        return
+    name = described.get("name", described.get("type"))
+    if not isinstance(name, str) or not name.isidentifier():
+        text = "must be the name of the environment, in letters, digits and underscores"
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={name}", text))
+        return
+    job.environment = name
+    job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
+    own = {key.rpartition(".")[2] for key in keys() if key.startswith("env.<name>.")}
+    for part, given in described.items():
+        if part in DATA_OF_FIELD:
+            _set(job, f"{ENVIRONMENT}.{part}", DATA_OF_FIELD[part], given)
+        elif part in own:
+            _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
+        elif part != "name":
+            job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
+
+
+def _set(job: Job, name: str, setting: str, value: Any) -> None:
+    key = known_key(setting)
+    assert key is not None, f"{setting} is not in the schema"
+    if isinstance(value, bool) and not keys()[key].type.startswith("true"):  # which counts as 1 elsewhere
+        text = f"must be {keys()[key].type} (it sets {setting})"
+        job.problems.append(Problem(f"{job.file}: {name}={value}", text))
+        return
+    job.settings[setting], job.fields[setting] = value, name
+
+
+def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
+    close = difflib.get_close_matches(name, known, n=1)
+    text = (
+        f"unknown field; did you mean {prefix}{close[0]}?" if close else f"unknown field; there is {', '.join(known)}"
+    )
+    return Problem(f"{job.file}: {prefix}{name}", text)

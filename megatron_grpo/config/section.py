@@ -1,0 +1,25 @@
+"""What every section of the schema is made of: its base class and the types of its values."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+MISSING = "???"
+"""Value of a key that the user has to give (OmegaConf's own marker)."""
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section:
+    """A group of keys. Unknown keys are errors, and so is text where a number belongs ("3" passes, "three" not)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False
+    )

@@ -1,0 +1,83 @@
+"""How fast a step was: samples and tokens per second, and the share of the devices' peak that the model's work took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.observability.timers import TOTAL
+
+PEAK_TFLOPS_BF16 = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "L40S": 362.0,
+    "A100": 312.0,
+}
+"""Dense bfloat16 peak by a part of the device's name, from NVIDIA's data sheets; the first part that fits counts."""
+
+BACKWARD_FACTOR = 3
+"""Forward and backward together, in forwards: each matrix product has two in the backward pass."""
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
+
+    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
+    included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
+    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens.
+
+    Args:
+        shape: of the model.
+        lengths: tokens of each sequence.
+    """
+    queries = shape.attention_heads * shape.head_dim
+    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
+    layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
+    weights = shape.layers * layer + shape.hidden * shape.vocab
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return 2.0 * weights * sum(lengths) + 4.0 * shape.layers * queries * pairs
+
+
+def peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
+    """Peak of one device in TFLOP/s; None: not known."""
+    if configured is not None or precision != "bfloat16":
+        return configured
+    return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
+
+
+def throughput(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    timing: Mapping[str, float],
+    *,
+    passes: int,
+    devices: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """Figures of one step.
+
+    Args:
+        shape: of the model.
+        lengths: tokens of each sequence that was trained on.
+        timing: seconds by phase, "train" among them, and "total".
+        passes: passes over the sequences with forward and backward.
+        devices: ranks of the policy.
+        peak: of one device, TFLOP/s.
+
+    Returns:
+        samples_per_s and tokens_per_s (prompts included) of the whole step, train_tflops_per_device of the training
+        phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
+        count, nor does padding.
+    """
+    tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
+    figures = {
+        "samples_per_s": len(lengths) / timing[TOTAL],
+        "tokens_per_s": sum(lengths) / timing[TOTAL],
+        "train_tflops_per_device": tflops / timing["train"] / devices,
+    }
+    if peak is not None:
+        figures["model_flop_utilization"] = figures["train_tflops_per_device"] / peak
+    return figures

@@ -1,0 +1,83 @@
+"""Whole runs with the options of the loop: exact across a resume, and bad rewards that stop the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+
+EVERYTHING = (
+    "grpo.max_num_steps=4",
+    "grpo.val_period=2",
+    "grpo.max_val_samples=64",
+    "grpo.num_prompts_per_step=16",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.batch_multiplier=1.25",
+    "policy.train_global_batch_samples=64",
+    "grpo.num_iterations=2",
+    "grpo.seq_logprob_error_threshold=1.1",
+    "loss_fn.reference_policy_kl_penalty=0.02",
+    "grpo.sync_ref_model=true",
+    "grpo.ref_model_sync_steps=1",
+    "grpo.early_stop.enabled=true",
+    "grpo.early_stop.threshold=0.99",
+)
+
+
+def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
+    """Dynamic sampling, four optimizer steps a step, a moving reference: steps 3 and 4 after a restart are the same."""
+    straight = TrainingRun(tmp_path / "straight", *EVERYTHING)
+    assert straight.finish() == 0, straight.log()
+    rows = straight.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["optimizer_steps"] == 4
+        assert row["groups_without_signal"] == 0
+        assert row["clip_fraction_low"] + row["clip_fraction_high"] > 0, "the policy moved within the step"
+        assert row["token_mult_prob_error_max"] < 1.001, "the old log-probabilities are those that sampling used"
+        assert row["num_masked_seqs"] == 0
+        assert row["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
+        shares = row["groups_all_wrong"] + row["groups_mixed"] + row["groups_all_right"]
+        assert shares == pytest.approx(1.0)
+        assert row["throughput"]["tokens_per_s"] > row["throughput"]["samples_per_s"] > 0
+    assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([4e-4, 8e-4]), "warm-up counts optimizer steps"
+    assert "reference.decoder" in str(list_keys(straight.run_dir / "checkpoints" / "step_2"))
+
+    resumed = TrainingRun(
+        tmp_path / "resumed", *EVERYTHING, f"checkpointing.resume={straight.run_dir}/checkpoints/step_2"
+    )
+    assert resumed.finish() == 0, resumed.log()
+    assert without_timing(resumed.metrics()) == without_timing(rows[2:])
+    last = Path("rollouts", "step_4.jsonl")
+    assert read_jsonl(resumed.run_dir / last) == read_jsonl(straight.run_dir / last)
+
+
+def list_keys(checkpoint: Path) -> list[str]:
+    """Names of the tensors in a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return list(FileSystemReader(checkpoint / "megatron").read_metadata().state_dict_metadata)
+
+
+def test_a_job_whose_rewards_are_not_finite_stops_and_says_for_which_prompts(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    function = "tests.integration.bad_rewards.not_a_number_for_odd_answers"
+    environment = {"name": "addition", "type": "reward_functions", "reward_funcs": [function]}
+    job.write_text(yaml.safe_dump({"environment": environment, "num_prompts_per_step": 8, "generation_top_p": 0.95}))
+    run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=3", "grpo.val_at_start=false")
+    assert run.finish() == 1, run.log()
+    assert "Traceback" not in run.log(), run.log()
+    assert "run failed: step 1: the reward is not finite for" in run.log(), run.log()
+    written = json.loads((run.run_dir / "non_finite_step_1.json").read_text())
+    data = Path(yaml.safe_load((run.run_dir / "config.yaml").read_text())["data"]["train_path"])
+    answers = [row["answer"] for row in read_jsonl(data)]
+    assert written["prompt_ids"]
+    assert all(int(answers[prompt]) % 2 for prompt in written["prompt_ids"])
+    assert not (run.run_dir / "checkpoints").exists()
+    run.assert_nothing_left()

@@ -1,0 +1,129 @@
+"""The moving reference policy and its checkpoint in several layouts; a bad gradient changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.policy.checkpoint import load_engine, save_engine
+from megatron_grpo.policy.engine import MegatronEngine
+from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.parity.test_training import OPTIMIZER, counts, loss_fn, merged, rank_share, whole_tensors
+from tests.tiny_models import TinyModel
+
+ALPHA = 0.6
+
+
+def make_engine(layout: Layout, model: TinyModel) -> MegatronEngine:
+    config = PolicyConfig(
+        model=ModelConfig(path=str(model.path)),
+        parallel=layout.parallel,
+        precision="float32",
+        optimizer=replace(OPTIMIZER, warmup_steps=0),
+    )
+    folder = str(model.path)
+    reference = ReferenceConfig()
+    return MegatronEngine(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
+
+
+def reference_tensors(engine: MegatronEngine) -> dict[str, Tensor]:
+    assert engine.reference is not None
+    tensors = iter_hf_tensors(engine.reference, engine.shape, 2**20)
+    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[str, Tensor], ...]:
+    """Two syncs with a step before each, a checkpoint between them."""
+    engine = make_engine(layout, model)
+    engine.train(*rank_share(layout), loss_fn(), counts())
+    first = whole_tensors(engine)
+    engine.sync_reference(ALPHA)
+    save_engine(engine, str(folder))
+    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.sync_reference(ALPHA)
+    return first, whole_tensors(engine), reference_tensors(engine)
+
+
+def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
+    engine = make_engine(layout, model)
+    load_engine(engine, str(folder))
+    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.sync_reference(ALPHA)
+    return reference_tensors(engine)
+
+
+def test_the_reference_is_the_mixture_and_continues_from_a_checkpoint(
+    tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """After two syncs: a (policy 2) + a (1 - a) (policy 1) + (1 - a)^2 (start), also when a restart lies between."""
+    model = tiny_models["qwen3_tied"]
+    written_by = Layout(tensor=2, pipeline=2)
+    (tmp_path / "checkpoint").mkdir()
+    by_rank = run_on_ranks(written_by, sync_on_rank, model, tmp_path / "checkpoint")
+    first, second, reference = (merged([found[part] for found in by_rank]) for part in range(3))
+    start = dict(model.load().named_parameters())
+    for name, tensor in reference.items():
+        expected = ALPHA * second[name] + ALPHA * (1 - ALPHA) * first[name] + (1 - ALPHA) ** 2 * start[name].detach()
+        torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-5)
+        assert not torch.equal(tensor, start[name])
+    for layout in (written_by, Layout(), Layout(data=2)):
+        resumed = merged(run_on_ranks(layout, resume_on_rank, model, tmp_path / "checkpoint"))
+        exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
+        for name, tensor in reference.items():
+            torch.testing.assert_close(resumed[name], tensor, **exactness)
+
+
+def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, dict[str, Tensor]]:
+    """A checkpoint of a run whose reference never moved, loaded by one that has a reference."""
+    engine = make_engine(layout, model)
+    engine.train(*rank_share(layout), loss_fn(), counts())
+    save_engine(engine, str(folder))
+    other = make_engine(layout, model)
+    load_engine(other, str(folder))
+    return other.reference_moved, reference_tensors(other)
+
+
+def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    model = tiny_models["qwen3_tied"]
+    (tmp_path / "checkpoint").mkdir()
+    by_rank = run_on_ranks(Layout(pipeline=2), plain_checkpoint_on_rank, model, tmp_path / "checkpoint")
+    assert [moved for moved, _ in by_rank] == [False, False]
+    start = dict(model.load().named_parameters())
+    for name, tensor in merged([tensors for _, tensors in by_rank]).items():
+        assert torch.equal(tensor, start[name])
+
+
+def weights(engine: MegatronEngine) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in engine.model.parameters()]
+
+
+def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool, list[float], bool]:
+    """An infinite advantage, then a good step: the weights after each are what they would be without the first."""
+    engine, undisturbed = make_engine(layout, model), make_engine(layout, model)
+    batch, microbatches = rank_share(layout)
+    spoilt = batch.select(list(range(len(batch))))
+    spoilt.tokens["advantages"][spoilt.tokens["loss_mask"] > 0] = float("inf")
+    share = engine.train(spoilt, microbatches, loss_fn(), counts())
+    untouched = all(map(torch.equal, weights(engine), weights(undisturbed)))
+    for one in (engine, undisturbed):
+        one.train(batch, microbatches, loss_fn(), counts())
+    recovered = all(map(torch.equal, weights(engine), weights(undisturbed)))
+    return share.grad_norm, untouched, [metrics["loss"] for metrics in share.metrics or []], recovered
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[:1], LAYOUTS[-1], Layout(data=2)], ids=str)
+def test_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
+    by_rank = run_on_ranks(layout, bad_gradient_on_rank, tiny_models["qwen3_tied"])
+    for grad_norm, untouched, losses, recovered in by_rank:
+        assert not math.isfinite(grad_norm)
+        assert untouched
+        assert not any(map(math.isfinite, losses))
+        assert recovered
+    assert any(losses for _, _, losses, _ in by_rank)

@@ -1,0 +1,185 @@
+"""From trajectories to the advantage of each token: what the configuration chooses, and where it lands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.algorithms.advantages import (
+    gdpo_advantages,
+    group_advantages,
+    reinforce_plus_plus_advantages,
+)
+from megatron_grpo.algorithms.step_advantages import groups_with_signal, learning_rewards, token_advantages
+from megatron_grpo.config.schema import (
+    AdvantageEstimatorConfig,
+    Config,
+    EnvironmentConfig,
+    GRPOConfig,
+    LossConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from megatron_grpo.rollouts.batch import to_sequence_batch
+from megatron_grpo.rollouts.trajectory import Span, Trajectory
+
+PROMPT = 2
+LENGTHS = [3, 1, 2, 2]
+REWARDS = [1.0, 0.0, 0.25, 0.75]
+
+
+def trajectory(number: int, reward: float, length: int, **changes: Any) -> Trajectory:
+    fields: dict[str, Any] = {
+        "prompt_idx": number // 2,
+        "group": number // 2,
+        "sample": number % 2,
+        "token_ids": list(range(PROMPT + length)),
+        "spans": [Span(PROMPT, PROMPT + length, 0)],
+        "logprobs": [-0.5 * (t + 1) for t in range(length)],
+        "response": "",
+        "stop_reason": "stop",
+        "reward": reward,
+    }
+    return Trajectory(**(fields | changes))
+
+
+def step(**changes: Any) -> list[Trajectory]:
+    """Two groups of two; `changes` are of the last trajectory."""
+    return [
+        trajectory(i, reward, length, **(changes if i == 3 else {}))
+        for i, (reward, length) in enumerate(zip(REWARDS, LENGTHS, strict=True))
+    ]
+
+
+def config(loss: LossConfig | None = None, **grpo: Any) -> Config:
+    return Config(grpo=GRPOConfig(num_generations_per_prompt=2, **grpo), loss_fn=loss or LossConfig())
+
+
+def advantages_of(config: Config, trajectories: list[Trajectory], **tokens: torch.Tensor) -> list[list[float]]:
+    """By trajectory, prompt tokens included."""
+    batch = to_sequence_batch(trajectories, overlong_filtering=False)
+    batch.tokens |= tokens
+    flat = token_advantages(config, trajectories, learning_rewards(config, trajectories), batch)
+    return [piece.tolist() for piece in flat.split(batch.lengths)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({}, {"leave_one_out": True, "normalize": True}),
+        ({"use_leave_one_out_baseline": False}, {"leave_one_out": False, "normalize": True}),
+        ({"normalize_rewards": False}, {"leave_one_out": True, "normalize": False}),
+        ({"normalize_rewards_over": "batch"}, {"leave_one_out": True, "normalize": True, "over_batch": True}),
+    ],
+)
+def test_the_sampled_tokens_get_their_responses_advantage(keys: dict[str, Any], options: dict[str, bool]) -> None:
+    expected = group_advantages(torch.tensor(REWARDS).view(2, 2), **options).flatten().tolist()
+    for tokens, advantage, length in zip(advantages_of(config(**keys), step()), expected, LENGTHS, strict=True):
+        assert tokens == pytest.approx([0.0] * PROMPT + [advantage] * length)
+
+
+def test_spans_say_which_tokens_were_sampled() -> None:
+    two_turns = [Span(1, 2, 0), Span(3, 5, 1)]
+    tokens = advantages_of(config(), step(token_ids=list(range(6)), spans=two_turns, logprobs=[0.0] * 3))
+    assert [value != 0 for value in tokens[3]] == [False, True, False, True, True, False]
+
+
+def test_advantages_are_clipped_after_normalising() -> None:
+    clipped = advantages_of(config(advantage_clip_low=-0.1, advantage_clip_high=0.2), step())
+    assert [tokens[-1] for tokens in clipped] == pytest.approx([0.2, -0.1, -0.1, 0.2])
+
+
+def test_an_excluded_prompt_has_no_advantage() -> None:
+    assert advantages_of(config(), step(loss_multiplier=0.0))[3] == [0.0] * 4
+
+
+def test_scaling_comes_before_shaping() -> None:
+    scaling = RewardScalingConfig(enabled=True, source_max=0.5, target_max=10.0)
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5)
+    keys = config(reward_scaling=scaling, reward_shaping=shaping)
+    assert learning_rewards(keys, step(stop_reason="length")).tolist() == [[10.0, 0.0], [5.0, 5.0]]
+
+
+def test_a_penalty_for_length_is_no_signal() -> None:
+    alike = [trajectory(i, 1.0 if i < 2 else float(i), length) for i, length in enumerate(LENGTHS)]
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=3)
+    keys = config(reward_shaping=shaping)
+    assert learning_rewards(keys, alike)[0, 0] != learning_rewards(keys, alike)[0, 1]
+    assert groups_with_signal(keys, alike).tolist() == [False, True]
+
+
+def test_a_lone_success_is_a_signal_with_leave_one_out() -> None:
+    keys = Config(grpo=GRPOConfig(num_generations_per_prompt=4))
+    lone = [trajectory(i, float(i == 2), 1, group=0, sample=i) for i in range(4)]
+    assert groups_with_signal(keys, lone).tolist() == [True]
+    assert all(tokens[-1] != 0 for tokens in advantages_of(keys, lone))
+
+
+def test_kl_in_the_reward_lowers_it_by_the_sum_over_the_response() -> None:
+    loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    keys = config(loss, normalize_rewards=False)
+    trajectories = step()
+    # The reference is always at -1 and the policy at -0.5, -1, -1.5 in turn: log ratios 0.5, 0, -0.5.
+    reference = torch.full((sum(LENGTHS) + 4 * PROMPT,), -1.0)
+    kl = [sum(0.5 - 0.5 * t for t in range(length)) for length in LENGTHS]
+    rewards = torch.tensor([r - 0.5 * k for r, k in zip(REWARDS, kl, strict=True)]).view(2, 2)
+    expected = group_advantages(rewards, leave_one_out=True, normalize=False).flatten().tolist()
+    actual = advantages_of(keys, trajectories, reference_logprobs=reference)
+    assert [tokens[-1] for tokens in actual] == pytest.approx(expected)
+    exact = torch.full_like(reference, -1.0)
+    prev = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=exact)
+    without = group_advantages(torch.tensor(REWARDS).view(2, 2), leave_one_out=True, normalize=False)
+    assert [tokens[-1] for tokens in prev] == pytest.approx(without.flatten().tolist())
+
+
+@pytest.mark.parametrize("minus_baseline", [True, False])
+def test_reinforce_plus_plus_charges_each_token_for_what_follows(minus_baseline: bool) -> None:
+    loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
+    estimator = AdvantageEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline)
+    reference = torch.full((sum(LENGTHS) + 4 * PROMPT,), -1.0)
+    actual = advantages_of(config(loss, adv_estimator=estimator), step(), reference_logprobs=reference)
+    penalty = torch.tensor([0.5 * (0.5 - 0.5 * t) for length in LENGTHS for t in range(length)])
+    expected = reinforce_plus_plus_advantages(
+        torch.tensor(REWARDS).view(2, 2), LENGTHS, token_penalty=penalty, minus_baseline=minus_baseline
+    )
+    assert [value for tokens in actual for value in tokens[PROMPT:]] == pytest.approx(expected.tolist())
+
+
+def gdpo_step(parts: list[dict[str, float]]) -> tuple[Config, list[Trajectory]]:
+    environment = EnvironmentConfig(
+        type="reward_functions", reward_funcs=["rewards.right", "rewards.short"], reward_weights=[1.0, 0.5]
+    )
+    keys = Config(
+        grpo=GRPOConfig(num_generations_per_prompt=2, adv_estimator=AdvantageEstimatorConfig(name="gdpo")),
+        env={"task": environment},
+    )
+    trajectories = [trajectory(i, 0.0, 1, reward_parts=given) for i, given in enumerate(parts)]
+    return keys, trajectories
+
+
+def test_gdpo_takes_the_parts_and_their_weights() -> None:
+    keys, trajectories = gdpo_step([{"right": 1.0, "short": 2.0}, {"right": 0.0}, {"short": 1.0}, {"short": 5.0}])
+    nan = math.nan
+    parts = torch.tensor([[[1.0, 0.0], [nan, nan]], [[2.0, nan], [1.0, 5.0]]])
+    expected = gdpo_advantages(parts, torch.tensor([1.0, 0.5]), leave_one_out=True).flatten().tolist()
+    assert [tokens[-1] for tokens in advantages_of(keys, trajectories)] == pytest.approx(expected)
+
+
+def test_gdpo_keeps_groups_whose_sum_is_the_same() -> None:
+    keys, trajectories = gdpo_step(
+        [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 1.0}, {"right": 1.0}]
+    )
+    assert groups_with_signal(keys, trajectories).tolist() == [True, False]
+
+
+def test_the_batch_of_a_step() -> None:
+    trajectories = step(stop_reason="length", correct=True)
+    batch = to_sequence_batch(trajectories, overlong_filtering=True, mark_positive=True)
+    rows = {name: [piece.tolist() for piece in values.split(batch.lengths)] for name, values in batch.tokens.items()}
+    assert rows["loss_mask"] == [[0, 0, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert rows["positive"] == [[0.0] * 5, [0.0] * 3, [0.0] * 4, [0, 0, 1, 1]]
+    assert rows["generation_logprobs"][0] == [0, 0, -0.5, -1.0, -1.5]
+    assert batch.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3]
