@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv, once, and again only when the lock files or the packaging change.
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint
+#   make test-slow              a short real run with every preset and option, beyond what test runs
 #   make gpu-check               what only a CUDA machine can check, with that machine's own packages
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew
 # PYTHON chooses the interpreter (3.11 or newer).
@@ -13,13 +14,16 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch) .ci/run
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test test-unit lint gpu-check lock docs
+.PHONY: quickstart test test-slow test-unit lint gpu-check lock docs
 
 quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit tests/parity tests/integration
+	$(BIN)/python -m pytest -m "not slow" tests/unit tests/parity tests/integration
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow tests/integration
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit
