@@ -56,9 +56,9 @@ def _read(override: Override, text: str) -> str | Problem:
     name, options = override.key_or_group, config_groups()
     value = override.value()
     if name in options and not isinstance(value, dict):
-        if value is None or value in options[name]:
-            return f"{name}={'null' if value is None else value}"
-        return _unknown_option(name, str(value), options[name])
+        if value in options[name]:
+            return f"{name}={value}"
+        return _unknown_option(name, "null" if value is None else str(value), options[name])
     if override.is_delete():
         return text
     if known_key(name):

@@ -107,6 +107,7 @@ def test_all_mistakes_come_in_one_message(given: list[str]) -> None:
         ("hydra.run.dir=x", "hydra.run.dir", "run_dir chooses"),
         ("+exp=quikstart", "exp=quikstart", "did you mean quickstart? there is llama3_70b_slurm, quickstart"),
         ("loss_fn=ppo", "loss_fn=ppo", "no such option; there is clip_higher, no_kl"),
+        ("loss_fn=null", "loss_fn=null", "no such option; there is clip_higher, no_kl"),
         ("grpo=3", "grpo=3", "set one of its keys: num_prompts_per_step"),
         ("a b", "a b", "write key=value"),
         ("grpo.seed=", None, "must be int"),
