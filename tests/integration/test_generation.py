@@ -160,7 +160,8 @@ def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
 
 def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None:
     """Last of the module: the engine is gone afterwards."""
-    workers = [p for p in psutil.process_iter(["cmdline"]) if "VLLM::Worker" in " ".join(p.info["cmdline"] or [])]
+    mine = psutil.Process().children(recursive=True)
+    workers = [process for process in mine if "VLLM::Worker" in " ".join(process.cmdline())]
     workers[0].kill()
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"generation engine 0 .*vLLM process"):

@@ -99,7 +99,8 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
     policy, _ = policies["tp2"]
     transport = BroadcastTransport(policy, generation, REFIT)
     transport.connect()
-    worker = next(p for p in psutil.process_iter(["cmdline"]) if "VLLM::Worker" in " ".join(p.info["cmdline"] or []))
+    mine = psutil.Process().children(recursive=True)
+    worker = next(process for process in mine if "VLLM::Worker" in " ".join(process.cmdline()))
     worker.kill()
     began = time.monotonic()
     with pytest.raises(RefitError, match=r"generation engine|policy rank"):
