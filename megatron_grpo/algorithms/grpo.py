@@ -62,7 +62,7 @@ def run(config: Config) -> None:
 
 def grpo_train(run: GRPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
-    limits, state = run.config.grpo, run.state
+    limits, state = run.config.loop, run.state
     if limits.val_at_start and state["total_steps"] == 0:
         _validated(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
@@ -106,9 +106,9 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
 
 def _sync_reference(run: GRPORun, step: int) -> None:
     """Move the reference policy towards the policy when it is due (TR-DPO)."""
-    grpo = run.config.grpo
-    if grpo.sync_ref_model and step % grpo.ref_model_sync_steps == 0:
-        run.policy.sync_reference(grpo.ref_model_mixup_alpha)
+    loop = run.config.loop
+    if loop.sync_ref_model and step % loop.ref_model_sync_steps == 0:
+        run.policy.sync_reference(loop.ref_model_mixup_alpha)
 
 
 def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
@@ -116,12 +116,12 @@ def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> 
     metrics = {
         **rollout_metrics(samples.sampled),
         **length_metrics(samples.sampled),
-        **outcome_metrics(samples.sampled, config.grpo.num_generations_per_prompt),
+        **outcome_metrics(samples.sampled, config.loop.num_generations_per_prompt),
         **reward_function_metrics(samples.sampled),
         **group_metrics(rewards),
         **samples.metrics,
     }
-    if config.grpo.use_dynamic_sampling:
+    if config.loop.use_dynamic_sampling:
         metrics["filtered_reward"] = rollout_metrics(samples.trajectories)["reward"]
     return metrics
 
@@ -168,13 +168,13 @@ def validate(run: GRPORun) -> dict[str, float]:
         return {}
     timer = StepTimer()
     trajectories: list[Trajectory] = []
-    size = run.config.grpo.val_batch_size
+    size = run.config.loop.val_batch_size
     for start in range(0, len(run.val_prompts), size):
         trajectories += run.collector.collect(
             run.val_prompts[start : start + size],
             samples_per_prompt=1,
-            settings=replace(run.sampling, temperature=run.config.grpo.val_temperature),
-            run_seed=run.config.grpo.seed,
+            settings=replace(run.sampling, temperature=run.config.loop.val_temperature),
+            run_seed=run.config.loop.seed,
             step=0,
             timer=timer,
         )
@@ -185,7 +185,7 @@ def validate(run: GRPORun) -> dict[str, float]:
 
 
 def _stopped_early(run: GRPORun) -> bool:
-    reason = reason_to_stop(run.state["early_stop"], run.config.grpo.early_stop)
+    reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is not None:
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
@@ -215,14 +215,14 @@ def _finish_training(run: GRPORun) -> None:
     """Validate and save after the last step, unless that step did."""
     step = run.state["total_steps"]
     metrics: dict[str, float] = {}
-    if run.config.grpo.val_at_end and not _validation_due(run):
+    if run.config.loop.val_at_end and not _validation_due(run):
         metrics = _validated(run)
     if run.config.checkpointing.enabled and step not in run.checkpointer.steps():
         save_checkpoint(run, metrics)
 
 
 def _validation_due(run: GRPORun) -> bool:
-    step, limits = run.state["total_steps"], run.config.grpo
+    step, limits = run.state["total_steps"], run.config.loop
     periodic = limits.val_period > 0 and step % limits.val_period == 0
     return periodic or (limits.val_at_end and step == limits.max_num_steps)
 
@@ -231,7 +231,7 @@ def _validated(run: GRPORun) -> dict[str, float]:
     metrics = validate(run)
     if metrics:
         run.state["val_reward"], run.state["val_accuracy"] = metrics["val_reward"], metrics["val_accuracy"]
-        observe(run.state["early_stop"], metrics, run.config.grpo.early_stop)
+        observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics)
     return metrics
 

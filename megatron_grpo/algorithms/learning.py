@@ -25,7 +25,7 @@ def learning_batch(config: Config, trajectories: Sequence[Trajectory]) -> Sequen
     """The tokens that the policy trains on, with their sampling log-probabilities; advantages are still missing."""
     return to_sequence_batch(
         trajectories,
-        overlong_filtering=config.grpo.overlong_filtering,
+        overlong_filtering=config.loop.overlong_filtering,
         mark_positive=config.loss_fn.positive_example_nll_weight > 0,
     )
 
@@ -35,7 +35,7 @@ def needs_prev_logprobs(config: Config) -> bool:
 
     With a single optimizer step on the samples they are those of that step itself, without gradient.
     """
-    return config.optimizer_steps_per_step > 1 or config.grpo.seq_logprob_error_threshold is not None
+    return config.optimizer_steps_per_step > 1 or config.loop.seq_logprob_error_threshold is not None
 
 
 def add_logprobs(
@@ -58,7 +58,7 @@ def add_logprobs(
         with timer.phase("logprobs"):
             batch.tokens["reference_logprobs"] = run.policy.get_reference_logprobs(batch)
         require_finite_tokens(batch, "reference_logprobs", trajectories, run.logger.run_dir, step)
-    threshold = config.grpo.seq_logprob_error_threshold
+    threshold = config.loop.seq_logprob_error_threshold
     if threshold is None:
         return {}
     prev, generation = batch.tokens["prev_logprobs"], batch.tokens["generation_logprobs"]
@@ -76,7 +76,7 @@ def learn(run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory]
     size = run.config.policy.train_global_batch_samples or len(batch)
     try:
         result = train_in_minibatches(
-            run.policy, batch, run.loss_fn, samples=size, iterations=run.config.grpo.num_iterations
+            run.policy, batch, run.loss_fn, samples=size, iterations=run.config.passes_per_step
         )
     except NonFiniteGradientError as error:
         stop_step("the gradient", [trajectories[i] for i in error.sequences], run.logger.run_dir, step)

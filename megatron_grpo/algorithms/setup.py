@@ -138,7 +138,7 @@ def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> Megatron
         reference=config.reference if needs_reference(config) else None,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.grpo.seed,
+        seed=config.loop.seed,
     )
     policy = MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
     policy.start()
@@ -168,13 +168,13 @@ def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSp
         dataset(data.train_path),
         prompts_per_batch=config.prompts_per_generation_batch,
         shuffle=data.shuffle,
-        seed=config.grpo.seed,
+        seed=config.loop.seed,
     )
     val_prompts: list[DatumSpec] = []
     if data.val_path is not None:
         held_out = dataset(data.val_path)
         prompts = (held_out[idx] for idx in range(len(held_out)))
-        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.grpo.max_val_samples]
+        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
     return loader, val_prompts, tokenizer
 
 

@@ -20,7 +20,7 @@ def algorithm_problems(config: Config) -> Iterator[Problem]:
             "use grpo.num_iterations=1 and one minibatch"
         )
         yield Problem("loss_fn.force_on_policy_ratio=True", text)
-    generations, estimator = config.grpo.num_generations_per_prompt, config.grpo.adv_estimator
+    generations, estimator = config.loop.num_generations_per_prompt, config.grpo.adv_estimator
     grouped = estimator.name != "reinforce_plus_plus" or estimator.minus_baseline
     if generations < 2 and grouped:
         text = "the baseline of a sample comes from the others of its prompt; use 2 or more"

@@ -83,9 +83,9 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    generations = config.grpo.num_generations_per_prompt
+    generations = config.loop.num_generations_per_prompt
     for key, parts, what, prompts in (
-        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.grpo.num_prompts_per_step),
+        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.loop.num_prompts_per_step),
         ("generation.parallel.data", config.generation.parallel.data, "engines", config.prompts_per_generation_batch),
     ):
         samples = prompts * generations
@@ -132,7 +132,7 @@ def _sampling(config: Config) -> Iterator[Problem]:
     if config.generation.temperature == 0:
         text = "greedy samples of a prompt are all the same, so there is nothing to learn from; use 1.0"
         yield Problem("generation.temperature=0", text)
-    scaling = config.grpo.reward_scaling
+    scaling = config.loop.reward_scaling
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
         yield Problem(f"grpo.reward_scaling.source_min={scaling.source_min:g}", text)

@@ -76,7 +76,7 @@ def reward_problems(config: Config) -> Iterator[Problem]:
     yield from _shaping(config)
     for name, environment in config.env.items():
         yield from _functions(f"env.{name}", environment)
-    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
     if low is not None and high is not None and low == high:
         yield Problem(f"grpo.advantage_clip_low={low:g}", "equals grpo.advantage_clip_high, which leaves no advantage")
 
@@ -119,7 +119,7 @@ def _conflicting_weights(config: Config) -> Iterator[Problem]:
 
 
 def _shaping(config: Config) -> Iterator[Problem]:
-    shaping, longest = config.grpo.reward_shaping, config.generation.max_new_tokens
+    shaping, longest = config.loop.reward_shaping, config.generation.max_new_tokens
     if not shaping.enabled:
         return
     prefix, buffer = "grpo.reward_shaping", shaping.overlong_buffer_length
