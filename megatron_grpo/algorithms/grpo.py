@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -53,6 +53,10 @@ class StepReport:
     """Those that were trained on."""
 
 
+Step = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
+"""One step of an algorithm on the next prompts; None: there are none left."""
+
+
 def run(config: Config) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
     with setup(config) as grpo_run:
@@ -62,12 +66,17 @@ def run(config: Config) -> None:
 
 def grpo_train(run: GRPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
+    train_steps(run, lambda batches: grpo_step(run, batches))
+
+
+def train_steps(run: GRPORun, step: Step) -> None:
+    """The loop around the steps of an algorithm: limits, validation, reports, checkpoints."""
     limits, state = run.config.loop, run.state
     if limits.val_at_start and state["total_steps"] == 0:
         _validated(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        report = grpo_step(run, batches)
+        report = step(batches)
         if report is None:
             run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
             break
@@ -91,27 +100,27 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         batch.tokens["advantages"] = token_advantages(run.config, trajectories, rewards, batch)
     with timer.phase("train"):
         learned = learn(run, batch, trajectories, step)
-        _sync_reference(run, step)
+        sync_reference(run, step)
     with timer.phase("refit"):
         transfer = refit_policy_generation(run.transport, step)
     metrics = {
-        **_sampling_metrics(run.config, samples, rewards),
+        **sampling_metrics(run.config, samples, rewards),
         **masked,
-        **_learning_metrics(run.config, learned, batch),
+        **learning_metrics(run.config, learned, batch),
         "refit_bytes": float(transfer.bytes_sent),
     }
     timing = timer.seconds
-    return StepReport(metrics, timing, _throughput(run, batch, timing), trajectories)
+    return StepReport(metrics, timing, step_throughput(run, batch, timing, run.config.passes_per_step), trajectories)
 
 
-def _sync_reference(run: GRPORun, step: int) -> None:
+def sync_reference(run: GRPORun, step: int) -> None:
     """Move the reference policy towards the policy when it is due (TR-DPO)."""
     loop = run.config.loop
     if loop.sync_ref_model and step % loop.ref_model_sync_steps == 0:
         run.policy.sync_reference(loop.ref_model_mixup_alpha)
 
 
-def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
+def sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
     """About everything that was sampled, except group_metrics and filtered_reward: of what is trained on."""
     metrics = {
         **rollout_metrics(samples.sampled),
@@ -126,24 +135,29 @@ def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> 
     return metrics
 
 
-def _learning_metrics(config: Config, learned: TrainResult, batch: SequenceBatch) -> dict[str, float]:
+def learning_metrics(config: Config, learned: TrainResult | None, batch: SequenceBatch) -> dict[str, float]:
+    """About the policy's optimizer steps; None: there were none."""
+    valid_tokens = float(batch.tokens["loss_mask"].sum())
+    if learned is None:
+        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
     return {
         "loss": learned.loss,
         "grad_norm": learned.grad_norm,
         "learning_rate": learned.learning_rate,
         **learned.metrics,
         "optimizer_steps": float(config.optimizer_steps_per_step),
-        "valid_tokens": float(batch.tokens["loss_mask"].sum()),
+        "valid_tokens": valid_tokens,
     }
 
 
-def _throughput(run: GRPORun, batch: SequenceBatch, timing: Mapping[str, float]) -> dict[str, float]:
+def step_throughput(run: GRPORun, batch: SequenceBatch, timing: Mapping[str, float], passes: int) -> dict[str, float]:
+    """Figures of a step whose policy went `passes` times over the samples."""
     policy, configured = run.config.policy, run.config.cluster.peak_tflops_per_device
     return throughput(
         run.policy.settings.shape,
         batch.lengths,
         timing,
-        passes=run.config.grpo.num_iterations,
+        passes=passes,
         devices=policy.parallel.world_size,
         peak=peak_tflops(run.policy.device_name, policy.precision, configured),
     )
@@ -243,6 +257,6 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float]) -> None:
     cache = [[trajectory.to_row() for trajectory in group] for group in run.batch_cache]
     state = {"save_state": run.state, "metrics": dict(metrics), "batch_cache": cache}
     with run.checkpointer.writing(step, state, run.loader.state_dict()) as folder:
-        run.policy.save_checkpoint(str(folder))
+        run.save_models(folder)
     assert folder.name == POLICY_FOLDER
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_grpo.algorithms.consistency import effective_sample_size, mask_inconsistent_sequences
 from megatron_grpo.algorithms.non_finite import require_finite_tokens, stop_step
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, PolicyInterface, TrainResult
+from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, TrainResult
 from megatron_grpo.rollouts.batch import to_sequence_batch
 from megatron_grpo.rollouts.trajectory import Trajectory
 
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 SQUARED_WEIGHT = "sampling_importance_ratio_squared"
 """Metric of the loss from which, with sampling_importance_ratio, the effective sample size follows."""
+
+
+class Trainable(Protocol):
+    """The policy, or the value model."""
+
+    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult: ...
 
 
 def learning_batch(config: Config, trajectories: Sequence[Trajectory]) -> SequenceBatch:
@@ -88,7 +94,7 @@ def learn(run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory]
 
 
 def train_in_minibatches(
-    policy: PolicyInterface, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+    model: Trainable, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult:
     """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
 
@@ -101,7 +107,7 @@ def train_in_minibatches(
     tokens: list[float] = []
     for start, minibatch in _minibatches(batch, samples, iterations):
         try:
-            results.append(policy.train(minibatch, loss_fn))
+            results.append(model.train(minibatch, loss_fn))
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(error.grad_norm, [start + index for index in error.sequences]) from None
         tokens.append(float(minibatch.tokens["loss_mask"].sum()))

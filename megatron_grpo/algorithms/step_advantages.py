@@ -60,7 +60,7 @@ def token_advantages(
     grpo = config.grpo
     sampled = sampled_mask(trajectories)
     lengths = [trajectory.response_tokens for trajectory in trajectories]
-    penalty = _token_penalty(config.loss_fn, batch)[sampled] if config.loss_fn.use_kl_in_reward else None
+    penalty = kl_penalty_of_tokens(config.loss_fn, batch)[sampled] if config.loss_fn.use_kl_in_reward else None
     if grpo.adv_estimator.name == "reinforce_plus_plus":
         by_token = reinforce_plus_plus_advantages(
             rewards, lengths, token_penalty=penalty, minus_baseline=grpo.adv_estimator.minus_baseline
@@ -94,7 +94,7 @@ def _group_relative(
     )
 
 
-def _token_penalty(loss: LossConfig, batch: SequenceBatch) -> Tensor:
+def kl_penalty_of_tokens(loss: LossConfig, batch: SequenceBatch) -> Tensor:
     """[sum(lengths)]: the KL penalty of each token under the policy that the step begins with.
 
     Its log-probabilities are the training framework's when they were computed, else those that sampling reported.

@@ -26,14 +26,16 @@ def validates(config: Config) -> bool:
 
 
 def _optimizer_steps(config: Config) -> Iterator[Problem]:
-    size, samples, data = config.policy.train_global_batch_samples, config.samples_per_step, config.policy.parallel.data
-    if size is None:
-        return
-    subject = f"policy.train_global_batch_samples={size}"
-    if samples % size:
-        yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
-    elif size % data:
-        yield Problem(subject, f"does not share out evenly over policy.parallel.data={data} ranks")
+    samples = config.samples_per_step
+    for section, model in (("policy", config.policy), ("value", config.value_model)):
+        if model is None or model.train_global_batch_samples is None:
+            continue
+        size, data = model.train_global_batch_samples, model.parallel.data
+        subject = f"{section}.train_global_batch_samples={size}"
+        if samples % size:
+            yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
+        elif size % data:
+            yield Problem(subject, f"does not share out evenly over {section}.parallel.data={data} ranks")
 
 
 def _dynamic_sampling(config: Config) -> Iterator[Problem]:

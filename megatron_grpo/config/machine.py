@@ -20,7 +20,7 @@ def machine_problems(config: Config) -> list[Problem]:
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return missing_gpus
-    return [*_nodes(config), *_model(config), *_data(config), *_folders(config)]
+    return [*_nodes(config), *_model(config), *_value_model(config), *_data(config), *_folders(config)]
 
 
 def visible_gpus() -> int:
@@ -56,6 +56,21 @@ def _model(config: Config) -> Iterator[Problem]:
     if made_before_the_run(config, path):
         return
     subject = f"policy.model.path={path}"
+    problems = list(_weights(subject, path, reward_models=False))
+    yield from problems
+    folder = None if problems or is_hub_name(path) else local_folder(path)
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+
+
+def _value_model(config: Config) -> Iterator[Problem]:
+    path = config.value.model.path
+    if path is not None and not made_before_the_run(config, path):
+        yield from _weights(f"value.model.path={path}", path, reward_models=True)
+
+
+def _weights(subject: str, path: str, *, reward_models: bool) -> Iterator[Problem]:
+    """Whether a model that this code can train is there, or can be downloaded."""
     if is_hub_name(path):
         reason = None if local_folder(path) else _fetch_config(path)
         if reason is not None:
@@ -68,18 +83,14 @@ def _model(config: Config) -> Iterator[Problem]:
     folder = local_folder(path)
     assert folder is not None
     try:
-        ModelShape.from_folder(folder)
+        ModelShape.from_folder(folder, reward_models=reward_models)
     except ValueError as error:
         yield Problem(subject, str(error))
         return
-    if is_hub_name(path):
-        return  # the rest is downloaded when the run starts
-    if not any(folder.glob("*.safetensors")):
+    if not is_hub_name(path) and not any(folder.glob("*.safetensors")):  # a hub model is downloaded by the run
         yield Problem(
             subject, "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
         )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
 
 
 def _fetch_config(path: str) -> str | None:
