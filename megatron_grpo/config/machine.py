@@ -56,21 +56,28 @@ def _model(config: Config) -> Iterator[Problem]:
     if made_before_the_run(config, path):
         return
     subject = f"policy.model.path={path}"
-    problems = list(_weights(subject, path, reward_models=False))
-    yield from problems
-    folder = None if problems or is_hub_name(path) else local_folder(path)
-    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    unusable = list(_unusable(subject, path, reward_models=False))
+    yield from unusable
+    if unusable or is_hub_name(path):
+        return  # of a hub model the rest is downloaded when the run starts
+    yield from _no_weights(subject, Path(path))
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
 
 
 def _value_model(config: Config) -> Iterator[Problem]:
     path = config.value.model.path
-    if path is not None and not made_before_the_run(config, path):
-        yield from _weights(f"value.model.path={path}", path, reward_models=True)
+    if path is None or made_before_the_run(config, path):
+        return
+    subject = f"value.model.path={path}"
+    unusable = list(_unusable(subject, path, reward_models=True))
+    yield from unusable
+    if not unusable and not is_hub_name(path):
+        yield from _no_weights(subject, Path(path))
 
 
-def _weights(subject: str, path: str, *, reward_models: bool) -> Iterator[Problem]:
-    """Whether a model that this code can train is there, or can be downloaded."""
+def _unusable(subject: str, path: str, *, reward_models: bool) -> Iterator[Problem]:
+    """Why this is no model that can be trained: it is not there, or its config.json is of another kind."""
     if is_hub_name(path):
         reason = None if local_folder(path) else _fetch_config(path)
         if reason is not None:
@@ -86,11 +93,12 @@ def _weights(subject: str, path: str, *, reward_models: bool) -> Iterator[Proble
         ModelShape.from_folder(folder, reward_models=reward_models)
     except ValueError as error:
         yield Problem(subject, str(error))
-        return
-    if not is_hub_name(path) and not any(folder.glob("*.safetensors")):  # a hub model is downloaded by the run
-        yield Problem(
-            subject, "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
-        )
+
+
+def _no_weights(subject: str, folder: Path) -> Iterator[Problem]:
+    if not any(folder.glob("*.safetensors")):
+        text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+        yield Problem(subject, text)
 
 
 def _fetch_config(path: str) -> str | None:
