@@ -12,6 +12,7 @@ from megatron_grpo.cluster.environment import prepare_ray_environment
 from megatron_grpo.config.compose import compose_values, load_config
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import help_text
+from megatron_grpo.config.schema import Config
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
@@ -31,9 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         if config.cluster.ray_address is None:
             prepare_ray_environment()
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-        from megatron_grpo.algorithms.grpo import run  # after the checks: torch and Ray take seconds to import
-
-        run(config)
+        _run(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -44,6 +43,15 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _run(config: Config) -> None:
+    """The algorithm that the configuration names, imported after the checks: torch and Ray take seconds to import."""
+    if config.algorithm == "ppo":
+        from megatron_grpo.algorithms.ppo import run
+    else:
+        from megatron_grpo.algorithms.grpo import run
+    run(config)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], bool]:

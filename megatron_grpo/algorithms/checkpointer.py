@@ -19,6 +19,8 @@ from megatron_grpo.config.schema import CheckpointingConfig
 
 POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
+VALUE_FOLDER = "megatron_value"
+"""The same of the value model, in a checkpoint of PPO."""
 _STATE_FILE = "state.json"
 _LOADER_FILE = "dataloader.pt"
 

@@ -37,7 +37,7 @@ def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlySt
         return
     if config.metric_name not in metrics:
         raise RunError(
-            f"grpo.early_stop.metric_name={config.metric_name} is not among the validation metrics: "
+            f"early_stop.metric_name={config.metric_name} is not among the validation metrics: "
             f"{', '.join(sorted(metrics))}"
         )
     value = metrics[config.metric_name]
@@ -57,7 +57,7 @@ def reason_to_stop(state: EarlyStopState, config: EarlyStopConfig) -> str | None
     if config.threshold is not None:
         reached = last >= config.threshold if config.higher_is_better else last <= config.threshold
         if reached:
-            return f"{name} is {last:g}, which reaches grpo.early_stop.threshold={config.threshold:g}"
+            return f"{name} is {last:g}, which reaches early_stop.threshold={config.threshold:g}"
     if config.patience is not None and state["waited"] >= config.patience:
         return f"{name} has not improved on {state['best']:g} for {state['waited']} validations"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -53,6 +53,10 @@ class StepReport:
     """Those that were trained on."""
 
 
+Step = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
+"""One step of an algorithm on the next prompts; None: there are none left."""
+
+
 def run(config: Config) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
     with setup(config) as grpo_run:
@@ -62,12 +66,17 @@ def run(config: Config) -> None:
 
 def grpo_train(run: GRPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
-    limits, state = run.config.grpo, run.state
+    train_steps(run, lambda batches: grpo_step(run, batches))
+
+
+def train_steps(run: GRPORun, step: Step) -> None:
+    """The loop around the steps of an algorithm: limits, validation, reports, checkpoints."""
+    limits, state = run.config.loop, run.state
     if limits.val_at_start and state["total_steps"] == 0:
         _validated(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        report = grpo_step(run, batches)
+        report = step(batches)
         if report is None:
             run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
             break
@@ -91,59 +100,64 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         batch.tokens["advantages"] = token_advantages(run.config, trajectories, rewards, batch)
     with timer.phase("train"):
         learned = learn(run, batch, trajectories, step)
-        _sync_reference(run, step)
+        sync_reference(run, step)
     with timer.phase("refit"):
         transfer = refit_policy_generation(run.transport, step)
     metrics = {
-        **_sampling_metrics(run.config, samples, rewards),
+        **sampling_metrics(run.config, samples, rewards),
         **masked,
-        **_learning_metrics(run.config, learned, batch),
+        **learning_metrics(run.config, learned, batch),
         "refit_bytes": float(transfer.bytes_sent),
     }
     timing = timer.seconds
-    return StepReport(metrics, timing, _throughput(run, batch, timing), trajectories)
+    return StepReport(metrics, timing, step_throughput(run, batch, timing, run.config.passes_per_step), trajectories)
 
 
-def _sync_reference(run: GRPORun, step: int) -> None:
+def sync_reference(run: GRPORun, step: int) -> None:
     """Move the reference policy towards the policy when it is due (TR-DPO)."""
-    grpo = run.config.grpo
-    if grpo.sync_ref_model and step % grpo.ref_model_sync_steps == 0:
-        run.policy.sync_reference(grpo.ref_model_mixup_alpha)
+    loop = run.config.loop
+    if loop.sync_ref_model and step % loop.ref_model_sync_steps == 0:
+        run.policy.sync_reference(loop.ref_model_mixup_alpha)
 
 
-def _sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
+def sampling_metrics(config: Config, samples: StepSamples, rewards: Tensor) -> dict[str, float]:
     """About everything that was sampled, except group_metrics and filtered_reward: of what is trained on."""
     metrics = {
         **rollout_metrics(samples.sampled),
         **length_metrics(samples.sampled),
-        **outcome_metrics(samples.sampled, config.grpo.num_generations_per_prompt),
+        **outcome_metrics(samples.sampled, config.loop.num_generations_per_prompt),
         **reward_function_metrics(samples.sampled),
         **group_metrics(rewards),
         **samples.metrics,
     }
-    if config.grpo.use_dynamic_sampling:
+    if config.loop.use_dynamic_sampling:
         metrics["filtered_reward"] = rollout_metrics(samples.trajectories)["reward"]
     return metrics
 
 
-def _learning_metrics(config: Config, learned: TrainResult, batch: SequenceBatch) -> dict[str, float]:
+def learning_metrics(config: Config, learned: TrainResult | None, batch: SequenceBatch) -> dict[str, float]:
+    """About the policy's optimizer steps; None: there were none."""
+    valid_tokens = float(batch.tokens["loss_mask"].sum())
+    if learned is None:
+        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
     return {
         "loss": learned.loss,
         "grad_norm": learned.grad_norm,
         "learning_rate": learned.learning_rate,
         **learned.metrics,
         "optimizer_steps": float(config.optimizer_steps_per_step),
-        "valid_tokens": float(batch.tokens["loss_mask"].sum()),
+        "valid_tokens": valid_tokens,
     }
 
 
-def _throughput(run: GRPORun, batch: SequenceBatch, timing: Mapping[str, float]) -> dict[str, float]:
+def step_throughput(run: GRPORun, batch: SequenceBatch, timing: Mapping[str, float], passes: int) -> dict[str, float]:
+    """Figures of a step whose policy went `passes` times over the samples."""
     policy, configured = run.config.policy, run.config.cluster.peak_tflops_per_device
     return throughput(
         run.policy.settings.shape,
         batch.lengths,
         timing,
-        passes=run.config.grpo.num_iterations,
+        passes=passes,
         devices=policy.parallel.world_size,
         peak=peak_tflops(run.policy.device_name, policy.precision, configured),
     )
@@ -168,13 +182,13 @@ def validate(run: GRPORun) -> dict[str, float]:
         return {}
     timer = StepTimer()
     trajectories: list[Trajectory] = []
-    size = run.config.grpo.val_batch_size
+    size = run.config.loop.val_batch_size
     for start in range(0, len(run.val_prompts), size):
         trajectories += run.collector.collect(
             run.val_prompts[start : start + size],
             samples_per_prompt=1,
-            settings=replace(run.sampling, temperature=run.config.grpo.val_temperature),
-            run_seed=run.config.grpo.seed,
+            settings=replace(run.sampling, temperature=run.config.loop.val_temperature),
+            run_seed=run.config.loop.seed,
             step=0,
             timer=timer,
         )
@@ -185,7 +199,7 @@ def validate(run: GRPORun) -> dict[str, float]:
 
 
 def _stopped_early(run: GRPORun) -> bool:
-    reason = reason_to_stop(run.state["early_stop"], run.config.grpo.early_stop)
+    reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is not None:
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
@@ -215,14 +229,14 @@ def _finish_training(run: GRPORun) -> None:
     """Validate and save after the last step, unless that step did."""
     step = run.state["total_steps"]
     metrics: dict[str, float] = {}
-    if run.config.grpo.val_at_end and not _validation_due(run):
+    if run.config.loop.val_at_end and not _validation_due(run):
         metrics = _validated(run)
     if run.config.checkpointing.enabled and step not in run.checkpointer.steps():
         save_checkpoint(run, metrics)
 
 
 def _validation_due(run: GRPORun) -> bool:
-    step, limits = run.state["total_steps"], run.config.grpo
+    step, limits = run.state["total_steps"], run.config.loop
     periodic = limits.val_period > 0 and step % limits.val_period == 0
     return periodic or (limits.val_at_end and step == limits.max_num_steps)
 
@@ -231,7 +245,7 @@ def _validated(run: GRPORun) -> dict[str, float]:
     metrics = validate(run)
     if metrics:
         run.state["val_reward"], run.state["val_accuracy"] = metrics["val_reward"], metrics["val_accuracy"]
-        observe(run.state["early_stop"], metrics, run.config.grpo.early_stop)
+        observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics)
     return metrics
 
@@ -243,6 +257,6 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float]) -> None:
     cache = [[trajectory.to_row() for trajectory in group] for group in run.batch_cache]
     state = {"save_state": run.state, "metrics": dict(metrics), "batch_cache": cache}
     with run.checkpointer.writing(step, state, run.loader.state_dict()) as folder:
-        run.policy.save_checkpoint(str(folder))
+        run.save_models(folder)
     assert folder.name == POLICY_FOLDER
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")

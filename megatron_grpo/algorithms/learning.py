@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_grpo.algorithms.consistency import effective_sample_size, mask_inconsistent_sequences
 from megatron_grpo.algorithms.non_finite import require_finite_tokens, stop_step
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, PolicyInterface, TrainResult
+from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, TrainResult
 from megatron_grpo.rollouts.batch import to_sequence_batch
 from megatron_grpo.rollouts.trajectory import Trajectory
 
@@ -21,11 +21,17 @@ SQUARED_WEIGHT = "sampling_importance_ratio_squared"
 """Metric of the loss from which, with sampling_importance_ratio, the effective sample size follows."""
 
 
+class Trainable(Protocol):
+    """The policy, or the value model."""
+
+    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult: ...
+
+
 def learning_batch(config: Config, trajectories: Sequence[Trajectory]) -> SequenceBatch:
     """The tokens that the policy trains on, with their sampling log-probabilities; advantages are still missing."""
     return to_sequence_batch(
         trajectories,
-        overlong_filtering=config.grpo.overlong_filtering,
+        overlong_filtering=config.loop.overlong_filtering,
         mark_positive=config.loss_fn.positive_example_nll_weight > 0,
     )
 
@@ -35,7 +41,7 @@ def needs_prev_logprobs(config: Config) -> bool:
 
     With a single optimizer step on the samples they are those of that step itself, without gradient.
     """
-    return config.optimizer_steps_per_step > 1 or config.grpo.seq_logprob_error_threshold is not None
+    return config.optimizer_steps_per_step > 1 or config.loop.seq_logprob_error_threshold is not None
 
 
 def add_logprobs(
@@ -58,7 +64,7 @@ def add_logprobs(
         with timer.phase("logprobs"):
             batch.tokens["reference_logprobs"] = run.policy.get_reference_logprobs(batch)
         require_finite_tokens(batch, "reference_logprobs", trajectories, run.logger.run_dir, step)
-    threshold = config.grpo.seq_logprob_error_threshold
+    threshold = config.loop.seq_logprob_error_threshold
     if threshold is None:
         return {}
     prev, generation = batch.tokens["prev_logprobs"], batch.tokens["generation_logprobs"]
@@ -76,7 +82,7 @@ def learn(run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory]
     size = run.config.policy.train_global_batch_samples or len(batch)
     try:
         result = train_in_minibatches(
-            run.policy, batch, run.loss_fn, samples=size, iterations=run.config.grpo.num_iterations
+            run.policy, batch, run.loss_fn, samples=size, iterations=run.config.passes_per_step
         )
     except NonFiniteGradientError as error:
         stop_step("the gradient", [trajectories[i] for i in error.sequences], run.logger.run_dir, step)
@@ -88,7 +94,7 @@ def learn(run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory]
 
 
 def train_in_minibatches(
-    policy: PolicyInterface, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+    model: Trainable, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult:
     """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
 
@@ -101,7 +107,7 @@ def train_in_minibatches(
     tokens: list[float] = []
     for start, minibatch in _minibatches(batch, samples, iterations):
         try:
-            results.append(policy.train(minibatch, loss_fn))
+            results.append(model.train(minibatch, loss_fn))
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(error.grad_norm, [start + index for index in error.sequences]) from None
         tokens.append(float(minibatch.tokens["loss_mask"].sum()))

@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 
 CONFIG_FILE = "config.yaml"
-IDENTITY = ("policy.model.path", "data.train_path", "grpo.seed")
+IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed")
 """Keys that make a run another run; everything else may change between start and resume."""
 
 

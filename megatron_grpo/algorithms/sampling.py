@@ -47,7 +47,7 @@ def sample_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTim
     Raises:
         RunError: dynamic sampling did not fill the step within its limit, or a reward is not finite.
     """
-    step, dynamic = StepSamples(), run.config.grpo.use_dynamic_sampling
+    step, dynamic = StepSamples(), run.config.loop.use_dynamic_sampling
     without_signal = surplus = gen_batches = 0
     while prompts := next(batches, None):
         gen_batches += 1
@@ -57,9 +57,9 @@ def sample_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTim
             step.trajectories = step.sampled
             return step
         outcome = dynamic_sampling(
-            _groups(trajectories, run.config.grpo.num_generations_per_prompt),
+            _groups(trajectories, run.config.loop.num_generations_per_prompt),
             groups_with_signal(run.config, trajectories),
-            num_prompts_per_step=run.config.grpo.num_prompts_per_step,
+            num_prompts_per_step=run.config.loop.num_prompts_per_step,
             batch_cache=run.batch_cache,
         )
         run.batch_cache = outcome.batch_cache
@@ -82,9 +82,9 @@ def _sample(run: GRPORun, prompts: list[DatumSpec], timer: StepTimer) -> list[Tr
     run.state["consumed_samples"] += len(prompts)
     trajectories = run.collector.collect(
         prompts,
-        samples_per_prompt=run.config.grpo.num_generations_per_prompt,
+        samples_per_prompt=run.config.loop.num_generations_per_prompt,
         settings=run.sampling,
-        run_seed=run.config.grpo.seed,
+        run_seed=run.config.loop.seed,
         step=run.state["generation_batches"],
         timer=timer,
     )
@@ -102,11 +102,11 @@ def _renumbered(groups: list[Group]) -> list[Trajectory]:
 
 
 def _require_within_limit(run: GRPORun, gen_batches: int) -> None:
-    limit = run.config.grpo.dynamic_sampling_max_gen_batches
+    limit, section = run.config.loop.dynamic_sampling_max_gen_batches, run.config.algorithm
     if gen_batches >= limit:
         raise RunError(
-            f"dynamic sampling found {len(run.batch_cache)} of the {run.config.grpo.num_prompts_per_step} prompts of a "
-            f"step in grpo.dynamic_sampling_max_gen_batches={limit} generation batches: the samples of nearly every "
-            "prompt get the same reward; choose easier or harder prompts, more grpo.num_generations_per_prompt, or a "
-            "higher limit"
+            f"dynamic sampling found {len(run.batch_cache)} of the {run.config.loop.num_prompts_per_step} prompts of a "
+            f"step in {section}.dynamic_sampling_max_gen_batches={limit} generation batches: the samples of nearly "
+            f"every prompt get the same reward; choose easier or harder prompts, more "
+            f"{section}.num_generations_per_prompt, or a higher limit"
         )

@@ -30,6 +30,10 @@ class GRPOSaveState(TypedDict):
     """Accuracy of the last validation."""
 
 
+class PPOSaveState(GRPOSaveState):
+    """Progress of a PPO run: its loop is that of GRPO."""
+
+
 def default_grpo_save_state() -> GRPOSaveState:
     """A run that has not begun."""
     return GRPOSaveState(

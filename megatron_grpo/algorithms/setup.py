@@ -1,4 +1,4 @@
-"""Everything a GRPO run needs, brought up side by side where it can be and taken down in one place."""
+"""Everything a run needs, brought up side by side where it can be and taken down in one place."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.algorithms.checkpointer import POLICY_FOLDER, Checkpointer
+from megatron_grpo.algorithms.checkpointer import POLICY_FOLDER, VALUE_FOLDER, Checkpointer
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run_directory import claimed_run_directory
 from megatron_grpo.algorithms.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.algorithms.value_loss import MseValueLossFn
 from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.model_source import is_prepared, model_folder
 from megatron_grpo.config.schema import Config
@@ -29,8 +31,10 @@ from megatron_grpo.data.processors import math_data_processor
 from megatron_grpo.environments.registry import build_environments
 from megatron_grpo.generation.interface import SamplingSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.value_head import as_value_model
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.megatron_policy import MegatronPolicy
+from megatron_grpo.policy.value.megatron_value import MegatronValue, ValueSettings
 from megatron_grpo.policy.worker import EngineSettings
 from megatron_grpo.refit.broadcast import BroadcastTransport
 from megatron_grpo.refit.interface import WeightTransport
@@ -61,10 +65,29 @@ class GRPORun:
         """Whether the loss compares the policy with the reference policy."""
         return needs_reference(self.config)
 
+    def save_models(self, folder: Path) -> None:
+        """Write what is trained; `folder` is the policy's part of a checkpoint."""
+        self.policy.save_checkpoint(str(folder))
+
+
+@dataclass(kw_only=True)
+class PPORun(GRPORun):
+    """The same with a value model."""
+
+    value: MegatronValue
+    value_loss_fn: MseValueLossFn
+
+    def save_models(self, folder: Path) -> None:
+        super().save_models(folder)
+        own = folder.with_name(VALUE_FOLDER)
+        own.mkdir()
+        self.value.save_checkpoint(str(own))
+
 
 def needs_reference(config: Config) -> bool:
     """Whether a reference policy is loaded at all."""
-    return config.loss_fn.reference_policy_kl_penalty > 0
+    observed = config.algorithm == "ppo" and not config.ppo.skip_reference_policy_logprobs_calculation
+    return observed or config.loss_fn.reference_policy_kl_penalty > 0
 
 
 @contextmanager
@@ -86,21 +109,29 @@ def setup(config: Config) -> Iterator[GRPORun]:
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        cluster.reserve(config.policy.parallel, config.generation.parallel)
+        value_model = config.value_model
+        cluster.reserve(
+            config.policy.parallel, config.generation.parallel, value_model.parallel if value_model else None
+        )
         generation = _start_generation(config, folder, cluster)
         stack.callback(generation.shutdown)
         policy = _start_policy(config, folder, cluster)
         stack.callback(policy.shutdown)
+        value = _start_value(config, cluster) if value_model else None
+        if value is not None:
+            stack.callback(value.shutdown)
         environments = build_environments(config.env)
         for environment in environments.values():
             stack.callback(environment.shutdown)
         loader, val_prompts, tokenizer = _load_data(config, folder)
         policy.wait_ready()
+        if value is not None:
+            value.wait_ready()
         generation.wait_ready()
         transport = BroadcastTransport(policy, generation, config.refit)
         transport.connect()
         checkpointer = Checkpointer(run_dir, config.checkpointing)
-        state, batch_cache = _resume(checkpointer, policy, loader)
+        state, batch_cache = _resume(checkpointer, policy, value, loader)
         transport.publish(state["total_steps"])
         logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
         stack.callback(logger.close)
@@ -109,7 +140,10 @@ def setup(config: Config) -> Iterator[GRPORun]:
         logger.started(startup_s=time.monotonic() - started, changes=changes)
         if config.generation.temperature == 0:
             logger.note("generation.temperature=0 is greedy: all samples of a prompt are the same and teach nothing")
-        yield GRPORun(
+        parts: dict[str, Any] = {}
+        if value is not None:
+            parts = {"value": value, "value_loss_fn": MseValueLossFn(config.value_loss_fn)}
+        yield (GRPORun if value is None else PPORun)(
             config=config,
             policy=policy,
             transport=transport,
@@ -122,6 +156,7 @@ def setup(config: Config) -> Iterator[GRPORun]:
             checkpointer=checkpointer,
             state=state,
             batch_cache=batch_cache,
+            **parts,
         )
 
 
@@ -146,11 +181,26 @@ def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> Megatron
         reference=config.reference if needs_reference(config) else None,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
-        seed=config.grpo.seed,
+        seed=config.loop.seed,
     )
     policy = MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
     policy.start()
     return policy
+
+
+def _start_value(config: Config, cluster: RayCluster) -> MegatronValue:
+    assert config.value_model is not None
+    folder = model_folder(config.value_model.model.path, "value.model.path")
+    settings = ValueSettings(
+        config=config.value_model,
+        shape=as_value_model(ModelShape.from_folder(folder, reward_models=True)),
+        folder=str(folder),
+        decay_steps=config.value_decay_steps,
+        seed=config.loop.seed,
+    )
+    value = MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)
+    value.start()
+    return value
 
 
 def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSpec], Any]:
@@ -176,13 +226,13 @@ def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSp
         dataset(data.train_path),
         prompts_per_batch=config.prompts_per_generation_batch,
         shuffle=data.shuffle,
-        seed=config.grpo.seed,
+        seed=config.loop.seed,
     )
     val_prompts: list[DatumSpec] = []
     if data.val_path is not None:
         held_out = dataset(data.val_path)
         prompts = (held_out[idx] for idx in range(len(held_out)))
-        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.grpo.max_val_samples]
+        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
     return loader, val_prompts, tokenizer
 
 
@@ -202,14 +252,18 @@ def _sampling(config: Config, tokenizer: Any) -> SamplingSettings:
 
 
 def _resume(
-    checkpointer: Checkpointer, policy: MegatronPolicy, loader: PromptLoader
+    checkpointer: Checkpointer, policy: MegatronPolicy, value: MegatronValue | None, loader: PromptLoader
 ) -> tuple[GRPOSaveState, list[list[Trajectory]]]:
-    """The run's progress and dynamic sampling's cache; policy and loader continue where the checkpoint left them."""
+    """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
     checkpointer.remove_leftovers()
     path = checkpointer.find()
     if path is None:
         return default_grpo_save_state(), []
     policy.load_checkpoint(str(path / POLICY_FOLDER))
+    if value is not None:
+        if not (path / VALUE_FOLDER).is_dir():
+            raise RunError(f"{path} is not a checkpoint of PPO: it has no value model")
+        value.load_checkpoint(str(path / VALUE_FOLDER))
     state, loader_state = Checkpointer.load(path)
     loader.load_state_dict(loader_state)
     save_state: GRPOSaveState = state["save_state"]

@@ -20,12 +20,12 @@ from megatron_grpo.rollouts.trajectory import Trajectory
 
 def learning_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:
     """[groups, samples]: rewards as the advantages are to see them, scaled and then shaped."""
-    samples = config.grpo.num_generations_per_prompt
+    samples = config.loop.num_generations_per_prompt
     return shape_rewards(
         _scaled_rewards(config, trajectories),
         torch.tensor([trajectory.response_tokens for trajectory in trajectories]).view(-1, samples),
         torch.tensor([trajectory.truncated for trajectory in trajectories]).view(-1, samples),
-        config.grpo.reward_shaping,
+        config.loop.reward_shaping,
         config.generation.max_new_tokens,
     )
 
@@ -60,7 +60,7 @@ def token_advantages(
     grpo = config.grpo
     sampled = sampled_mask(trajectories)
     lengths = [trajectory.response_tokens for trajectory in trajectories]
-    penalty = _token_penalty(config.loss_fn, batch)[sampled] if config.loss_fn.use_kl_in_reward else None
+    penalty = kl_penalty_of_tokens(config.loss_fn, batch)[sampled] if config.loss_fn.use_kl_in_reward else None
     if grpo.adv_estimator.name == "reinforce_plus_plus":
         by_token = reinforce_plus_plus_advantages(
             rewards, lengths, token_penalty=penalty, minus_baseline=grpo.adv_estimator.minus_baseline
@@ -94,7 +94,7 @@ def _group_relative(
     )
 
 
-def _token_penalty(loss: LossConfig, batch: SequenceBatch) -> Tensor:
+def kl_penalty_of_tokens(loss: LossConfig, batch: SequenceBatch) -> Tensor:
     """[sum(lengths)]: the KL penalty of each token under the policy that the step begins with.
 
     Its log-probabilities are the training framework's when they were computed, else those that sampling reported.
@@ -112,13 +112,13 @@ def _token_penalty(loss: LossConfig, batch: SequenceBatch) -> Tensor:
 def _parts(config: Config, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
     """[functions, groups, samples] and the weights, [functions]."""
     weights = {name: weight for one in config.env.values() for name, weight in one.weights_by_function().items()}
-    parts = reward_parts_by_group(trajectories, config.grpo.num_generations_per_prompt, list(weights))
+    parts = reward_parts_by_group(trajectories, config.loop.num_generations_per_prompt, list(weights))
     return parts, torch.tensor(list(weights.values()))
 
 
 def _scaled_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:
-    rewards = rewards_by_group(trajectories, config.grpo.num_generations_per_prompt)
-    return scale_rewards(rewards, config.grpo.reward_scaling)
+    rewards = rewards_by_group(trajectories, config.loop.num_generations_per_prompt)
+    return scale_rewards(rewards, config.loop.reward_scaling)
 
 
 def _counts(lengths: list[int]) -> Tensor:

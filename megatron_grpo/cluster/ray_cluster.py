@@ -22,6 +22,7 @@ class RayCluster:
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self._policy_group: PlacementGroup | None = None
+        self._value_group: PlacementGroup | None = None
         self._engine_groups: list[PlacementGroup] = []
 
     def start(self) -> None:
@@ -41,38 +42,49 @@ class RayCluster:
             object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
         )
 
-    def reserve(self, policy: ParallelConfig, generation: GenerationParallelConfig) -> None:
-        """Reserve GPUs for both sides; a no-op on CPU.
+    def reserve(
+        self, policy: ParallelConfig, generation: GenerationParallelConfig, value: ParallelConfig | None = None
+    ) -> None:
+        """Reserve GPUs for every side; a no-op on CPU.
 
-        Policy ranks fill whole nodes in rank order, so that tensor-parallel neighbours share a node. An engine that
-        fits a node gets one bundle there; a larger one gets a bundle per GPU, which vLLM's Ray executor fills.
+        Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
+        tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
+        bundle per GPU, which vLLM's Ray executor fills.
         """
         per_node = self.config.gpus_per_node
         if not per_node:
             return
-        world = policy.world_size
-        sizes = [min(per_node, world - start) for start in range(0, world, per_node)]
-        self._policy_group = placement_group([{"GPU": n, "CPU": n} for n in sizes], strategy="PACK")
+        self._policy_group = _whole_nodes(policy.world_size, per_node)
+        self._value_group = _whole_nodes(value.world_size, per_node) if value else None
         ranks = generation.ranks_per_engine
         bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
         self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
-        groups = [self._policy_group, *self._engine_groups]
+        trained = [group for group in (self._policy_group, self._value_group) if group]
+        groups = [*trained, *self._engine_groups]
         ready, late = ray.wait(
             [group.ready() for group in groups], num_returns=len(groups), timeout=self.config.startup_timeout_s
         )
         if late:
             free = ray.available_resources().get("GPU", 0)
+            critic = f"the value model {value.world_size}, " if value else ""
             raise RunError(
-                f"the cluster has not enough free GPUs: the policy needs {world}, generation "
+                f"the cluster has not enough free GPUs: the policy needs {policy.world_size}, {critic}generation "
                 f"{ranks * generation.data}; {free:g} are still free after placing {len(ready)} of {len(groups)} groups"
             )
 
     def policy_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one policy rank."""
-        if self._policy_group is None:
+        return self._rank_options(self._policy_group, rank)
+
+    def value_options(self, rank: int) -> dict[str, Any]:
+        """Ray options of one rank of the value model."""
+        return self._rank_options(self._value_group, rank)
+
+    def _rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
+        if group is None:
             return {"num_cpus": 0}
         bundle = rank // self.config.gpus_per_node
-        return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(self._policy_group, bundle)}
+        return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one generation engine."""
@@ -91,6 +103,11 @@ class RayCluster:
         """End what the run started; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
+
+
+def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:
+    sizes = [min(per_node, ranks - start) for start in range(0, ranks, per_node)]
+    return placement_group([{"GPU": n, "CPU": n} for n in sizes], strategy="PACK")
 
 
 def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

@@ -17,11 +17,11 @@ def algorithm_problems(config: Config) -> Iterator[Problem]:
     if config.loss_fn.force_on_policy_ratio and config.optimizer_steps_per_step > 1:
         text = (
             f"holds for the first optimizer step on a sample only, and there are {config.optimizer_steps_per_step}; "
-            "use grpo.num_iterations=1 and one minibatch"
+            f"use {'ppo.ppo_epochs' if config.algorithm == 'ppo' else 'grpo.num_iterations'}=1 and one minibatch"
         )
         yield Problem("loss_fn.force_on_policy_ratio=True", text)
-    generations, estimator = config.grpo.num_generations_per_prompt, config.grpo.adv_estimator
-    grouped = estimator.name != "reinforce_plus_plus" or estimator.minus_baseline
+    generations, estimator = config.loop.num_generations_per_prompt, config.grpo.adv_estimator
+    grouped = config.algorithm == "grpo" and (estimator.name != "reinforce_plus_plus" or estimator.minus_baseline)
     if generations < 2 and grouped:
         text = "the baseline of a sample comes from the others of its prompt; use 2 or more"
         yield Problem(f"grpo.num_generations_per_prompt={generations}", text)

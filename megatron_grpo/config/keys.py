@@ -80,6 +80,8 @@ def nearest(name: str) -> str | None:
         return close[0]
     word = name.rpartition(".")[2]
     same_word = [key for key in keys() if key.rpartition(".")[2] == word]
+    # The policy has keys of the same names as the value model, and is meant more often; so with GRPO and PPO.
+    same_word = [key for key in same_word if not key.startswith(("ppo.", "value."))] or same_word
     if same_word:
         return difflib.get_close_matches(name, same_word, n=1, cutoff=0.0)[0]
     close = difflib.get_close_matches(name, keys(), n=1, cutoff=0.6)
@@ -117,7 +119,15 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Docstrings under the fields of a class, which Python itself throws away."""
+    """Docstrings under the fields of a class and of those it inherits from, which Python itself throws away."""
+    docs: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs |= _own_field_docs(base)
+    return docs
+
+
+def _own_field_docs(section: type) -> dict[str, str]:
     (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(class_def, ast.ClassDef)
     docs = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from megatron_grpo.config.algorithm import algorithm_problems
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop import VALIDATION_PREFIX, loop_problems, validates
 from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.model_source import known_value_shape
+from megatron_grpo.config.ppo import ppo_problems
+from megatron_grpo.config.schema import Config, ParallelConfig
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
@@ -29,7 +32,30 @@ def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
         policy, generation = config.policy.parallel, config.generation.parallel
         problems += _split("policy.parallel", policy.tensor, policy.pipeline, shape)
         problems += _split("generation.parallel", generation.tensor, generation.pipeline, shape)
-    return problems
+        problems += _value_model(config, shape)
+    if config.algorithm == "ppo":
+        # The checks of the loop speak of grpo; its keys have the same names under ppo.
+        problems = [Problem(_of_ppo(config, one.subject), _of_ppo(config, one.text)) for one in problems]
+    return [*problems, *ppo_problems(config)]
+
+
+def _of_ppo(config: Config, text: str) -> str:
+    for key in dataclasses.asdict(config.ppo):
+        text = text.replace(f"grpo.{key}", f"ppo.{key}")
+    return text
+
+
+def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
+    if config.value_model is None:
+        return
+    shape = policy if config.value.model.path is None else known_value_shape(config)
+    if shape is None:
+        return
+    parallel = config.value.parallel
+    yield from _split("value.parallel", parallel.tensor, parallel.pipeline, shape)
+    if shape.vocab < policy.vocab:
+        text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
+        yield Problem(f"value.model.path={config.value.model.path}", text)
 
 
 def divisors(number: int, *others: int) -> str:
@@ -52,29 +78,39 @@ def _split(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Itera
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
-    parallel = config.policy.parallel
-    if parallel.context != 1:
-        yield Problem(f"policy.parallel.context={parallel.context}", "context parallelism is not supported yet; use 1")
-    if parallel.expert != 1:
-        text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
-        yield Problem(f"policy.parallel.expert={parallel.expert}", text)
-    if parallel.sequence and parallel.tensor == 1:
-        yield Problem("policy.parallel.sequence=True", "needs policy.parallel.tensor > 1")
+    for section, parallel in _trained(config):
+        if parallel.context != 1:
+            text = "context parallelism is not supported yet; use 1"
+            yield Problem(f"{section}.parallel.context={parallel.context}", text)
+        if parallel.expert != 1:
+            text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
+            yield Problem(f"{section}.parallel.expert={parallel.expert}", text)
+        if parallel.sequence and parallel.tensor == 1:
+            yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
+
+
+def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
+    """The layouts of the models that are trained, by section."""
+    value = [("value", config.value.parallel)] if config.algorithm == "ppo" else []
+    return [("policy", config.policy.parallel), *value]
 
 
 def _devices(config: Config) -> Iterator[Problem]:
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus_per_node == 0:
         return
-    policy, generation = config.policy.parallel.world_size, parallel.ranks_per_engine * parallel.data
+    needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
+    needs["generation.parallel"] = parallel.ranks_per_engine * parallel.data
     there = cluster.num_nodes * cluster.gpus_per_node
-    if policy + generation > there:
+    if sum(needs.values()) > there:
+        first, *rest = needs.items()
+        taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks}" for section, ranks in rest)])
         yield Problem(
             f"cluster.gpus_per_node={cluster.gpus_per_node}",
-            f"{cluster.num_nodes} node(s) have {there} GPUs, but policy.parallel takes {policy} and "
-            f"generation.parallel {generation}; make the layouts smaller or give more GPUs",
+            f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller or give more GPUs",
         )
-    for section, tensor in (("policy", config.policy.parallel.tensor), ("generation", parallel.tensor)):
+    tensors = [(section, layout.tensor) for section, layout in _trained(config)]
+    for section, tensor in [*tensors, ("generation", parallel.tensor)]:
         if tensor > cluster.gpus_per_node:
             text = (
                 f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
@@ -83,11 +119,11 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    generations = config.grpo.num_generations_per_prompt
-    for key, parts, what, prompts in (
-        ("policy.parallel.data", config.policy.parallel.data, "data-parallel ranks", config.grpo.num_prompts_per_step),
-        ("generation.parallel.data", config.generation.parallel.data, "engines", config.prompts_per_generation_batch),
-    ):
+    generations = config.loop.num_generations_per_prompt
+    step, together = config.loop.num_prompts_per_step, config.prompts_per_generation_batch
+    trained = [(f"{name}.parallel.data", layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
+    engines = ("generation.parallel.data", config.generation.parallel.data, "engines", together)
+    for key, parts, what, prompts in [*trained, engines]:
         samples = prompts * generations
         if samples % parts:
             yield Problem(
@@ -109,27 +145,31 @@ def _lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     if shape is not None and 0 < shape.max_positions < longest:
         text = f"the model has {shape.max_positions} positions; use at most that"
         yield Problem(f"policy.max_total_sequence_length={longest}", text)
-    for name in ("microbatch_tokens", "logprob_microbatch_tokens"):
-        tokens = getattr(policy, name)
+    for key, tokens in (
+        ("policy.microbatch_tokens", policy.microbatch_tokens),
+        ("policy.logprob_microbatch_tokens", policy.logprob_microbatch_tokens),
+        ("value.microbatch_tokens", config.value.microbatch_tokens),
+    ):
         if tokens is not None and tokens < longest:
             text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
-            yield Problem(f"policy.{name}={tokens}", text)
+            yield Problem(f"{key}={tokens}", text)
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer = config.policy.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        text = f"is above policy.optimizer.lr={optimizer.lr:g}, which it is the end of"
-        yield Problem(f"policy.optimizer.min_lr={optimizer.min_lr:g}", text)
-    # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
-    decay = optimizer.decay_steps
-    if optimizer.decay_style != "constant" and decay is not None and optimizer.warmup_steps >= decay:
-        text = f"leaves no step for the decay, which ends at step {decay}"
-        yield Problem(f"policy.optimizer.warmup_steps={optimizer.warmup_steps}", text)
+    value = [("value", config.value.optimizer)] if config.algorithm == "ppo" else []
+    for section, optimizer in [("policy", config.policy.optimizer), *value]:
+        if optimizer.min_lr > optimizer.lr:
+            text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"
+            yield Problem(f"{section}.optimizer.min_lr={optimizer.min_lr:g}", text)
+        # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
+        decay = optimizer.decay_steps
+        if optimizer.decay_style != "constant" and decay is not None and optimizer.warmup_steps >= decay:
+            text = f"leaves no step for the decay, which ends at step {decay}"
+            yield Problem(f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}", text)
 
 
 def _reward_scaling(config: Config) -> Iterator[Problem]:
-    scaling = config.grpo.reward_scaling
+    scaling = config.loop.reward_scaling
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
         yield Problem(f"grpo.reward_scaling.source_min={scaling.source_min:g}", text)

@@ -21,36 +21,38 @@ def loop_problems(config: Config) -> Iterator[Problem]:
 
 def validates(config: Config) -> bool:
     """Whether a run validates at all."""
-    grpo = config.grpo
-    return config.data.val_path is not None and bool(grpo.val_period or grpo.val_at_start or grpo.val_at_end)
+    loop = config.loop
+    return config.data.val_path is not None and bool(loop.val_period or loop.val_at_start or loop.val_at_end)
 
 
 def _optimizer_steps(config: Config) -> Iterator[Problem]:
-    size, samples, data = config.policy.train_global_batch_samples, config.samples_per_step, config.policy.parallel.data
-    if size is None:
-        return
-    subject = f"policy.train_global_batch_samples={size}"
-    if samples % size:
-        yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
-    elif size % data:
-        yield Problem(subject, f"does not share out evenly over policy.parallel.data={data} ranks")
+    samples = config.samples_per_step
+    for section, model in (("policy", config.policy), ("value", config.value_model)):
+        if model is None or model.train_global_batch_samples is None:
+            continue
+        size, data = model.train_global_batch_samples, model.parallel.data
+        subject = f"{section}.train_global_batch_samples={size}"
+        if samples % size:
+            yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
+        elif size % data:
+            yield Problem(subject, f"does not share out evenly over {section}.parallel.data={data} ranks")
 
 
 def _dynamic_sampling(config: Config) -> Iterator[Problem]:
-    grpo = config.grpo
-    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+    loop = config.loop
+    if loop.batch_multiplier != 1 and not loop.use_dynamic_sampling:
         text = "samples prompts that nothing would train on; needs grpo.use_dynamic_sampling=true"
-        yield Problem(f"grpo.batch_multiplier={grpo.batch_multiplier:g}", text)
+        yield Problem(f"grpo.batch_multiplier={loop.batch_multiplier:g}", text)
 
 
 def _reference(config: Config) -> Iterator[Problem]:
-    if config.grpo.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0:
+    if config.loop.sync_ref_model and config.loss_fn.reference_policy_kl_penalty == 0:
         text = "there is no reference policy to move; needs loss_fn.reference_policy_kl_penalty > 0"
         yield Problem("grpo.sync_ref_model=True", text)
 
 
 def _early_stop(config: Config) -> Iterator[Problem]:
-    stop = config.grpo.early_stop
+    stop = config.loop.early_stop
     if not stop.enabled:
         return
     if stop.threshold is None and stop.patience is None:
@@ -59,6 +61,6 @@ def _early_stop(config: Config) -> Iterator[Problem]:
     if not stop.metric_name.startswith(VALIDATION_PREFIX):
         text = f"is no validation metric; their names begin with {VALIDATION_PREFIX}, for example val_accuracy"
         yield Problem(f"grpo.early_stop.metric_name={stop.metric_name}", text)
-    if config.data.val_path is None or config.grpo.val_period == 0:
+    if config.data.val_path is None or config.loop.val_period == 0:
         text = "decides after a validation; needs data.val_path and grpo.val_period"
         yield Problem("grpo.early_stop.enabled=True", text)

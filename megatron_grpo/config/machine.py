@@ -20,7 +20,7 @@ def machine_problems(config: Config) -> list[Problem]:
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return missing_gpus
-    return [*_nodes(config), *_model(config), *_data(config), *_folders(config)]
+    return [*_nodes(config), *_model(config), *_value_model(config), *_data(config), *_folders(config)]
 
 
 def visible_gpus() -> int:
@@ -56,6 +56,28 @@ def _model(config: Config) -> Iterator[Problem]:
     if made_before_the_run(config, path):
         return
     subject = f"policy.model.path={path}"
+    unusable = list(_unusable(subject, path, reward_models=False))
+    yield from unusable
+    if unusable or is_hub_name(path):
+        return  # of a hub model the rest is downloaded when the run starts
+    yield from _no_weights(subject, Path(path))
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+
+
+def _value_model(config: Config) -> Iterator[Problem]:
+    path = config.value.model.path
+    if path is None or made_before_the_run(config, path):
+        return
+    subject = f"value.model.path={path}"
+    unusable = list(_unusable(subject, path, reward_models=True))
+    yield from unusable
+    if not unusable and not is_hub_name(path):
+        yield from _no_weights(subject, Path(path))
+
+
+def _unusable(subject: str, path: str, *, reward_models: bool) -> Iterator[Problem]:
+    """Why this is no model that can be trained: it is not there, or its config.json is of another kind."""
     if is_hub_name(path):
         reason = None if local_folder(path) else _fetch_config(path)
         if reason is not None:
@@ -68,18 +90,15 @@ def _model(config: Config) -> Iterator[Problem]:
     folder = local_folder(path)
     assert folder is not None
     try:
-        ModelShape.from_folder(folder)
+        ModelShape.from_folder(folder, reward_models=reward_models)
     except ValueError as error:
         yield Problem(subject, str(error))
-        return
-    if is_hub_name(path):
-        return  # the rest is downloaded when the run starts
+
+
+def _no_weights(subject: str, folder: Path) -> Iterator[Problem]:
     if not any(folder.glob("*.safetensors")):
-        yield Problem(
-            subject, "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
-        )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+        text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+        yield Problem(subject, text)
 
 
 def _fetch_config(path: str) -> str | None:

@@ -14,6 +14,9 @@ FAMILY_OF_ARCHITECTURE: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
 }
 
+_REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of architectures whose output is a score."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -35,10 +38,12 @@ class ModelShape:
     max_positions: int
     qkv_bias: bool
     qk_norm: bool
+    value_head: Literal["fresh", "stored"] | None = None
+    """The output is one number a token instead of logits: a new head, or the one in the folder of a reward model."""
 
     @staticmethod
-    def from_folder(path: str | Path) -> ModelShape:
-        """Read `path`/config.json.
+    def from_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
+        """Read `path`/config.json; reward models are refused unless they are asked for.
 
         Raises:
             ValueError: no such file, not JSON, or an architecture or option without support; the message says which.
@@ -50,21 +55,25 @@ class ModelShape:
             raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not valid JSON: {error}") from None
-        return ModelShape.from_hf_config(raw)
+        return ModelShape.from_hf_config(raw, reward_models=reward_models)
 
     @staticmethod
-    def from_hf_config(raw: dict[str, Any]) -> ModelShape:
+    def from_hf_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
         """From the contents of a config.json (transformers 4 and 5 spellings of the RoPE settings).
 
         Raises:
             ValueError: the architecture or one of its options has no support.
         """
-        architectures = raw.get("architectures") or ["(none)"]
-        family = FAMILY_OF_ARCHITECTURE.get(architectures[0])
+        architecture = (raw.get("architectures") or ["(none)"])[0]
+        scores = reward_models and architecture.endswith(_REWARD_HEADS)
+        base = architecture.split("For")[0] + "ForCausalLM" if scores else architecture
+        family = FAMILY_OF_ARCHITECTURE.get(base)
         if family is None:
             raise ValueError(
-                f"architecture {architectures[0]} is not supported; supported: {', '.join(FAMILY_OF_ARCHITECTURE)}"
+                f"architecture {architecture} is not supported; supported: {', '.join(FAMILY_OF_ARCHITECTURE)}"
             )
+        if scores:
+            _require_one_label(raw, architecture)
         _refuse_unsupported(raw, family)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -85,7 +94,14 @@ class ModelShape:
             max_positions=int(raw.get("max_position_embeddings", 0)),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
+            value_head="stored" if scores else None,
         )
+
+
+def _require_one_label(raw: dict[str, Any], architecture: str) -> None:
+    labels = raw.get("num_labels") or len(raw.get("id2label") or {}) or 2  # what transformers takes without either
+    if labels != 1:
+        raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
 
 
 def _refuse_unsupported(raw: dict[str, Any], family: Family) -> None:

@@ -29,8 +29,12 @@ def local_folder(path: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def model_folder(path: str) -> Path:
+def model_folder(path: str, key: str = "policy.model.path") -> Path:
     """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
+
+    Args:
+        path: a folder or a hub name.
+        key: where the configuration says it, for the message.
 
     Raises:
         RunError: it cannot be downloaded.
@@ -44,7 +48,7 @@ def model_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise RunError(f"policy.model.path={path} could not be downloaded: {reason}") from error
+        raise RunError(f"{key}={path} could not be downloaded: {reason}") from error
 
 
 def known_shape(config: Config) -> ModelShape | None:
@@ -60,6 +64,18 @@ def known_shape(config: Config) -> ModelShape | None:
         return None
     try:
         return ModelShape.from_folder(folder)
+    except ValueError:
+        return None  # the check of files says what is wrong with it
+
+
+def known_value_shape(config: Config) -> ModelShape | None:
+    """Sizes of value.model.path, a reward model perhaps, as far as this machine knows them; None: it is not here."""
+    assert config.value.model.path is not None
+    folder = local_folder(config.value.model.path)
+    if folder is None:
+        return None
+    try:
+        return ModelShape.from_folder(folder, reward_models=True)
     except ValueError:
         return None  # the check of files says what is wrong with it
 

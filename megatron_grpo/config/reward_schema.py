@@ -81,7 +81,7 @@ def reward_problems(config: Config) -> Iterator[Problem]:
         if config.data.answer_key is None and environment.type != REWARD_FUNCTIONS:
             text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
             yield Problem("data.answer_key=None", text)
-    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
     if low is not None and high is not None and low == high:
         yield Problem(f"grpo.advantage_clip_low={low:g}", "equals grpo.advantage_clip_high, which leaves no advantage")
 
@@ -141,7 +141,7 @@ def _conflicting_weights(config: Config) -> Iterator[Problem]:
 
 
 def _shaping(config: Config) -> Iterator[Problem]:
-    shaping, longest = config.grpo.reward_shaping, config.generation.max_new_tokens
+    shaping, longest = config.loop.reward_shaping, config.generation.max_new_tokens
     if not shaping.enabled:
         return
     prefix, buffer = "grpo.reward_shaping", shaping.overlong_buffer_length

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_grpo.config.loop_schema import EarlyStopConfig as EarlyStopConfig
+from megatron_grpo.config.loop_schema import LoopConfig as LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig as LossConfig
+from megatron_grpo.config.ppo_schema import MseValueLossConfig as MseValueLossConfig
+from megatron_grpo.config.ppo_schema import PPOConfig as PPOConfig
 from megatron_grpo.config.reward_schema import AdvantageEstimatorConfig as AdvantageEstimatorConfig
 from megatron_grpo.config.reward_schema import RewardScalingConfig as RewardScalingConfig
 from megatron_grpo.config.reward_schema import RewardShapingConfig as RewardShapingConfig
@@ -70,7 +74,7 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up from 0 to lr."""
 
     decay_steps: Positive | None = None
-    """Optimizer steps until min_lr is reached, warm-up included; null: those of grpo.max_num_steps steps."""
+    """Optimizer steps until min_lr is reached, warm-up included; null: those of max_num_steps steps."""
 
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
@@ -128,6 +132,36 @@ class PolicyConfig(Section):
 
     timeout_s: Seconds = 1800.0
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
+
+
+@dataclass(kw_only=True)
+class ValueModelConfig(Section):
+    """What the value model starts from."""
+
+    path: str | None = None
+    """A model of the policy's format, whose value head starts at zero; or a reward model (ForSequenceClassification or
+    ForTokenClassification with one label), whose score is the head; null: policy.model.path."""
+
+
+@dataclass(kw_only=True)
+class ValueConfig(Section):
+    """The value model of PPO: what is null is as in the policy."""
+
+    model: ValueModelConfig = field(default_factory=ValueModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Type of weights and activations."""
+
+    microbatch_tokens: Positive | None = None
+    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+
+    train_global_batch_samples: Positive | None = None
+    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
+
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 switches clipping off."""
 
 
 @dataclass(kw_only=True)
@@ -222,46 +256,8 @@ class RefitConfig(Section):
 
 
 @dataclass(kw_only=True)
-class EarlyStopConfig(Section):
-    """End training when a validation metric is good enough, or has stopped improving."""
-
-    enabled: bool = False
-    """Whether training may end before grpo.max_num_steps."""
-
-    metric_name: str = "val_accuracy"
-    """Validation metric that decides."""
-
-    higher_is_better: bool = True
-    """Direction of metric_name."""
-
-    threshold: float | None = None
-    """End when the metric reaches this; null is off."""
-
-    patience: Positive | None = None
-    """End after this many validations in a row that did not improve on the best one; null is off."""
-
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """The best value has to be exceeded by more than this to count as an improvement."""
-
-
-@dataclass(kw_only=True)
-class GRPOConfig(Section):
-    """The training loop."""
-
-    num_prompts_per_step: Positive = 32
-    """Prompts of one step."""
-
-    num_generations_per_prompt: Positive = 16
-    """Responses sampled for each prompt; samples of a step = prompts * generations."""
-
-    max_num_epochs: Positive = 1
-    """Passes over the training data after which training ends."""
-
-    max_num_steps: Positive = 1000
-    """Steps after which training ends."""
-
-    max_rollout_turns: Annotated[int, Field(ge=1, le=1)] = 1
-    """Model turns of one rollout. Only 1 so far."""
+class GRPOConfig(LoopConfig):
+    """The training loop of GRPO; read with algorithm=grpo."""
 
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards."""
@@ -272,65 +268,10 @@ class GRPOConfig(Section):
     use_leave_one_out_baseline: bool = True
     """Baseline of a sample: mean reward of the *other* samples of its group (true) or of the whole group (false)."""
 
-    overlong_filtering: bool = False
-    """Leave truncated responses out of the loss; they still count in the baseline."""
-
-    advantage_clip_low: Annotated[float, Field(le=0)] | None = None
-    """Advantages below are raised to this; null is no bound."""
-
-    advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
-    """Advantages above are lowered to this; null is no bound."""
-
     adv_estimator: AdvantageEstimatorConfig = field(default_factory=AdvantageEstimatorConfig)
-    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
-    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
-
-    use_dynamic_sampling: bool = False
-    """Train only on prompts whose samples differ in reward, sampling further prompts until a step is full (DAPO)."""
-
-    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
-    """Prompts sampled together = num_prompts_per_step * this, rounded down; needs use_dynamic_sampling."""
-
-    dynamic_sampling_max_gen_batches: Positive = 10
-    """Most generation batches of one step with use_dynamic_sampling; past them the run stops with an error."""
 
     num_iterations: Positive = 1
     """Passes of the optimizer over the samples of a step (mu)."""
-
-    seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
-    """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""
-
-    sync_ref_model: bool = False
-    """Move the reference policy towards the policy during training (TR-DPO); needs a KL penalty."""
-
-    ref_model_mixup_alpha: Fraction = 0.6
-    """Share of the policy in the mixture: reference = alpha * policy + (1 - alpha) * reference."""
-
-    ref_model_sync_steps: Positive = 512
-    """Steps between two such moves."""
-
-    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-
-    val_period: NonNegative = 10
-    """Steps between validations; 0 is never."""
-
-    val_batch_size: Positive = 256
-    """Validation prompts generated together."""
-
-    val_at_start: bool = True
-    """Validate before the first step."""
-
-    val_at_end: bool = True
-    """Validate after the last step."""
-
-    max_val_samples: Positive = 256
-    """Most validation prompts used."""
-
-    val_temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
-
-    seed: int = 42
-    """Seed of everything random in the run."""
 
 
 @dataclass(kw_only=True)
@@ -488,6 +429,10 @@ class PrepareConfig(Section):
 class Config(Section):
     """One run."""
 
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """What trains the policy: grpo compares the samples of a prompt, ppo asks a value model. Each reads the section of
+    its name."""
+
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
 
@@ -495,11 +440,14 @@ class Config(Section):
     """Folder of everything the run writes. One that already holds this run resumes it."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
+    value_loss_fn: MseValueLossConfig = field(default_factory=MseValueLossConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
     """Environments by task name."""
 
@@ -510,22 +458,61 @@ class Config(Section):
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     @property
+    def loop(self) -> LoopConfig:
+        """The section of the algorithm that runs."""
+        return self.ppo if self.algorithm == "ppo" else self.grpo
+
+    @property
+    def value_model(self) -> PolicyConfig | None:
+        """The value model as its ranks build and train it; None: the algorithm has none."""
+        if self.algorithm != "ppo":
+            return None
+        value, policy = self.value, self.policy
+        return replace(
+            policy,
+            model=ModelConfig(path=value.model.path or policy.model.path),
+            parallel=value.parallel,
+            optimizer=value.optimizer,
+            precision=value.precision or policy.precision,
+            microbatch_tokens=value.microbatch_tokens or policy.microbatch_tokens,
+            logprob_microbatch_tokens=value.microbatch_tokens or policy.logprob_microbatch_tokens,
+            train_global_batch_samples=value.train_global_batch_samples,
+            max_grad_norm=value.max_grad_norm,
+        )
+
+    @property
     def samples_per_step(self) -> int:
         """Responses that one step trains on."""
-        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        return self.loop.num_prompts_per_step * self.loop.num_generations_per_prompt
 
     @property
     def prompts_per_generation_batch(self) -> int:
         """Prompts sampled together."""
-        return int(self.grpo.num_prompts_per_step * self.grpo.batch_multiplier)
+        return int(self.loop.num_prompts_per_step * self.loop.batch_multiplier)
+
+    @property
+    def passes_per_step(self) -> int:
+        """Passes of the optimizer over the samples of a step."""
+        return self.ppo.ppo_epochs if self.algorithm == "ppo" else self.grpo.num_iterations
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Optimizer steps on the samples of one step."""
-        samples = self.samples_per_step
-        return self.grpo.num_iterations * -(-samples // (self.policy.train_global_batch_samples or samples))
+        """Optimizer steps of the policy on the samples of one step."""
+        return self._optimizer_steps(self.policy)
 
     @property
     def decay_steps(self) -> int:
-        """Optimizer steps of the learning-rate schedule."""
-        return self.policy.optimizer.decay_steps or self.grpo.max_num_steps * self.optimizer_steps_per_step
+        """Optimizer steps of the policy's learning-rate schedule."""
+        waiting = self.ppo.policy_training_start_step if self.algorithm == "ppo" else 0
+        steps = max(self.loop.max_num_steps - waiting, 1)
+        return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
+
+    @property
+    def value_decay_steps(self) -> int:
+        """Optimizer steps of the value model's learning-rate schedule."""
+        assert self.value_model is not None
+        return self.value.optimizer.decay_steps or self.loop.max_num_steps * self._optimizer_steps(self.value_model)
+
+    def _optimizer_steps(self, model: PolicyConfig) -> int:
+        samples = self.samples_per_step
+        return self.passes_per_step * -(-samples // (model.train_global_batch_samples or samples))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megatron_grpo.config.model_shape import Family, ModelShape
 from megatron_grpo.models import llama, qwen2, qwen3
+from megatron_grpo.models.value_head import with_value_head
 from megatron_grpo.models.weight_map import WeightEntry
 
 _TABLES: dict[Family, Callable[[bool], tuple[WeightEntry, ...]]] = {
@@ -17,4 +18,5 @@ _TABLES: dict[Family, Callable[[bool], tuple[WeightEntry, ...]]] = {
 
 def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """The weight map of a model, in the order in which tensors are exported."""
-    return _TABLES[shape.family](shape.tied_embeddings)
+    entries = _TABLES[shape.family](shape.tied_embeddings)
+    return entries if shape.value_head is None else with_value_head(entries, shape)

@@ -34,6 +34,10 @@ class HFFolderReader:
         self._handles: dict[Path, Any] = {}
         self._file_of = self._locate()
 
+    def has(self, name: str) -> bool:
+        """Whether the folder holds a tensor of this name."""
+        return name in self._file_of
+
     def read(self, wanted: WeightSlice) -> Tensor:
         """The slice, contiguous, on the CPU, in the dtype of the file.
 

@@ -70,6 +70,9 @@ def load_hf_weights(model: Any, shape: ModelShape, folder: str | Path) -> None:
     rank, size = model.pg_collection.tp.rank(), model.pg_collection.tp.size()
     for bound in bound_entries(model, shape):
         slices = bound.entry.slices(shape, bound.layer, rank, size)
+        if bound.entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
+            bound.parameter.zero_()
+            continue
         parts = [reader.read(wanted) for wanted in slices]
         merged = bound.entry.merge_slices(parts, shape, rows=bound.parameter.shape[0])
         assert merged.shape == bound.parameter.shape, (bound.entry.megatron, merged.shape, bound.parameter.shape)

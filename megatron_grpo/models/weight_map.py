@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_grpo.config.model_shape import ModelShape
 
-Dim = Literal["vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim"]
-"""A dimension of a tensor; "heads" and "kv_heads" are in units of features: heads * head_dim."""
+Dim = Literal["vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "score"]
+"""A dimension of a tensor; "heads" and "kv_heads" are in units of features: heads * head_dim; "score" is 1."""
 
 Merge = Literal["plain", "qkv", "gate_up", "vocab"]
 """How slices of several tensors become one parameter:
@@ -72,6 +72,8 @@ class WeightEntry:
     merge: Merge = "plain"
     copy: bool = False
     """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
+    zero_if_absent: bool = False
+    """A folder without these tensors is complete: they are new, and start at zero."""
 
     def slices(self, model: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[WeightSlice]:
         """What rank `tp_rank` of `tp_size` holds of each tensor, in the order of `hf`; `layer` counts from 0."""
@@ -126,6 +128,7 @@ def dim_size(dim: Dim, model: ModelShape) -> int:
         "heads": model.attention_heads * model.head_dim,
         "kv_heads": model.key_value_heads * model.head_dim,
         "head_dim": model.head_dim,
+        "score": 1,
     }[dim]
 
 

@@ -42,7 +42,7 @@ class RunLogger:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
         if config.logger.wandb.enabled:
             self._trackers.append(WandbTracker(self.run_dir, config))
-        self._progress = Progress(config.grpo.max_num_steps, live=config.logger.progress)
+        self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
         self._logging_s = 0.0
         self._startup_s = 0.0
         self._started = time.monotonic()
@@ -124,12 +124,11 @@ class RunLogger:
     def finish(self) -> None:
         """The run is complete: write summary.json and the plot, and print the outcome."""
         train_s = self._earlier_s + time.monotonic() - self._started
-        grpo = self.config.grpo
         summary = write_summary(
             self.run_dir,
             startup_s=self._startup_s,
             train_s=train_s,
-            samples_per_step=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+            samples_per_step=self.config.samples_per_step,
         )
         plot = plot_run(self.run_dir)
         accuracy = ""

@@ -1,4 +1,4 @@
-"""A policy rank's part of a Megatron distributed checkpoint: weights, optimizer, schedule and random state."""
+"""A rank's part of a Megatron distributed checkpoint: weights, optimizer, schedule and random state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_grpo.policy.engine import MegatronEngine
+from megatron_grpo.policy.engine import TokenEngine
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_engine(engine: MegatronEngine, folder: str) -> None:
-    """Write this rank's part to an existing, empty folder; collective over all policy ranks."""
+def save_engine(engine: TokenEngine, folder: str) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all ranks of the model."""
     state = _sharded_state(engine, is_loading=False)
     state["random"] = _random_state_shard()
     if engine.reference_moved and engine.reference is not None:
@@ -28,10 +28,10 @@ def save_engine(engine: MegatronEngine, folder: str) -> None:
     dist_checkpointing.save(state, folder, content_metadata=_METADATA)
 
 
-def load_engine(engine: MegatronEngine, folder: str) -> None:
-    """Load a folder that `save_engine` wrote, also in another layout; collective over all policy ranks.
+def load_engine(engine: TokenEngine, folder: str) -> None:
+    """Load a folder that `save_engine` wrote, also in another layout; collective over all ranks of the model.
 
-    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the policy computes
+    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
     draws from it as long as the model has no dropout.
     """
     state = _sharded_state(engine, is_loading=True)
@@ -54,7 +54,7 @@ def load_engine(engine: MegatronEngine, folder: str) -> None:
         get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
-def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(engine: TokenEngine, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
     model = engine.model.sharded_state_dict(metadata=metadata)
     with _padding_counted_as_content(engine):
@@ -73,7 +73,7 @@ def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any
 
 
 @contextmanager
-def _padding_counted_as_content(engine: MegatronEngine) -> Iterator[None]:
+def _padding_counted_as_content(engine: TokenEngine) -> Iterator[None]:
     """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
 
     It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and

@@ -1,8 +1,9 @@
-"""One rank of the policy: its shard of the model, log-probabilities and optimizer steps. Knows nothing of Ray."""
+"""One rank of a model in training: its shard, a number for each token, optimizer steps. Knows nothing of Ray."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,81 +35,36 @@ class _Microbatch:
     """[sequences, padded length] on the device."""
 
 
-class MegatronEngine:
-    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
+class TokenEngine(ABC):
+    """A rank's share of a model that says one number of each token, and of the model's optimizer.
 
     Args:
-        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
-        shape: of the model in config.model.path.
-        folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none.
-        temperature: sampling temperature, which log-probabilities are taken under.
+        model: this rank's shard, its weights loaded.
+        config: how it is trained; torch.distributed and Megatron's groups are set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        shape: ModelShape,
-        folder: str,
-        *,
-        reference: ReferenceConfig | None,
-        temperature: float,
-        decay_steps: int,
-    ) -> None:
-        self.config, self.shape, self.temperature = config, shape, temperature
-        self.model = self._build(folder)
-        self.optimizer = PolicyOptimizer(self.model, config, decay_steps)
-        self.reference: GPTModel | None = None
-        self.reference_moved = False
-        """Whether the reference policy is no longer the model in `folder`, so that a checkpoint has to hold it."""
-        self._offload_reference = reference is not None and reference.offload
-        if reference is not None:
-            self.reference = self._build(folder).eval().requires_grad_(False)
-            if self._offload_reference:
-                self.reference.to("cpu")
+    reference: GPTModel | None = None
+    """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
+    reference_moved = False
+    """Whether the reference policy is no longer the model that the run started from."""
 
-    def _build(self, folder: str) -> GPTModel:
-        model = build_model(
-            self.shape,
-            self.config.parallel,
-            precision=self.config.precision,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
-        load_hf_weights(model, self.shape, folder)
-        return model
+    def __init__(self, model: GPTModel, config: PolicyConfig, decay_steps: int) -> None:
+        self.model, self.config = model, config
+        self.optimizer = PolicyOptimizer(model, config, decay_steps)
 
     @property
     def is_reporter(self) -> bool:
         """Whether this rank speaks for its data-parallel replica: last pipeline stage, tensor rank 0."""
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token of `batch` under the current weights.
+    @abstractmethod
+    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """What the last stage gives -> the number of each token: [sequences, length], float32, 0 at the first."""
 
-        Returns:
-            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
-        """
-        self.model.eval()
-        return self._forward_logprobs(self.model, batch, microbatches)
-
-    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """The same under the frozen reference policy."""
-        assert self.reference is not None, "the reference policy was not loaded"
-        if self._offload_reference:
-            self.reference.to(current_platform().device)
-        logprobs = self._forward_logprobs(self.reference, batch, microbatches)
-        if self._offload_reference:
-            self.reference.to("cpu")
-        return logprobs
-
-    @torch.no_grad()
-    def sync_reference(self, alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
-        assert self.reference is not None, "the reference policy was not loaded"
-        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
-            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
-        self.reference_moved = True
+    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
+        """Further entries of `tokens` that the loss asks for, each [sequences, length]."""
+        return {}
 
     def train(
         self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -134,23 +90,23 @@ class MegatronEngine:
         self.model.train()
         self.optimizer.zero_grad()
 
-        def loss_of(logits: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs = self._token_logprobs(logits, microbatch)
+        def loss_of(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             length = microbatch.token_ids.shape[1]
             tokens = {name: microbatch.batch.padded(name, length) for name in microbatch.batch.tokens}
-            if loss_fn.needs_entropy:
-                tokens["entropy"] = self._token_entropy(logits)
-            loss, metrics = loss_fn(logprobs, tokens, counts)
+            tokens |= self._loss_entries(output, loss_fn)
+            loss, metrics = loss_fn(self._of_tokens(output, microbatch.token_ids), tokens, counts)
             # The schedule asks for a token count to average by; `counts` has already done that.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
         return self._run_schedule(self.optimizer.model, batch, microbatches, loss_of, forward_only=False)
 
     @torch.no_grad()
-    def _forward_logprobs(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        def keep(logits: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-            logprobs = self._token_logprobs(logits, microbatch)
-            return logprobs.new_zeros(()), logprobs.new_zeros((), dtype=torch.int), microbatch.batch.unpad(logprobs)
+    def _forward_tokens(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """The number of every token of `batch`: [sum(lengths)], on the host, on the reporter; None elsewhere."""
+
+        def keep(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+            values = self._of_tokens(output, microbatch.token_ids)
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), microbatch.batch.unpad(values)
 
         pieces = self._run_schedule(model, batch, microbatches, keep, forward_only=True)
         if not self.is_reporter:
@@ -160,23 +116,6 @@ class MegatronEngine:
             for index, values in zip(indices, piece.cpu().split([batch.lengths[i] for i in indices]), strict=True):
                 by_sequence[index] = values
         return torch.cat(by_sequence)
-
-    def _token_logprobs(self, logits: Tensor, microbatch: _Microbatch) -> Tensor:
-        return token_logprobs(
-            logits,
-            microbatch.token_ids,
-            self._shard(logits),
-            temperature=self.temperature,
-            chunk_tokens=self.config.logprob_chunk_size,
-        )
-
-    def _token_entropy(self, logits: Tensor) -> Tensor:
-        chunk = self.config.logprob_chunk_size
-        return token_entropy(logits, self._shard(logits), temperature=self.temperature, chunk_tokens=chunk)
-
-    def _shard(self, logits: Tensor) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_shard(self.shape.vocab, logits.shape[-1], group)
 
     def _run_schedule(
         self,
@@ -193,8 +132,7 @@ class MegatronEngine:
             microbatch: _Microbatch = next(data)
             token_ids = microbatch.token_ids
             positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-            logits = module(token_ids, positions, None)
-            return logits, lambda output: finish(output, microbatch)
+            return module(token_ids, positions, None), lambda output: finish(output, microbatch)
 
         prepared = [self._prepare(batch, indices) for indices in microbatches]
         longest = max(one.token_ids.shape[1] for one in prepared)
@@ -214,3 +152,91 @@ class MegatronEngine:
         multiple = self.config.parallel.sequence_multiple
         length = -(-max(selected.lengths) // multiple) * multiple
         return _Microbatch(batch=selected, token_ids=selected.padded("token_ids", length))
+
+
+class MegatronEngine(TokenEngine):
+    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
+
+    Args:
+        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
+        shape: of the model in config.model.path.
+        folder: the model's folder in Hugging Face format.
+        reference: how to hold the reference policy; None: there is none.
+        temperature: sampling temperature, which log-probabilities are taken under.
+        decay_steps: optimizer steps of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        shape: ModelShape,
+        folder: str,
+        *,
+        reference: ReferenceConfig | None,
+        temperature: float,
+        decay_steps: int,
+    ) -> None:
+        self.shape, self.temperature = shape, temperature
+        super().__init__(self._build(folder, config), config, decay_steps)
+        self._offload_reference = reference is not None and reference.offload
+        if reference is not None:
+            self.reference = self._build(folder, config).eval().requires_grad_(False)
+            if self._offload_reference:
+                self.reference.to("cpu")
+
+    def _build(self, folder: str, config: PolicyConfig) -> GPTModel:
+        model = build_model(
+            self.shape,
+            config.parallel,
+            precision=config.precision,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        load_hf_weights(model, self.shape, folder)
+        return model
+
+    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """Log-probability of every token of `batch` under the current weights.
+
+        Returns:
+            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+        """
+        self.model.eval()
+        return self._forward_tokens(self.model, batch, microbatches)
+
+    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """The same under the frozen reference policy."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        if self._offload_reference:
+            self.reference.to(current_platform().device)
+        logprobs = self._forward_tokens(self.reference, batch, microbatches)
+        if self._offload_reference:
+            self.reference.to("cpu")
+        return logprobs
+
+    @torch.no_grad()
+    def sync_reference(self, alpha: float) -> None:
+        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
+        self.reference_moved = True
+
+    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """Log-probabilities, from logits."""
+        return token_logprobs(
+            output,
+            token_ids,
+            self._shard(output),
+            temperature=self.temperature,
+            chunk_tokens=self.config.logprob_chunk_size,
+        )
+
+    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
+        if not loss_fn.needs_entropy:
+            return {}
+        chunk = self.config.logprob_chunk_size
+        return {"entropy": token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)}
+
+    def _shard(self, logits: Tensor) -> VocabShard:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return vocab_shard(self.shape.vocab, logits.shape[-1], group)

@@ -42,11 +42,12 @@ class LossFunction(Protocol):
         """Whether tokens["entropy"] is wanted: the exact entropy of each token's distribution, with gradient."""
 
     def __call__(
-        self, curr_logprobs: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
+        self, curr_logprobs: Tensor, /, tokens: dict[str, Tensor], counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """
         Args:
-            curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t.
+            curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t. What a
+                value model trains on gets values here.
             tokens: entries of SequenceBatch.tokens, each [sequences, length], float32, zero on padding; "entropy" too
                 when needs_entropy.
             counts: of the whole step.

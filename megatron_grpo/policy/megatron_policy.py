@@ -1,9 +1,10 @@
-"""The policy as the driver sees it: many Megatron-Core ranks behind one object."""
+"""A model in training as the driver sees it: many Megatron-Core ranks behind one object; the policy is one."""
 
 from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_grpo.policy.interface import (
 )
 from megatron_grpo.policy.worker import (
     EngineSettings,
+    ModelSettings,
     PolicyWorker,
     RankPlace,
     load_checkpoint,
@@ -48,19 +50,26 @@ class _Shard:
         return [index for microbatch in self.microbatches for index in microbatch]
 
 
-class MegatronPolicy(PolicyInterface):
-    """A Ray worker group, one actor per rank of tensor * pipeline * context * data.
+class MegatronWorkers(ABC):
+    """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
 
     Args:
         settings: what every rank builds.
+        called: how messages call the model.
         actor_options: Ray options by rank.
         startup_timeout_s: deadline for all ranks to be up.
     """
 
     def __init__(
-        self, settings: EngineSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
+        self,
+        settings: ModelSettings,
+        actor_options: Callable[[int], dict[str, Any]],
+        startup_timeout_s: float,
+        called: str,
     ) -> None:
-        self.settings = settings
+        self.called = called
+        self._settings = settings
+        self._config = settings.config
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
         threads = settings.config.threads or max(1, (os.cpu_count() or 1) // world)
@@ -72,8 +81,10 @@ class MegatronPolicy(PolicyInterface):
     def start(self) -> None:
         """Begin building the model on every rank; returns once the ranks know each other."""
         timeout_s = self._startup_timeout_s
-        (address,) = gather([self.workers[0].open_store.remote(timeout_s)], deadline_s=timeout_s, what="policy start")
-        self._starting = [worker.start.remote(self.settings, address) for worker in self.workers]
+        (address,) = gather(
+            [self.workers[0].open_store.remote(timeout_s)], deadline_s=timeout_s, what=f"{self.called} start"
+        )
+        self._starting = [worker.start.remote(self._settings, address) for worker in self.workers]
 
     def wait_ready(self) -> None:
         """Block until every rank holds its weights.
@@ -81,21 +92,20 @@ class MegatronPolicy(PolicyInterface):
         Raises:
             RunError: a rank failed or the start-up deadline passed.
         """
-        self._places = self._gather(self._starting, "policy start", self._startup_timeout_s)
+        self._places = self._gather(self._starting, f"{self.called} start", self._startup_timeout_s)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
         """Run fn(engine, *args) on every rank; one reference per rank, in rank order."""
         return [worker.run.remote(fn, *args) for worker in self.workers]
 
-    def get_logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._logprobs(batch, "logprobs")
-
-    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._logprobs(batch, "reference_logprobs")
+    @abstractmethod
+    def of_tokens(self, batch: SequenceBatch) -> Tensor:
+        """The number that the model says of every token: [sum(lengths)], float32."""
 
     def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
+        """See `PolicyInterface.train`."""
         counts = GlobalCounts.of(batch)
-        shards = self._shards(batch, self.settings.config.microbatch_tokens)
+        shards = self._shards(batch, self._config.microbatch_tokens)
         refs = self._call("train", shards, loss_fn, counts)
         shares = self._gather(refs, "training step")
         if not math.isfinite(shares[0].grad_norm):
@@ -107,9 +117,6 @@ class MegatronPolicy(PolicyInterface):
             learning_rate=shares[0].learning_rate,
             metrics=metrics,
         )
-
-    def sync_reference(self, alpha: float) -> None:
-        self._gather(self.submit(sync_reference, alpha), "moving the reference policy")
 
     @property
     def device_name(self) -> str:
@@ -128,14 +135,14 @@ class MegatronPolicy(PolicyInterface):
         self.workers = []
 
     def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
-        deadline_s = deadline_s or self.settings.config.timeout_s
-        return gather(refs, deadline_s=deadline_s, what=what, name="policy rank {}".format)
+        deadline_s = deadline_s or self._config.timeout_s
+        return gather(refs, deadline_s=deadline_s, what=what, name=f"{self.called} rank {{}}".format)
 
     def _suspects(self, batch: SequenceBatch, shards: Sequence[_Shard], shares: Sequence[StepShare]) -> list[int]:
         """Sequences that a gradient which is not finite can come from, as far as that can be told.
 
         Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
-        those with a log-probability that is not finite.
+        those with a token of which the model says no finite number.
         """
         found: list[int] = []
         for place, share in zip(self._places, shares, strict=True):
@@ -144,16 +151,16 @@ class MegatronPolicy(PolicyInterface):
                 if not math.isfinite(metrics["loss"]):
                     found += indices
         suspects = sorted(found) or list(range(len(batch)))
-        pieces = self.get_logprobs(batch).split(batch.lengths)
+        pieces = self.of_tokens(batch).split(batch.lengths)
         return [index for index in suspects if not pieces[index].isfinite().all()] or suspects
 
     def _shards(self, batch: SequenceBatch, microbatch_tokens: int) -> list[_Shard]:
         """The batch dealt out over data-parallel replicas."""
         plan = plan_microbatches(
             batch.lengths,
-            data_parallel=self.settings.config.parallel.data,
+            data_parallel=self._config.parallel.data,
             microbatch_tokens=microbatch_tokens,
-            pad_to_multiple=self.settings.config.parallel.sequence_multiple,
+            pad_to_multiple=self._config.parallel.sequence_multiple,
         )
         shards = []
         for microbatches in plan:
@@ -170,10 +177,11 @@ class MegatronPolicy(PolicyInterface):
             for worker, place in zip(self.workers, self._places, strict=True)
         ]
 
-    def _logprobs(self, batch: SequenceBatch, method: str) -> Tensor:
-        config = self.settings.config
+    def _gather_tokens(self, batch: SequenceBatch, method: str, what: str) -> Tensor:
+        """[sum(lengths)]: what an engine method returns of each token of the batch."""
+        config = self._config
         shards = self._shards(batch, config.logprob_microbatch_tokens or config.microbatch_tokens)
-        results = self._gather(self._call(method, shards), "log-probabilities")
+        results = self._gather(self._call(method, shards), what)
         by_sequence: list[Tensor] = [torch.empty(0)] * len(batch)
         for place, values in zip(self._places, results, strict=True):
             if place.is_reporter:
@@ -181,6 +189,34 @@ class MegatronPolicy(PolicyInterface):
                 for index, piece in zip(indices, values.split([batch.lengths[i] for i in indices]), strict=True):
                     by_sequence[index] = piece
         return torch.cat(by_sequence)
+
+
+class MegatronPolicy(MegatronWorkers, PolicyInterface):
+    """The policy: a model that says the log-probability of each token.
+
+    Args:
+        settings: what every rank builds.
+        actor_options: Ray options by rank.
+        startup_timeout_s: deadline for all ranks to be up.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
+    ) -> None:
+        super().__init__(settings, actor_options, startup_timeout_s, called="policy")
+        self.settings = settings
+
+    def get_logprobs(self, batch: SequenceBatch) -> Tensor:
+        return self._gather_tokens(batch, "logprobs", "log-probabilities")
+
+    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
+        return self._gather_tokens(batch, "reference_logprobs", "log-probabilities")
+
+    def of_tokens(self, batch: SequenceBatch) -> Tensor:
+        return self.get_logprobs(batch)
+
+    def sync_reference(self, alpha: float) -> None:
+        self._gather(self.submit(sync_reference, alpha), "moving the reference policy")
 
 
 def combine_metrics(shares: Iterable[dict[str, float]]) -> dict[str, float]:

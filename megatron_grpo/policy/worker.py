@@ -1,9 +1,10 @@
-"""The Ray actor around one policy rank."""
+"""The Ray actor around one rank of the policy or of the value model."""
 
 from __future__ import annotations
 
 import gc
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,38 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What every rank builds its engine from."""
+class ModelSettings(ABC):
+    """What every rank of a model builds its engine from."""
 
     config: PolicyConfig
     shape: ModelShape
     folder: str
-    reference: ReferenceConfig | None
-    temperature: float
     decay_steps: int
     seed: int
+
+    @abstractmethod
+    def build_engine(self) -> Any:
+        """This rank's engine; called on the rank, where torch and Megatron-Core may be imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(ModelSettings):
+    """Of the policy."""
+
+    reference: ReferenceConfig | None
+    temperature: float
+
+    def build_engine(self) -> Any:
+        from megatron_grpo.policy.engine import MegatronEngine
+
+        return MegatronEngine(
+            self.config,
+            self.shape,
+            self.folder,
+            reference=self.reference,
+            temperature=self.temperature,
+            decay_steps=self.decay_steps,
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +72,7 @@ class PolicyWorker:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
-    def start(self, settings: EngineSettings, store_address: tuple[str, int]) -> RankPlace:
+    def start(self, settings: ModelSettings, store_address: tuple[str, int]) -> RankPlace:
         """Join the group, build the model and load this rank's weights."""
         from megatron_grpo.cluster.rendezvous import reach_store
         from megatron_grpo.platform.device import current_platform
@@ -59,7 +82,6 @@ class PolicyWorker:
         import torch
         from megatron.core import parallel_state
 
-        from megatron_grpo.policy.engine import MegatronEngine
         from megatron_grpo.policy.parallel import initialize_parallel
 
         if current_platform().name == "cpu":
@@ -72,14 +94,7 @@ class PolicyWorker:
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )
-        self.engine = MegatronEngine(
-            settings.config,
-            settings.shape,
-            settings.folder,
-            reference=settings.reference,
-            temperature=settings.temperature,
-            decay_steps=settings.decay_steps,
-        )
+        self.engine = settings.build_engine()
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),

@@ -1,0 +1,110 @@
+"""What every algorithm's training loop can be told: sizes, limits, validation, rewards, dynamic sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.section import Fraction, NonNegative, Positive, Section
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig(Section):
+    """End training when a validation metric is good enough, or has stopped improving."""
+
+    enabled: bool = False
+    """Whether training may end before grpo.max_num_steps."""
+
+    metric_name: str = "val_accuracy"
+    """Validation metric that decides."""
+
+    higher_is_better: bool = True
+    """Direction of metric_name."""
+
+    threshold: float | None = None
+    """End when the metric reaches this; null is off."""
+
+    patience: Positive | None = None
+    """End after this many validations in a row that did not improve on the best one; null is off."""
+
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """The best value has to be exceeded by more than this to count as an improvement."""
+
+
+@dataclass(kw_only=True)
+class LoopConfig(Section):
+    """The training loop."""
+
+    num_prompts_per_step: Positive = 32
+    """Prompts of one step."""
+
+    num_generations_per_prompt: Positive = 16
+    """Responses sampled for each prompt; samples of a step = prompts * generations."""
+
+    max_num_epochs: Positive = 1
+    """Passes over the training data after which training ends."""
+
+    max_num_steps: Positive = 1000
+    """Steps after which training ends."""
+
+    max_rollout_turns: Annotated[int, Field(ge=1, le=1)] = 1
+    """Model turns of one rollout. Only 1 so far."""
+
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss; they still count in the baseline."""
+
+    advantage_clip_low: Annotated[float, Field(le=0)] | None = None
+    """Advantages below are raised to this; null is no bound."""
+
+    advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
+    """Advantages above are lowered to this; null is no bound."""
+
+    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+
+    use_dynamic_sampling: bool = False
+    """Train only on prompts whose samples differ in reward, sampling further prompts until a step is full (DAPO)."""
+
+    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts sampled together = num_prompts_per_step * this, rounded down; needs use_dynamic_sampling."""
+
+    dynamic_sampling_max_gen_batches: Positive = 10
+    """Most generation batches of one step with use_dynamic_sampling; past them the run stops with an error."""
+
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
+    """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""
+
+    sync_ref_model: bool = False
+    """Move the reference policy towards the policy during training (TR-DPO); needs a KL penalty."""
+
+    ref_model_mixup_alpha: Fraction = 0.6
+    """Share of the policy in the mixture: reference = alpha * policy + (1 - alpha) * reference."""
+
+    ref_model_sync_steps: Positive = 512
+    """Steps between two such moves."""
+
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+
+    val_period: NonNegative = 10
+    """Steps between validations; 0 is never."""
+
+    val_batch_size: Positive = 256
+    """Validation prompts generated together."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    val_at_end: bool = True
+    """Validate after the last step."""
+
+    max_val_samples: Positive = 256
+    """Most validation prompts used."""
+
+    val_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
+
+    seed: int = 42
+    """Seed of everything random in the run."""

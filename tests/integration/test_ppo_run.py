@@ -1,0 +1,75 @@
+"""Whole PPO runs: what they report, and resuming both models to the last digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+
+SHORT = (
+    "+exp=quickstart_ppo",
+    "ppo.max_num_steps=4",
+    "ppo.policy_training_start_step=1",
+    "ppo.num_prompts_per_step=64",
+    "ppo.ppo_epochs=2",
+    "ppo.val_period=0",
+    "ppo.max_val_samples=64",
+    "value.parallel.tensor=2",
+    "value.parallel.sequence=true",
+    "value.train_global_batch_samples=32",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+)
+
+
+class PPOTrainingRun(TrainingRun):
+    """The same with the recipe of PPO instead of the quickstart's."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        super().__init__(run_dir, *overrides)
+        self.overrides.remove("+exp=quickstart")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Four steps without interruption."""
+    run = PPOTrainingRun(tmp_path_factory.mktemp("ppo") / "run", *SHORT)
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    return run
+
+
+def test_the_value_model_learns_first_and_then_the_policy(straight: TrainingRun) -> None:
+    rows = straight.metrics()
+    assert [row["optimizer_steps"] for row in rows] == [0, 2, 2, 2]
+    assert rows[0]["value_mean"] != rows[1]["value_mean"]
+    assert all(row["value_grad_norm"] > 0 for row in rows)
+    assert all("explained_variance" in row for row in rows)
+    assert (straight.run_dir / "checkpoints" / "step_4" / "megatron_value" / "metadata.json").is_file()
+
+
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
+    first = PPOTrainingRun(tmp_path / "run", *SHORT)
+    first.start()
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
+    first.kill()
+    first.assert_nothing_left()
+    second = PPOTrainingRun(tmp_path / "run", *SHORT)
+    assert second.finish() == 0, second.log()
+    assert "resumed after step 2" in second.log()
+    assert without_timing(second.metrics()) == without_timing(straight.metrics())
+    assert read_jsonl(second.run_dir / "rollouts/step_4.jsonl") == read_jsonl(
+        straight.run_dir / "rollouts/step_4.jsonl"
+    )
+
+
+def test_a_checkpoint_of_grpo_is_refused(straight: TrainingRun, tmp_path: Path) -> None:
+    grpo = TrainingRun(
+        tmp_path / "grpo", "grpo.max_num_steps=1", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false"
+    )
+    assert grpo.finish() == 0, grpo.log()
+    run = PPOTrainingRun(tmp_path / "run", *SHORT, f"checkpointing.resume={grpo.run_dir}/checkpoints/step_1")
+    assert run.finish() == 1
+    assert "is not a checkpoint of PPO: it has no value model" in run.log()

@@ -1,0 +1,235 @@
+"""Values, gradients and checkpoints of the value model against transformers' reward models, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import AutoConfig, LlamaForTokenClassification, PreTrainedModel, Qwen3ForSequenceClassification
+
+from megatron_grpo.algorithms.value_loss import MseValueLossFn
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.ppo_schema import MseValueLossConfig
+from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
+from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.models.value_head import as_value_model
+from megatron_grpo.policy.checkpoint import load_engine, save_engine
+from megatron_grpo.policy.interface import GlobalCounts
+from megatron_grpo.policy.value.engine import ValueEngine
+from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.tiny_models import VOCAB, TinyModel
+
+VALUE_LAYOUTS = [*LAYOUTS, Layout(data=2)]
+CLIP = 0.5
+LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_eps=1e-2)
+"""A large epsilon keeps the update a smooth function of the gradient, so that rounding does not flip its sign."""
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model on disk: scores without a bias (sequences) or with one (tokens)."""
+
+    path: Path
+    kind: type[PreTrainedModel]
+
+    def load(self) -> PreTrainedModel:
+        return self.kind.from_pretrained(self.path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def reward_models(
+    tiny_models: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, RewardModel]:
+    folder = tmp_path_factory.mktemp("reward_models")
+    made = {}
+    for source, kind in (("qwen3_tied", Qwen3ForSequenceClassification), ("llama_untied", LlamaForTokenClassification)):
+        torch.manual_seed(11)
+        model = kind(AutoConfig.from_pretrained(tiny_models[source].path, num_labels=1))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0.0, 0.2)
+        model.save_pretrained(folder / source)
+        made[source] = RewardModel(folder / source, kind)
+    return made
+
+
+def make_batch() -> SequenceBatch:
+    """Eight sequences of different lengths with random masks, returns and earlier values."""
+    generator = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+    mask = (torch.rand(total, generator=generator) < 0.7).float()
+    for start in torch.tensor([0, *LENGTHS]).cumsum(0)[:-1].tolist():
+        mask[start] = 0.0  # nothing comes before a first token
+    values, returns = torch.randn(2, total, generator=generator)
+    token_ids = torch.randint(1, VOCAB, (total,), generator=generator)  # transformers gives padding, 0, no gradient
+    return SequenceBatch(LENGTHS, token_ids, {"loss_mask": mask, "values": values, "returns": returns})
+
+
+def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> ValueEngine:
+    optimizer = OptimizerConfig(**{**vars(OPTIMIZER), "distributed": distributed})
+    config = PolicyConfig(
+        model=ModelConfig(path=str(path)), parallel=layout.parallel, precision="float32", optimizer=optimizer
+    )
+    shape = as_value_model(ModelShape.from_folder(path, reward_models=True))
+    return ValueEngine(config, shape, str(path), decay_steps=100)
+
+
+def rank_share(layout: Layout) -> tuple[SequenceBatch, list[list[int]], list[int]]:
+    """This replica's sequences, its microbatches, and which sequences of the whole batch they are."""
+    batch = make_batch()
+    plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=30, pad_to_multiple=2)
+    mine = plan[parallel_state.get_data_parallel_rank()]
+    order = [index for microbatch in mine for index in microbatch]
+    return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order
+
+
+def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] | None]:
+    """Values by sequence for each model; None on ranks that do not report."""
+    found: list[dict[int, Tensor] | None] = []
+    for path in paths:
+        share, microbatches, order = rank_share(layout)
+        values = make_engine(layout, path).values(share, microbatches)
+        pieces = None if values is None else values.split(share.lengths)
+        found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
+    return found
+
+
+def hf_values(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """[length]: the score after the tokens before each one; 0 at the first."""
+    scores = model.score(model.model(token_ids[None]).last_hidden_state)[0, :, 0]
+    return torch.cat([scores.new_zeros(1), scores[:-1]])
+
+
+def hf_loss(model: PreTrainedModel) -> Tensor:
+    """The clipped loss, one sequence at a time."""
+    batch = make_batch()
+    total = torch.zeros(())
+    columns = (batch.token_ids, *(batch.tokens[name] for name in ("loss_mask", "values", "returns")))
+    for ids, mask, old, returns in zip(*(column.split(LENGTHS) for column in columns), strict=True):
+        values = hf_values(model, ids)
+        clipped = old + (values - old).clamp(-CLIP, CLIP)
+        total = total + (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * mask).sum()
+    return 0.5 * total / batch.tokens["loss_mask"].sum()
+
+
+def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], MseValueLossFn, GlobalCounts]:
+    share, microbatches, _ = rank_share(layout)
+    return share, microbatches, MseValueLossFn(MseValueLossConfig(value_clip=CLIP)), GlobalCounts.of(make_batch())
+
+
+def whole_tensors(engine: ValueEngine) -> dict[str, Tensor]:
+    tensors = iter_hf_tensors(engine.model, engine.shape, 2**20)
+    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str, Tensor], float, float]]:
+    found = []
+    for path in paths:
+        engine = make_engine(layout, path, distributed=False)
+        shares = engine.compute_gradients(*train_arguments(layout))
+        for parameter in engine.model.parameters():
+            parameter.data.copy_(parameter.main_grad)
+        gradients = whole_tensors(engine)
+        reported = sum(float(share["loss"]) for share in shares) if engine.is_reporter else 0.0
+        found.append((gradients, engine.optimizer.grad_norm(), reported))
+    return found
+
+
+def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the ranks export together; ranks that export the same tensor export the same values."""
+    whole: dict[str, Tensor] = {}
+    for found in by_rank:
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, whole.setdefault(name, tensor), atol=0, rtol=0)
+    return whole
+
+
+@pytest.mark.parametrize("layout", VALUE_LAYOUTS, ids=str)
+def test_values_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
+    by_rank = run_on_ranks(layout, values_on_rank, [model.path for model in reward_models.values()])
+    for index, (name, reward_model) in enumerate(reward_models.items()):
+        whole = {i: values for found in by_rank for i, values in (found[index] or {}).items()}
+        model = reward_model.load()
+        with torch.no_grad():
+            for i, ids in enumerate(make_batch().token_ids.split(LENGTHS)):
+                torch.testing.assert_close(
+                    whole[i], hf_values(model, ids), atol=2e-5, rtol=0, msg=lambda m, n=name: n + m
+                )
+
+
+@pytest.mark.parametrize("layout", VALUE_LAYOUTS, ids=str)
+def test_gradients_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
+    by_rank = run_on_ranks(layout, gradients_on_rank, [model.path for model in reward_models.values()])
+    for index, (name, reward_model) in enumerate(reward_models.items()):
+        model = reward_model.load()
+        loss = hf_loss(model)
+        loss.backward()
+        expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+        actual = merged([found[index][0] for found in by_rank])
+        assert actual.keys() == expected.keys() | {"score.bias"}
+        for key, gradient in expected.items():
+            error = (actual[key] - gradient).norm() / gradient.norm()
+            assert error < 1e-4, f"{name} {key}: relative error {error:.1e}"
+        if "score.bias" in expected:  # without it, transformers' norm lacks the bias that ours has
+            norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+            assert all(found[index][1] == pytest.approx(norm, rel=1e-4) for found in by_rank)
+        assert sum(found[index][2] for found in by_rank) == pytest.approx(loss.item(), rel=1e-5)
+
+
+def fresh_on_rank(layout: Layout, path: Path) -> tuple[dict[int, Tensor] | None, dict[str, Tensor]]:
+    engine = make_engine(layout, path)
+    return values_on_rank(layout, [path])[0], whole_tensors(engine)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2)], ids=str)
+def test_a_policy_becomes_a_value_model_that_knows_nothing_yet(
+    layout: Layout, tiny_models: dict[str, TinyModel]
+) -> None:
+    """The backbone of the (tied) model, and values that are 0."""
+    model = tiny_models["qwen3_tied"]
+    by_rank = run_on_ranks(layout, fresh_on_rank, model.path)
+    assert all((values == 0).all() for found in by_rank for values in (found[0] or {}).values())
+    whole = merged([found[1] for found in by_rank])
+    on_disk = model.tensors()
+    assert whole.keys() - {"score.weight", "score.bias"} == on_disk.keys() - {"lm_head.weight"}
+    for name in whole.keys() & on_disk.keys():
+        assert torch.equal(whole[name], on_disk[name]), name
+
+
+def save_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
+    engine = make_engine(layout, path)
+    for _ in range(2):
+        engine.train(*train_arguments(layout))
+    save_engine(engine, str(folder))
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+def load_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
+    engine = make_engine(layout, path)
+    load_engine(engine, str(folder))
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
+    tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """The step after loading equals the step after saving: to the bit in the same layout, to rounding in others."""
+    path, folder = tiny_models["qwen3_tied"].path, tmp_path / "checkpoint"
+    written_by = Layout(tensor=2, pipeline=2)
+    folder.mkdir()
+    expected = merged(run_on_ranks(written_by, save_on_rank, path, folder))
+    assert expected["score.weight"].abs().max() > 1e-3, "the head has not learned"
+    for layout in (written_by, Layout(), Layout(data=2), Layout(tensor=2, sequence=True)):
+        actual = merged(run_on_ranks(layout, load_on_rank, path, folder))
+        tolerance = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
+        for key, tensor in expected.items():
+            torch.testing.assert_close(actual[key], tensor, **tolerance, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")

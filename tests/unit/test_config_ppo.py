@@ -1,0 +1,91 @@
+"""Which keys a run of PPO may set, which it may not, and what follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from megatron_grpo.config.compose import compose_config
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.model_shape import ModelShape
+
+PPO = "+exp=quickstart_ppo"
+
+
+def problems_of(*overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    return {problem.subject: problem.text for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "subject", "text"),
+    [
+        ("+exp=quickstart", ["ppo.ppo_epochs=3"], "ppo.ppo_epochs=3", "is for algorithm=ppo"),
+        ("+exp=quickstart", ["value.optimizer.lr=0.1"], "value.optimizer.lr=0.1", "is for algorithm=ppo"),
+        (PPO, ["grpo.seed=7"], "grpo.seed=7", "give ppo.seed"),
+        (PPO, ["grpo.normalize_rewards=false"], "grpo.normalize_rewards=False", "the value model is PPO's baseline"),
+        (PPO, ["ppo.batch_multiplier=2"], "ppo.batch_multiplier=2", "needs ppo.use_dynamic_sampling=true"),
+        (PPO, ["ppo.use_dynamic_sampling=true"], "ppo.use_dynamic_sampling=True", "2 or more"),
+        (
+            PPO,
+            ["ppo.policy_training_start_step=400"],
+            "ppo.policy_training_start_step=400",
+            "leaves none of the ppo.max_num_steps=400 steps",
+        ),
+        (
+            PPO,
+            ["loss_fn.reference_policy_kl_penalty=0.1"],
+            "ppo.skip_reference_policy_logprobs_calculation=True",
+            "loss_fn.reference_policy_kl_penalty=0.1 has to",
+        ),
+        (
+            PPO,
+            ["ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9"],
+            "ppo.adv_estimator.length_adaptive_alpha=0.05",
+            "excludes ppo.adv_estimator.gae_lambda_policy",
+        ),
+        (
+            PPO,
+            ["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.5"],
+            "ppo.adv_estimator.gae_lambda=0.5",
+            "takes rewards as they are",
+        ),
+        (PPO, ["value.parallel.tensor=3"], "value.parallel.tensor=3", "use 1 or 2"),
+        (PPO, ["value.parallel.sequence=true"], "value.parallel.sequence=True", "needs value.parallel.tensor > 1"),
+        (PPO, ["value.train_global_batch_samples=100"], "value.train_global_batch_samples=100", "256 samples"),
+        (PPO, ["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda=1.5", "<= 1"),
+    ],
+)
+def test_mistakes(recipe: str, overrides: list[str], subject: str, text: str) -> None:
+    assert text in problems_of(recipe, *overrides)[subject]
+
+
+def test_the_value_model_is_as_the_policy_where_nothing_else_is_said() -> None:
+    value = compose_config([PPO, "value.parallel.tensor=2"]).value_model
+    assert value is not None
+    assert value.model.path.endswith("model")
+    assert (value.precision, value.microbatch_tokens, value.parallel.tensor) == ("float32", 4096, 2)
+    assert compose_config(["+exp=quickstart"]).value_model is None
+
+
+def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
+    """400 steps of 2 epochs over 256 samples: the value model in 4 minibatches, the policy whole and 10 steps late."""
+    config = compose_config(
+        [PPO, "ppo.ppo_epochs=2", "ppo.policy_training_start_step=10", "value.train_global_batch_samples=64"]
+    )
+    assert config.decay_steps == 390 * 2
+    assert config.value_decay_steps == 400 * 2 * 4
+
+
+def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    for labels in (1, 3):
+        folder = tmp_path / str(labels)
+        Qwen3Config(architectures=["Qwen3ForSequenceClassification"], num_labels=labels).save_pretrained(folder)
+    assert ModelShape.from_folder(tmp_path / "1", reward_models=True).value_head == "stored"
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification is not supported"):
+        ModelShape.from_folder(tmp_path / "1")
+    with pytest.raises(ValueError, match="with 3 labels is a classifier"):
+        ModelShape.from_folder(tmp_path / "3", reward_models=True)
