@@ -28,7 +28,8 @@ def test_the_published_variants_are_presets() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_composes_with_the_recipes(variant: str) -> None:
     for recipe in config_groups()["exp"]:
-        assert compose_config([f"+exp={recipe}", f"+variant={variant}"]).name == recipe
+        if compose_config([f"+exp={recipe}"]).algorithm == "grpo":
+            assert compose_config([f"+exp={recipe}", f"+variant={variant}"]).name == recipe
 
 
 def test_a_variant_overrides_the_recipe_and_the_command_line_the_variant() -> None:
