@@ -10,6 +10,8 @@ import yaml
 
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = (
     "grpo.max_num_steps=4",
     "grpo.val_period=2",

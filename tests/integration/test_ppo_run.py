@@ -8,6 +8,8 @@ import pytest
 
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     "+exp=quickstart_ppo",
     "ppo.max_num_steps=4",
