@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from header import header
 
 from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.config.model_shape import ModelShape
@@ -32,8 +31,7 @@ from megatron_grpo.config.schema import (
     RefitConfig,
 )
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.policy.megatron_policy import MegatronPolicy
-from megatron_grpo.policy.worker import EngineSettings
+from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
 from megatron_grpo.refit.broadcast import BroadcastTransport
 from megatron_grpo.refit.channel import Rendezvous, join
 from megatron_grpo.refit.interface import TransferReport
@@ -52,10 +50,7 @@ def main() -> None:
     seconds = [report.seconds for report in reports[options.warmup :]]
     raw = _raw_broadcasts(options, reports[-1].bytes_sent)[options.warmup :]
     result = {
-        "what": "refit",
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
+        **header("refit"),
         "policy": {"tensor": options.policy_tensor, "pipeline": options.policy_pipeline},
         "generation": {"tensor": options.generation_tensor, "pipeline": options.generation_pipeline},
         "parameters": parameters,
@@ -115,7 +110,7 @@ def _make_model(folder: Path, options: argparse.Namespace) -> int:
 
 def _refits(folder: Path, options: argparse.Namespace) -> list[TransferReport]:
     layout = ParallelConfig(tensor=options.policy_tensor, pipeline=options.policy_pipeline)
-    settings = EngineSettings(
+    settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
         shape=ModelShape.from_folder(folder),
         folder=str(folder),
@@ -157,9 +152,9 @@ def _raw_broadcasts(options: argparse.Namespace, total_bytes: int) -> list[float
     rendezvous = Rendezvous(host=HOST, port=store.port, receivers=receivers, timeout_s=60.0)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    common = (rendezvous, stages, total_bytes // stages, options.warmup + options.repeats, results)
+    common = (rendezvous, total_bytes // stages, options.warmup + options.repeats, results)
     processes = [context.Process(target=_raw_sender, args=(stage, *common)) for stage in range(stages)]
-    processes += [context.Process(target=_raw_receiver, args=(1 + rank, *common)) for rank in range(receivers)]
+    processes += [context.Process(target=_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)]
     for process in processes:
         process.start()
     timings = [results.get() for _ in processes]
@@ -169,14 +164,13 @@ def _raw_broadcasts(options: argparse.Namespace, total_bytes: int) -> list[float
     return [max(seconds) for seconds in zip(*timings, strict=True)]
 
 
-def _raw_sender(stage: int, rendezvous: Rendezvous, stages: int, size: int, repeats: int, results: Any) -> None:
-    del stages
+def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
     group = join(rendezvous, stage, 0, torch.device("cpu"))
     buffer = torch.ones(size, dtype=torch.uint8)
     results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
-def _raw_receiver(rank: int, rendezvous: Rendezvous, stages: int, size: int, repeats: int, results: Any) -> None:
+def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
     groups = [join(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
 

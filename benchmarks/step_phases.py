@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import date
-from importlib.metadata import version
+
+from header import header
 
 from megatron_grpo.cluster.environment import prepare_ray_environment
 
@@ -29,10 +27,13 @@ prepare_ray_environment()  # before anything imports Ray
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from megatron_grpo.algorithms.grpo import grpo_step, learning_batch, setup  # noqa: E402
+from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages  # noqa: E402
 from megatron_grpo.config.compose import load_config  # noqa: E402
+from megatron_grpo.config.model_source import model_folder  # noqa: E402
 from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
+from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
+from megatron_grpo.rollouts.batch import to_sequence_batch  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -69,15 +70,14 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
             ["+exp=quickstart", f"run_dir={folder}/run", "logger.progress=false", "checkpointing=none", *overrides]
         )
         with setup(config) as run:
-            plain = PlainTorch(
-                run.policy.settings.folder, config.policy.optimizer.lr, config.generation.temperature or 1.0
-            )
+            model = str(model_folder(config.policy.model.path))
+            plain = PlainTorch(model, config.policy.optimizer.lr, config.generation.temperature or 1.0)
             prompts = [next(iter(run.loader)) for _ in range(steps + WARM_UP_STEPS)]
             for number, batch_of_prompts in enumerate(prompts):
                 report = grpo_step(run, iter([batch_of_prompts]))
                 assert report is not None
                 run.state["total_steps"] += 1
-                batch = learning_batch(config, report.trajectories)
+                batch = to_sequence_batch(report.trajectories, overlong_filtering=config.grpo.overlong_filtering)
                 rewards = learning_rewards(config, report.trajectories)
                 batch.tokens["advantages"] = token_advantages(config, report.trajectories, rewards, batch)
                 seconds = plain.step(batch)
@@ -87,12 +87,9 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                         phases[name].append(value)
     medians = {name: statistics.median(values) for name, values in phases.items()}
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    work = sum(medians.get(name, 0.0) for name in ("generation", "logprobs", "train", "refit"))
+    work = sum(medians.get(name, 0.0) for name in WORK_PHASES)
     return {
-        "benchmark": "step_phases",
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "ray")},
+        **header("step_phases"),
         "overrides": list(overrides),
         "steps": steps,
         "samples_per_step": samples,

@@ -12,7 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megatron_grpo.algorithms.run_directory import CONFIG_FILE, POLICY_FOLDER
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.model_source import model_folder
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH
@@ -32,7 +35,7 @@ class ExportPlan:
     weights: Path
     """Megatron's distributed checkpoint."""
     source: Path
-    """Model folder that the run started from: config.json, tokenizer."""
+    """Folder of the model that the run started from, in the hub's cache perhaps: config.json, tokenizer."""
     precision: Literal["float32", "bfloat16"]
     shape: ModelShape
     output: Path
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         plan = plan_export(arguments)
         export(plan)
-    except ValueError as error:
+    except (ValueError, RunError) as error:
         print(f"export: {error}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
@@ -61,16 +64,17 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
 
     Raises:
         ValueError: what is wrong with it.
+        RunError: the run started from a hub model whose files are not here and cannot be downloaded.
     """
     checkpoint, output = _read_arguments(arguments)
-    weights = checkpoint / "megatron"
+    weights = checkpoint / POLICY_FOLDER
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
     if not (weights / "metadata.json").is_file():
         raise ValueError(f"checkpoint={checkpoint} is not a complete checkpoint: {weights} has no metadata.json")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"output={output} already exists; give the path of a new folder")
-    config_file = checkpoint.resolve().parent.parent / "config.yaml"
+    config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
     try:
         config = OmegaConf.load(config_file)
     except FileNotFoundError:
@@ -80,7 +84,8 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
     source, precision = (OmegaConf.select(config, key) for key in ("policy.model.path", "policy.precision"))
     if source is None or precision not in ("float32", "bfloat16"):
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
-    return ExportPlan(weights, Path(source), precision, ModelShape.from_folder(source), output)
+    folder = model_folder(source)
+    return ExportPlan(weights, folder, precision, ModelShape.from_folder(folder), output)
 
 
 def export(plan: ExportPlan) -> None:

@@ -78,7 +78,7 @@ def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor
     mask = torch.zeros(sequences, length, dtype=torch.float64)
     positive = torch.zeros_like(mask)
     for row in range(sequences):
-        mask[row, 2 : 4 + (row * 5) % (length - 4)] = 1.0
+        mask[row, 2 : 3 + (row * 3) % (length - 3)] = 1.0  # responses of unlike lengths: averages over them differ
         positive[row, 2:] = float(row % 2)
     tokens = {
         "loss_mask": mask,
@@ -98,6 +98,7 @@ def counts_of(tokens: dict[str, Tensor]) -> GlobalCounts:
     return GlobalCounts(
         tokens=float(mask.sum()),
         sequences=float((mask.sum(dim=1) > 0).sum()),
+        all_sequences=float(len(mask)),
         positive_tokens=float((mask * tokens["positive"]).sum()),
     )
 
@@ -108,7 +109,7 @@ def loop_loss(curr: Tensor, tokens: dict[str, Tensor], config: LossConfig) -> fl
     losses = [[_token_loss(row, t, config) for t in range(len(row["now"]))] for row in rows]
     count = sum(map(len, losses))
     if config.constant_normalizer_tokens is not None:
-        total = math.fsum(map(math.fsum, losses)) / (len(losses) * config.constant_normalizer_tokens)
+        total = math.fsum(map(math.fsum, losses)) / (len(curr) * config.constant_normalizer_tokens)
     elif config.token_level_loss:
         total = math.fsum(map(math.fsum, losses)) / count
     else:

@@ -10,20 +10,39 @@ from megatron_grpo.algorithms.dynamic_sampling import has_signal
 STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
+CANCELLED = 1e-4
+"""GDPO's scores below this share of their terms are the rounding of a sum that is 0."""
+
 VARIANCE_FLOOR = 1e-8
 """REINFORCE++'s smallest variance."""
+
+
+def group_mean(rewards: Tensor) -> Tensor:
+    """Mean reward of each group: [groups, samples], NaN where there is none, to [groups, 1]."""
+    given = ~rewards.isnan()
+    return _known(rewards).sum(dim=1, keepdim=True) / given.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def leave_one_out_baseline(rewards: Tensor) -> Tensor:
     """Baseline of each sample from the *other* samples of its group (RLOO, Ahmadian et al. 2024, section 3).
 
     Args:
-        rewards: [groups, samples], floating point, at least two samples.
+        rewards: [groups, samples], floating point; NaN where there is none.
 
     Returns:
-        [groups, samples]: the mean reward of the group without the sample itself.
+        [groups, samples]: the mean reward of the group without the sample itself; 0 when there is no other.
     """
-    return (rewards.sum(dim=1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+    known = _known(rewards)
+    others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+    return (known.sum(dim=1, keepdim=True) - known) / others.clamp(min=1)
+
+
+def group_std(rewards: Tensor) -> Tensor:
+    """Standard deviation of each group, divisor n - 1: [groups, samples], NaN where there is none, to [groups, 1]."""
+    given, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
+    squares = torch.where(given, exact - group_mean(exact), torch.zeros_like(exact)).square()
+    variance = squares.sum(dim=1, keepdim=True) / (given.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return variance.sqrt().to(rewards.dtype)
 
 
 def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, over_batch: bool = False) -> Tensor:
@@ -36,14 +55,14 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     whose rewards hardly differ.
 
     Args:
-        rewards: [groups, samples], floating point.
+        rewards: [groups, samples], floating point; NaN where nobody gave one: such a sample takes no part.
         leave_one_out: baseline is the mean of the other samples (true) or of the whole group (false).
         normalize: divide by the standard deviation plus STD_EPSILON.
         over_batch: the standard deviation is that of all rewards instead of the group's.
 
     Returns:
-        [groups, samples], the dtype of the rewards. A group whose rewards are all equal gets exact zeros, whatever
-        rounding its mean suffers.
+        [groups, samples], the dtype of the rewards; 0 without a reward. A group whose rewards are all equal gets exact
+        zeros, whatever rounding its mean suffers.
 
     Raises:
         ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
@@ -52,58 +71,59 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
     if rewards.shape[1] < 2:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {rewards.shape[1]}")
-    baseline = leave_one_out_baseline(rewards) if leave_one_out else rewards.mean(dim=1, keepdim=True)
-    advantages = rewards - baseline
+    advantages = rewards - (leave_one_out_baseline(rewards) if leave_one_out else group_mean(rewards))
     if normalize:
-        std = rewards.std() if over_batch else rewards.std(dim=1, keepdim=True)
+        std = group_std(rewards.view(1, -1)) if over_batch else group_std(rewards)
         advantages = advantages / (std + STD_EPSILON)
-    return torch.where(has_signal(rewards)[:, None], advantages, torch.zeros_like(advantages))
+    return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages))
 
 
-def gdpo_advantages(parts: Tensor, weights: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Each reward normalised within the group, then weighted, summed and normalised over the step.
-
-    GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
-    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
-    spread drown the others.
+def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
+    """Each reward function's rewards normalised within the group, weighted and summed: GDPO's advantages up to scale.
 
     Args:
         parts: [functions, groups, samples], floating point; NaN where a function gave no reward. It then adds nothing
             to the sample, and takes no part in the mean and standard deviation of the group.
         weights: [functions].
-        leave_one_out: baseline within the group as in `group_advantages`.
 
     Returns:
-        [groups, samples], mean 0 and standard deviation 1 over the step; zeros when no group is informative.
+        [groups, samples]; exact zeros in a group that teaches nothing: no function tells its samples apart, or what
+        the functions say of them cancels out up to rounding.
 
     Raises:
         ValueError: fewer than two samples.
     """
     if parts.shape[2] < 2:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {parts.shape[2]}")
-    total = sum(
-        weight * _normalized_part(part, leave_one_out=leave_one_out)
-        for part, weight in zip(parts, weights, strict=True)
-    )
-    assert isinstance(total, Tensor), "no reward functions"
-    if not (total != total.flatten()[0]).any():
-        return torch.zeros_like(total)
-    return (total - total.mean()) / (total.std() + STD_EPSILON)
+    normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
+    terms = normalized * weights[:, None, None]
+    scores, size = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
+    return torch.where(scores.abs().amax(dim=1, keepdim=True) > CANCELLED * size, scores, torch.zeros_like(scores))
 
 
-def _normalized_part(rewards: Tensor, *, leave_one_out: bool) -> Tensor:
-    """[groups, samples] with NaN for no reward -> advantages within the group, 0 where there is nothing to compare."""
-    given = ~rewards.isnan()
-    values = torch.where(given, rewards, torch.zeros_like(rewards))
-    count = given.sum(dim=1, keepdim=True)
-    mean = values.sum(dim=1, keepdim=True) / count.clamp(min=1)
-    deviation = torch.where(given, values - mean, torch.zeros_like(values))
-    std = (deviation.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-    # r_i - mean of the others = (r_i - mean) * n / (n - 1)
-    scale = count / (count - 1).clamp(min=1) if leave_one_out else torch.ones_like(mean)
-    lowest = torch.where(given, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
-    informative = (given & (rewards != lowest)).any(dim=1, keepdim=True)
-    return torch.where(informative, scale * deviation / (std + STD_EPSILON), torch.zeros_like(deviation))
+def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
+    """`gdpo_scores` normalised over the step.
+
+    GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
+    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
+    spread drown the others.
+
+    Args:
+        parts: see `gdpo_scores`.
+        weights: [functions].
+
+    Returns:
+        [groups, samples], mean 0 and standard deviation 1 over the samples that some function scored, 0 for the
+        others; zeros everywhere when no group teaches anything.
+    """
+    scores, scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
+    whole_step = torch.where(scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
+    return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
+
+
+def _known(values: Tensor) -> Tensor:
+    """The values, 0 in place of NaN."""
+    return torch.where(values.isnan(), torch.zeros_like(values), values)
 
 
 def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
@@ -128,7 +148,7 @@ def reinforce_plus_plus_advantages(
     are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.
 
     Args:
-        rewards: [groups, samples], floating point.
+        rewards: [groups, samples], floating point; NaN where nobody gave one: its tokens take no part and get 0.
         lengths: tokens of each of the groups * samples responses.
         token_penalty: [sum(lengths)]: what is subtracted for each token, coefficient included; None is nothing.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
@@ -136,13 +156,16 @@ def reinforce_plus_plus_advantages(
     Returns:
         [sum(lengths)], the responses laid end to end.
     """
+    scored = ~rewards.isnan()
     if minus_baseline:
         rewards = group_advantages(rewards, leave_one_out=False, normalize=False)
     counts = torch.tensor(lengths, device=rewards.device)
-    returns = rewards.flatten().repeat_interleave(counts)
+    returns = _known(rewards).flatten().repeat_interleave(counts)
     if token_penalty is not None:
         returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
-    if not (returns != returns[:1]).any():
-        return torch.zeros_like(returns)
-    centered = returns - returns.mean()
-    return centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
+    inside = returns[part]
+    if (inside != inside[:1]).any():
+        centered = inside - inside.mean()
+        out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    return out

@@ -14,13 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import CheckpointingConfig
 
-POLICY_FOLDER = "megatron"
-"""Folder of the policy's distributed checkpoint inside a checkpoint."""
-VALUE_FOLDER = "megatron_value"
-"""The same of the value model, in a checkpoint of PPO."""
 _STATE_FILE = "state.json"
 _LOADER_FILE = "dataloader.pt"
 
@@ -35,17 +31,28 @@ class Checkpointer:
     def find(self) -> Path | None:
         """The checkpoint to start from, as checkpointing.resume says.
 
+        A run that started from the checkpoint of another one and has saved since goes on from its own newest: a job
+        that is queued again starts with the same command line.
+
         Raises:
-            RunError: a path was given and no complete checkpoint is there.
+            ConfigError: a path was given and no complete checkpoint is there, or the run directory has checkpoints
+                beyond the one to start from, which this run would mix with its own.
         """
-        if self.config.resume == "none":
-            return None
-        if self.config.resume == "auto":
-            steps = self.steps()
+        resume, steps = self.config.resume, self.steps()
+        path = None if resume in ("auto", "none") else Path(resume).resolve()
+        of_another_run = path is not None and path.parent != self.folder.resolve()
+        if resume == "auto" or (of_another_run and steps):
             return self.path(steps[-1]) if steps else None
-        path = Path(self.config.resume)
-        if not (path / _STATE_FILE).is_file():
-            raise RunError(f"checkpointing.resume={path} is not a checkpoint: it has no {_STATE_FILE}")
+        if path is not None and not (path / _STATE_FILE).is_file():
+            text = f"is not a checkpoint: it has no {_STATE_FILE}"
+            raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
+        begin = 0 if path is None or of_another_run else self.load(path)[0]["save_state"]["total_steps"]
+        if steps and steps[-1] > begin:
+            text = (
+                f"would go on after step {begin}, and {self.folder} has checkpoints of what came after it, up to step "
+                f"{steps[-1]}; choose another run_dir, or delete them"
+            )
+            raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
         return path
 
     def steps(self) -> list[int]:
@@ -59,7 +66,7 @@ class Checkpointer:
 
     @contextmanager
     def writing(self, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> Iterator[Path]:
-        """Write checkpoint `step`: the body fills the yielded folder with the policy's part.
+        """Write checkpoint `step`: the body adds the models to the yielded folder.
 
         Everything goes to a temporary name first, which is renamed once all of it is on disk: a checkpoint that can be
         found is complete. Afterwards the ones beyond checkpointing.keep_top_k are removed.
@@ -70,8 +77,8 @@ class Checkpointer:
         """
         temporary = self.folder / f".writing_step_{step}"
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / POLICY_FOLDER).mkdir(parents=True)
-        yield temporary / POLICY_FOLDER
+        temporary.mkdir(parents=True)
+        yield temporary
         torch.save(dict(loader_state), temporary / _LOADER_FILE)
         (temporary / _STATE_FILE).write_text(json.dumps(dict(state), indent=1))
         for file in (temporary / _LOADER_FILE, temporary / _STATE_FILE):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_grpo.algorithms.token_means import bounded, bounded_exp
+
 
 def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     """Per-token estimates of divergences between the training framework's policy P and the sampling one's, G.
@@ -17,10 +19,10 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
     Args:
-        prev: log-probabilities under P, any shape, floating point.
+        prev: log-probabilities under P, any shape, floating point; log ratios are cut off at MAX_LOG_RATIO.
         generation: under G, same shape.
     """
-    log_ratio = prev - generation
+    log_ratio = bounded(prev - generation)
     ratio, ratio_minus_one = log_ratio.exp(), log_ratio.expm1()
     mixture = torch.log1p(ratio_minus_one / 2)  # log((1 + r) / 2), exact near r = 1
     return {
@@ -58,7 +60,7 @@ def mask_inconsistent_sequences(
     Returns:
         The new mask, and max_seq_mult_prob_error (before masking) and num_masked_seqs.
     """
-    errors = torch.where(loss_mask > 0, (prev - generation).abs().exp(), torch.zeros_like(prev))
+    errors = torch.where(loss_mask > 0, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
     tokens = torch.stack([piece.sum() for piece in loss_mask.split(lengths)])
     means = sums / tokens.clamp(min=1)

@@ -35,12 +35,14 @@ def has_signal(rewards: Tensor) -> Tensor:
     *other* samples, is 0 for a lone success, the sample that matters most.
 
     Args:
-        rewards: [groups, samples], as the advantages are to see them.
+        rewards: [groups, samples], as the advantages are to see them; NaN where there is none, which is no difference.
 
     Returns:
         [groups], bool.
     """
-    return (rewards != rewards[:, :1]).any(dim=1)
+    given = ~rewards.isnan()
+    lowest = torch.where(given, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
+    return (given & (rewards != lowest)).any(dim=1)
 
 
 def dynamic_sampling(

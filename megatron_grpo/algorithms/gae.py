@@ -34,7 +34,7 @@ def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | N
     Returns:
         [sum(lengths)], the dtype of the rewards: the responses laid end to end.
     """
-    counts = torch.tensor(lengths)
+    counts = torch.tensor(lengths, device=rewards.device)
     by_token = rewards.new_zeros(int(counts.sum())) if token_penalty is None else -token_penalty.to(rewards.dtype)
     last = (counts.cumsum(0) - 1)[counts > 0]
     by_token[last] += rewards[counts > 0]
@@ -61,15 +61,15 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: list[int], gamma: float,
     """
     if not len(values):
         return values
-    counts = torch.tensor(lengths)
-    inside = torch.arange(int(counts.max())) < counts[:, None]
+    counts = torch.tensor(lengths, device=values.device)
+    inside = torch.arange(int(counts.max()), device=values.device) < counts[:, None]
     padded = values.new_zeros(2, *inside.shape)  # zeros past the end stand for the value there
     padded[:, inside] = torch.stack([token_rewards.to(values.dtype), values])
     reward, value = padded
     after = torch.zeros_like(value[:, 0])
     next_value, advantage = after.clone(), after.clone()
     out = torch.zeros_like(value)
-    decay = gamma * lam.to(values.dtype)
+    decay = gamma * lam.to(values)
     for t in range(inside.shape[1] - 1, -1, -1):
         delta = reward[:, t] + gamma * next_value - value[:, t]
         advantage = torch.where(inside[:, t], delta + decay * advantage, after)

@@ -1,104 +1,97 @@
-"""From the sampled responses of a step to new weights: what is trained on, log-probabilities, optimizer steps."""
+"""From the samples of a step to new weights: the optimizer steps of the policy and of the value model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from statistics import fmean
 
-from megatron_grpo.algorithms.consistency import effective_sample_size, mask_inconsistent_sequences
-from megatron_grpo.algorithms.non_finite import require_finite_tokens, stop_step
-from megatron_grpo.config.schema import Config
+from megatron_grpo.algorithms.loss_functions import add_derived_metrics
+from megatron_grpo.algorithms.non_finite import stop_step
+from megatron_grpo.algorithms.run import GRPORun, PPORun
+from megatron_grpo.algorithms.step import Step
+from megatron_grpo.algorithms.value_loss import add_explained_variance
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, TrainResult
-from megatron_grpo.rollouts.batch import to_sequence_batch
-from megatron_grpo.rollouts.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from megatron_grpo.algorithms.setup import GRPORun
-
-SQUARED_WEIGHT = "sampling_importance_ratio_squared"
-"""Metric of the loss from which, with sampling_importance_ratio, the effective sample size follows."""
+from megatron_grpo.policy.interface import (
+    LossFunction,
+    NonFiniteGradientError,
+    TrainedModel,
+    TrainResult,
+    combine_metrics,
+    is_extreme,
+)
 
 
-class Trainable(Protocol):
-    """The policy, or the value model."""
-
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult: ...
-
-
-def learning_batch(config: Config, trajectories: Sequence[Trajectory]) -> SequenceBatch:
-    """The tokens that the policy trains on, with their sampling log-probabilities; advantages are still missing."""
-    return to_sequence_batch(
-        trajectories,
-        overlong_filtering=config.loop.overlong_filtering,
-        mark_positive=config.loss_fn.positive_example_nll_weight > 0,
-    )
-
-
-def needs_prev_logprobs(config: Config) -> bool:
-    """Whether log-probabilities at the start of the step have to be computed before it.
-
-    With a single optimizer step on the samples they are those of that step itself, without gradient.
-    """
-    return config.optimizer_steps_per_step > 1 or config.loop.seq_logprob_error_threshold is not None
-
-
-def add_logprobs(
-    run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory], step: int, timer: StepTimer
-) -> dict[str, float]:
-    """Fill in what the step needs of prev_logprobs and reference_logprobs, and leave inconsistent responses out.
+def learn(run: GRPORun, step: Step) -> TrainResult | None:
+    """All optimizer steps of the policy on the samples of a step, and the move of the reference policy if it is due.
 
     Returns:
-        Metrics about the responses that were left out.
+        None: no token is in the loss, and the weights are as they were.
 
     Raises:
-        RunError: a log-probability is not finite.
+        RunError: a gradient is not finite; no update was made from it.
     """
-    config = run.config
-    if needs_prev_logprobs(config):
-        with timer.phase("logprobs"):
-            batch.tokens["prev_logprobs"] = run.policy.get_logprobs(batch)
-        require_finite_tokens(batch, "prev_logprobs", trajectories, run.logger.run_dir, step)
-    if run.uses_reference:
-        with timer.phase("logprobs"):
-            batch.tokens["reference_logprobs"] = run.policy.get_reference_logprobs(batch)
-        require_finite_tokens(batch, "reference_logprobs", trajectories, run.logger.run_dir, step)
-    threshold = config.loop.seq_logprob_error_threshold
-    if threshold is None:
-        return {}
-    prev, generation = batch.tokens["prev_logprobs"], batch.tokens["generation_logprobs"]
-    mask, metrics = mask_inconsistent_sequences(batch.tokens["loss_mask"], prev, generation, batch.lengths, threshold)
-    batch.tokens["loss_mask"] = mask
-    return metrics
-
-
-def learn(run: GRPORun, batch: SequenceBatch, trajectories: Sequence[Trajectory], step: int) -> TrainResult:
-    """All optimizer steps on the samples of a step.
-
-    Raises:
-        RunError: a gradient is not finite; the weights stay those of the optimizer step before it.
-    """
-    size = run.config.policy.train_global_batch_samples or len(batch)
-    try:
-        result = train_in_minibatches(
-            run.policy, batch, run.loss_fn, samples=size, iterations=run.config.passes_per_step
-        )
-    except NonFiniteGradientError as error:
-        stop_step("the gradient", [trajectories[i] for i in error.sequences], run.logger.run_dir, step)
-    squared = result.metrics.pop(SQUARED_WEIGHT)
-    result.metrics["effective_sample_size"] = effective_sample_size(
-        result.metrics["sampling_importance_ratio"], squared
-    )
+    loop = run.config.loop
+    with step.timer.phase("train"):
+        size = run.config.policy.train_global_batch_samples
+        result = _train(run, step, run.policy, step.batch, run.loss_fn, size, "the gradient")
+        if loop.sync_ref_model and step.number % loop.ref_model_sync_steps == 0:
+            run.policy.sync_reference(loop.ref_model_mixup_alpha)
+    if result is None:
+        run.logger.note(f"step {step.number}: no response is in the loss, so nothing is learnt from it")
+    else:
+        add_derived_metrics(result.metrics)
     return result
 
 
+def learn_values(run: PPORun, step: Step) -> dict[str, float]:
+    """All optimizer steps of the value model on the samples of a step; its metrics, none without a token in the loss.
+
+    Raises:
+        RunError: a gradient is not finite; no update was made from it.
+    """
+    needed = {name: step.batch.tokens[name] for name in ("loss_mask", "values", "returns")}
+    batch = SequenceBatch(step.batch.lengths, step.batch.token_ids, needed)
+    with step.timer.phase("train_value"):
+        size = run.config.value.train_global_batch_samples
+        result = _train(run, step, run.value, batch, run.value_loss_fn, size, "the value model's gradient")
+    if result is None:
+        return {}
+    add_explained_variance(result.metrics)
+    return {
+        **result.metrics,
+        "value_loss": result.loss,
+        "value_grad_norm": result.grad_norm,
+        "value_learning_rate": result.learning_rate,
+    }
+
+
+def _train(
+    run: GRPORun,
+    step: Step,
+    model: TrainedModel,
+    batch: SequenceBatch,
+    loss_fn: LossFunction,
+    minibatch: int | None,
+    what: str,
+) -> TrainResult | None:
+    """`train_in_minibatches`; a gradient that is not finite, which messages call `what`, ends the run."""
+    iterations = run.config.passes_per_step
+    try:
+        return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
+    except NonFiniteGradientError as error:
+        stop_step(what, [step.trajectories[i] for i in error.sequences], run.logger.run_dir, step.number)
+
+
 def train_in_minibatches(
-    model: Trainable, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
-) -> TrainResult:
+    model: TrainedModel, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+) -> TrainResult | None:
     """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
 
-    Neighbours stay together, so the samples of a prompt share an optimizer step where `samples` allows it.
+    Neighbours stay together, so the samples of a prompt share an optimizer step where `samples` allows it. Sequences
+    without a token in the loss get no optimizer step: it would move the weights by momentum and decay alone.
+
+    Returns:
+        What `combine_results` makes of the optimizer steps; None: there was none.
 
     Raises:
         NonFiniteGradientError: with indices into `batch`.
@@ -106,12 +99,15 @@ def train_in_minibatches(
     results: list[TrainResult] = []
     tokens: list[float] = []
     for start, minibatch in _minibatches(batch, samples, iterations):
+        in_loss = float(minibatch.tokens["loss_mask"].sum())
+        if in_loss == 0:
+            continue
         try:
             results.append(model.train(minibatch, loss_fn))
         except NonFiniteGradientError as error:
             raise NonFiniteGradientError(error.grad_norm, [start + index for index in error.sequences]) from None
-        tokens.append(float(minibatch.tokens["loss_mask"].sum()))
-    return combine_results(results, tokens)
+        tokens.append(in_loss)
+    return combine_results(results, tokens) if results else None
 
 
 def _minibatches(batch: SequenceBatch, samples: int, iterations: int) -> Iterator[tuple[int, SequenceBatch]]:
@@ -129,20 +125,14 @@ def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> 
     """
     if len(results) == 1:
         return results[0]
-    total = sum(tokens)
-    weights = [count / total for count in tokens] if total else [1 / len(results)] * len(results)
-    metrics: dict[str, float] = {}
-    for name in results[0].metrics:
-        values = [result.metrics[name] for result in results]
-        if name.endswith("_max"):
-            metrics[name] = max(values)
-        elif name.endswith("_min"):
-            metrics[name] = min(values)
-        else:
-            metrics[name] = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    shares = [
+        {name: value if is_extreme(name) else value * count / sum(tokens) for name, value in result.metrics.items()}
+        for result, count in zip(results, tokens, strict=True)
+    ]
     return TrainResult(
-        loss=sum(result.loss for result in results) / len(results),
-        grad_norm=sum(result.grad_norm for result in results) / len(results),
+        loss=fmean(result.loss for result in results),
+        grad_norm=fmean(result.grad_norm for result in results),
         learning_rate=results[-1].learning_rate,
-        metrics=metrics,
+        metrics=combine_metrics(shares),
+        optimizer_steps=len(results),
     )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.consistency import divergences
+from megatron_grpo.algorithms.consistency import divergences, effective_sample_size
 from megatron_grpo.algorithms.kl import kl_estimate
 from megatron_grpo.algorithms.sampling_correction import sampling_correction
 from megatron_grpo.algorithms.surrogates import surrogate
-from megatron_grpo.algorithms.token_means import loss_share, masked, token_mean
+from megatron_grpo.algorithms.token_means import bounded_exp, loss_share, masked, token_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -62,8 +62,8 @@ class ClippedPGLossFn:
 
         Returns:
             The microbatch's share of the loss, and metrics: shares of means over the step's tokens, except `loss`
-            (normalised as the loss is), `positive_nll` (mean over the tokens of correct responses) and names ending in
-            _max and _min, whose neutral values are -inf and inf.
+            (normalised as the loss is) and names ending in _max and _min, whose neutral values are -inf and inf.
+            `add_derived_metrics` puts others in the place of some.
 
         Raises:
             ValueError: an option needs an entry of `tokens` that is not there.
@@ -89,16 +89,27 @@ class ClippedPGLossFn:
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
         total = loss_share(loss, mask, counts, config)
-        if self.needs_entropy:
-            entropy = token_mean(masked(tokens["entropy"], mask), mask, counts)
-            total, metrics["entropy"] = total - config.entropy_coef * entropy, entropy
-        if config.positive_example_nll_weight:
-            nll = -(curr * masked(tokens["positive"], mask)).sum() / max(counts.positive_tokens, 1.0)
-            total, metrics["positive_nll"] = total + config.positive_example_nll_weight * nll, nll
+        extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts)
+        total, metrics = total + extra, metrics | of_extra
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
         metrics["loss"] = total
-        # Clones: the pipeline schedule divides the loss in place, which a metric of the same storage would follow.
-        return total, {name: value.detach().clone() for name, value in metrics.items()}
+        return total, metrics
+
+    def _entropy_and_imitation(
+        self, curr: Tensor, tokens: dict[str, Tensor], mask: Tensor, counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The last two terms of the loss and their metrics; 0 when they are off."""
+        config, total, metrics = self.config, curr.new_zeros(()), {}
+        if self.needs_entropy:
+            metrics["entropy"] = token_mean(masked(tokens["entropy"], mask), mask, counts)
+            total = total - config.entropy_coef * metrics["entropy"]
+        if config.positive_example_nll_weight:
+            positive = masked(tokens["positive"], mask)
+            nll = -(curr * positive).sum() / max(counts.positive_tokens, 1.0)
+            total = total + config.positive_example_nll_weight * nll
+            metrics["positive_nll_share"] = token_mean(-curr * positive, mask, counts)
+            metrics["positive_share"] = token_mean(positive, mask, counts)
+        return total, metrics
 
     def _kl(self, curr: Tensor, old: Tensor, reference: Tensor) -> Tensor:
         config = self.config
@@ -109,7 +120,7 @@ class ClippedPGLossFn:
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
-        return kl * (curr - old).exp() if config.use_on_policy_kl_approximation else kl
+        return kl * bounded_exp(curr - old) if config.use_on_policy_kl_approximation else kl
 
     def _check(self, tokens: dict[str, Tensor]) -> None:
         config = self.config
@@ -132,12 +143,25 @@ def _consistency_metrics(
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
     -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. `divergences` has the others.
     """
-    error = (prev - generation).abs().exp()
+    error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {
         "token_mult_prob_error": token_mean(error, mask, counts),
         "token_mult_prob_error_max": torch.where(mask, error, error.new_tensor(float("-inf"))).amax(),
-        "sampling_importance_ratio": token_mean((prev - generation).exp(), mask, counts),
-        "sampling_importance_ratio_squared": token_mean((2 * (prev - generation)).exp(), mask, counts),
-        "approx_entropy": token_mean(-(curr - generation).exp() * curr, mask, counts),
+        "sampling_importance_ratio": token_mean(weight, mask, counts),
+        "sampling_importance_ratio_squared": token_mean(weight.square(), mask, counts),
+        "approx_entropy": token_mean(-bounded_exp(curr - generation) * curr, mask, counts),
         **{name: token_mean(value, mask, counts) for name, value in divergences(prev, generation).items()},
     }
+
+
+def add_derived_metrics(metrics: dict[str, float]) -> None:
+    """Replace means that only serve for it by what follows from them, once they are those of the whole step.
+
+    effective_sample_size from the mean squared weight; positive_nll, the mean of -log-probability over the tokens of
+    correct responses, from its sum over them (left out when no response is correct).
+    """
+    squared = metrics.pop("sampling_importance_ratio_squared")
+    metrics["effective_sample_size"] = effective_sample_size(metrics["sampling_importance_ratio"], squared)
+    if metrics.get("positive_share"):
+        metrics["positive_nll"] = metrics["positive_nll_share"] / metrics["positive_share"]
+    metrics.pop("positive_nll_share", None)

@@ -1,55 +1,68 @@
-"""The folder of a run: claimed by one driver at a time, with the configuration it was started with."""
+"""The folder of a run: its names, held by one driver at a time, with the configuration it was started with."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 
 CONFIG_FILE = "config.yaml"
+POLICY_FOLDER = "megatron"
+"""Folder of the policy's distributed checkpoint inside a checkpoint."""
+VALUE_FOLDER = "megatron_value"
+"""The same of the value model, in a checkpoint of PPO."""
 IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed")
 """Keys that make a run another run; everything else may change between start and resume."""
 
 
 @contextmanager
-def claimed_run_directory(config: Config) -> Iterator[tuple[Path, list[str]]]:
-    """Create or reopen config.run_dir and hold it until the run ends.
-
-    Yields:
-        The folder, and what differs from the configuration that it was last started with, one line per key.
+def claimed_run_directory(path: str) -> Iterator[Path]:
+    """Create or reopen the folder of a run and hold it until the run ends.
 
     Raises:
-        RunError: another driver holds the folder, or it belongs to another run.
+        RunError: another driver holds it.
     """
-    folder = Path(config.run_dir)
+    folder = Path(os.path.abspath(path))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as lock:  # the kernel releases it when the driver dies, however it dies
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(f"run_dir={folder} is in use by another run that is still alive") from None
-        changes = _changes(folder / CONFIG_FILE, config)
-        temporary = folder / (CONFIG_FILE + ".tmp")
-        temporary.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-        temporary.rename(folder / CONFIG_FILE)
-        _link_latest(folder)
-        yield folder, changes
+        yield folder
+
+
+def record_start(folder: Path, config: Config) -> list[str]:
+    """Write the configuration into the folder of its run, and point `latest` beside the folder at it.
+
+    Returns:
+        What differs from the configuration that the run was last started with, one line per key.
+
+    Raises:
+        RunError: the folder belongs to another run.
+    """
+    changes = _changes(folder / CONFIG_FILE, config)
+    temporary = folder / (CONFIG_FILE + ".tmp")
+    temporary.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    temporary.rename(folder / CONFIG_FILE)
+    _link_latest(folder)
+    return changes
 
 
 def _changes(file: Path, config: Config) -> list[str]:
     if not file.exists():
         return []
-    before = dict(_leaves(yaml.safe_load(file.read_text())))
-    now = dict(_leaves(dataclasses.asdict(config)))
+    before = dict(leaves(yaml.safe_load(file.read_text())))
+    now = dict(leaves(dataclasses.asdict(config)))
     for key in IDENTITY:
         if before.get(key) != now[key]:
             raise RunError(
@@ -58,14 +71,6 @@ def _changes(file: Path, config: Config) -> list[str]:
             )
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _link_latest(folder: Path) -> None:

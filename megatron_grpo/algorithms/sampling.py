@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.non_finite import require_finite_samples
+from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.step_advantages import groups_with_signal
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from megatron_grpo.algorithms.setup import GRPORun
 
 Group = list[Trajectory]
 """The samples of one prompt."""
@@ -89,6 +86,14 @@ def _sample(run: GRPORun, prompts: list[DatumSpec], timer: StepTimer) -> list[Tr
         timer=timer,
     )
     require_finite_samples(trajectories, run.logger.run_dir, run.state["total_steps"] + 1)
+    unscored = [trajectory for trajectory in trajectories if trajectory.reward is None]
+    if unscored:
+        prompt = unscored[0].prompt_idx
+        run.logger.note_once(
+            "unscored",
+            f"no reward function gave a reward for {len(unscored)} of {len(trajectories)} responses (row {prompt} of "
+            "data.train_path for one): they are left out of baselines and loss; unscored_rate counts them",
+        )
     return trajectories
 
 

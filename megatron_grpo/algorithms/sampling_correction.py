@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.token_means import response_mean
+from megatron_grpo.algorithms.token_means import bounded_exp, response_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -41,9 +41,9 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
         config: level, kind and limits.
     """
     log_weights = (prev - generation).detach()
-    weights = log_weights.exp()
+    weights = bounded_exp(log_weights)
     if config.sequence_level_importance_ratios:
-        weights = (log_weights * mask).sum(dim=1, keepdim=True).exp().expand_as(log_weights)
+        weights = bounded_exp((log_weights * mask).sum(dim=1, keepdim=True)).expand_as(log_weights)
     kind = config.truncated_importance_sampling_type
     if kind is None:
         return SamplingCorrection(weights, torch.zeros_like(mask))
@@ -52,6 +52,6 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
     if kind == "tis":
         return SamplingCorrection(weights.clamp(max=high), weights > high)
     assert low is not None, "a mask without a lower limit"
-    judged = weights if kind == "icepop" else response_mean(log_weights, mask).exp().expand_as(log_weights)
+    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask)).expand_as(log_weights)
     out = (judged < low) | (judged > high)
     return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)

@@ -24,10 +24,10 @@ class GRPOSaveState(TypedDict):
     """Tokens that losses were taken over."""
     early_stop: EarlyStopState
     """What decides whether training ends early."""
-    val_reward: NotRequired[float]
-    """Mean reward of the last validation."""
-    val_accuracy: NotRequired[float]
-    """Accuracy of the last validation."""
+    val_reward: NotRequired[float | None]
+    """Mean reward of the last validation; None: no response got one."""
+    val_accuracy: NotRequired[float | None]
+    """Accuracy of the last validation; None: the environment cannot say."""
 
 
 class PPOSaveState(GRPOSaveState):

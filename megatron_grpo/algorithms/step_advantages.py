@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import gdpo_advantages, group_advantages, reinforce_plus_plus_advantages
+from megatron_grpo.algorithms.advantages import (
+    gdpo_advantages,
+    gdpo_scores,
+    group_advantages,
+    reinforce_plus_plus_advantages,
+)
 from megatron_grpo.algorithms.dynamic_sampling import has_signal
 from megatron_grpo.algorithms.kl import kl_estimate
 from megatron_grpo.algorithms.reward_functions import scale_rewards, shape_rewards
-from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.rollouts.batch import reward_parts_by_group, rewards_by_group, sampled_mask
@@ -19,7 +24,7 @@ from megatron_grpo.rollouts.trajectory import Trajectory
 
 
 def learning_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:
-    """[groups, samples]: rewards as the advantages are to see them, scaled and then shaped."""
+    """[groups, samples]: rewards as the advantages are to see them, scaled and then shaped; NaN where there is none."""
     samples = config.loop.num_generations_per_prompt
     return shape_rewards(
         _scaled_rewards(config, trajectories),
@@ -33,15 +38,28 @@ def learning_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tens
 def groups_with_signal(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:
     """[groups], bool: which groups dynamic sampling keeps.
 
-    Penalties for length do not count: responses that are all right or all wrong differ in length nearly always, and
-    DAPO drops them (Yu et al. 2025, eq. 11). With GDPO, a group counts when some reward function told its samples
-    apart, also where the sum is the same.
+    A group counts when its rewards differ before and after shaping. Penalties for length alone do not make a signal:
+    responses that are all right or all wrong differ in length nearly always, and DAPO drops them (Yu et al. 2025, eq.
+    11). They may take one away. With GDPO, a group counts when its functions tell its samples apart: also where the sum
+    of the rewards is the same, and not where their normalised rewards cancel out.
     """
-    if config.grpo.adv_estimator.name == "gdpo":
-        parts, _ = _parts(config, trajectories)
-        lowest = torch.where(parts.isnan(), torch.inf, parts).amin(dim=2, keepdim=True)
-        return (~parts.isnan() & (parts != lowest)).any(dim=2).any(dim=0)
-    return has_signal(_scaled_rewards(config, trajectories))
+    if _compares_parts(config):
+        return has_signal(gdpo_scores(*_parts(config, trajectories)))
+    return has_signal(_scaled_rewards(config, trajectories)) & has_signal(learning_rewards(config, trajectories))
+
+
+def signal_metrics(config: Config, trajectories: Sequence[Trajectory], rewards: Tensor) -> dict[str, float]:
+    """groups_without_signal: share of prompts whose samples all got the same reward (with GDPO, the same advantage).
+
+    Left out with one sample to a prompt.
+
+    Args:
+        rewards: [groups, samples], of `learning_rewards`.
+    """
+    if rewards.shape[1] == 1:
+        return {}
+    seen = gdpo_scores(*_parts(config, trajectories)) if _compares_parts(config) else rewards
+    return {"groups_without_signal": float((~has_signal(seen)).float().mean())}
 
 
 def token_advantages(
@@ -52,27 +70,56 @@ def token_advantages(
     Args:
         trajectories: of the step; samples of a group are neighbours.
         rewards: [groups, samples], of `learning_rewards`.
-        batch: of the same trajectories; with use_kl_in_reward it has reference_logprobs.
+        batch: of the same trajectories; with use_kl_in_reward it has prev_logprobs and reference_logprobs.
 
     Returns:
         [sum(batch.lengths)], float32, clipped as configured and times the loss multiplier of the trajectory.
     """
-    grpo = config.grpo
-    sampled = sampled_mask(trajectories)
+    sampled, estimator = sampled_mask(trajectories), config.grpo.adv_estimator
     lengths = [trajectory.response_tokens for trajectory in trajectories]
-    penalty = kl_penalty_of_tokens(config.loss_fn, batch)[sampled] if config.loss_fn.use_kl_in_reward else None
-    if grpo.adv_estimator.name == "reinforce_plus_plus":
+    penalty = kl_penalty_of_sampled(config, batch, sampled)
+    if estimator.name == "reinforce_plus_plus":
         by_token = reinforce_plus_plus_advantages(
-            rewards, lengths, token_penalty=penalty, minus_baseline=grpo.adv_estimator.minus_baseline
+            rewards, lengths, token_penalty=penalty, minus_baseline=estimator.minus_baseline
         )
     else:
-        by_token = _group_relative(config, trajectories, rewards, penalty).flatten().repeat_interleave(_counts(lengths))
-    if grpo.advantage_clip_low is not None or grpo.advantage_clip_high is not None:
-        by_token = by_token.clamp(grpo.advantage_clip_low, grpo.advantage_clip_high)
+        by_response = _group_relative(config, trajectories, rewards, penalty).flatten()
+        by_token = by_response.repeat_interleave(torch.tensor(lengths))
+    return to_batch(clipped_and_weighted(by_token, trajectories, config.loop), sampled)
+
+
+def kl_penalty_of_sampled(config: Config, batch: SequenceBatch, sampled: Tensor) -> Tensor | None:
+    """[sampled tokens]: what use_kl_in_reward subtracts for each, under the policy that the step begins with.
+
+    None: nothing.
+    """
+    loss = config.loss_fn
+    if not loss.use_kl_in_reward:
+        return None
+    penalty = loss.kl_in_reward * kl_estimate(
+        batch.tokens["prev_logprobs"],
+        batch.tokens["reference_logprobs"],
+        loss.reference_policy_kl_type,
+        input_clamp=loss.kl_input_clamp_value,
+        output_clamp=loss.kl_output_clamp_value,
+    )
+    return penalty[sampled]
+
+
+def clipped_and_weighted(by_token: Tensor, trajectories: Sequence[Trajectory], loop: LoopConfig) -> Tensor:
+    """Advantages of the sampled tokens, clipped as configured, then times the loss multiplier of their trajectory."""
+    if loop.advantage_clip_low is not None or loop.advantage_clip_high is not None:
+        by_token = by_token.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
     multipliers = torch.tensor([trajectory.loss_multiplier for trajectory in trajectories])
-    advantages = torch.zeros(len(batch.token_ids))
-    advantages[sampled] = by_token.float() * multipliers.repeat_interleave(_counts(lengths))
-    return advantages
+    lengths = torch.tensor([trajectory.response_tokens for trajectory in trajectories])
+    return by_token * multipliers.repeat_interleave(lengths).to(by_token)
+
+
+def to_batch(by_token: Tensor, sampled: Tensor) -> Tensor:
+    """An entry of a batch, float32 on the CPU, from values of its sampled tokens; 0 for the others."""
+    entry = torch.zeros(len(sampled))
+    entry[sampled] = by_token.float().cpu()
+    return entry
 
 
 def _group_relative(
@@ -80,9 +127,8 @@ def _group_relative(
 ) -> Tensor:
     """[groups, samples]. A KL penalty lowers the response's reward by its sum (as in RLOO, Ahmadian et al. 2024)."""
     grpo = config.grpo
-    if grpo.adv_estimator.name == "gdpo":
-        parts, weights = _parts(config, trajectories)
-        return gdpo_advantages(parts, weights, leave_one_out=grpo.use_leave_one_out_baseline)
+    if _compares_parts(config):
+        return gdpo_advantages(*_parts(config, trajectories))
     if token_penalty is not None:
         lengths = [trajectory.response_tokens for trajectory in trajectories]
         rewards = rewards - torch.stack([piece.sum() for piece in token_penalty.split(lengths)]).view_as(rewards)
@@ -94,19 +140,8 @@ def _group_relative(
     )
 
 
-def kl_penalty_of_tokens(loss: LossConfig, batch: SequenceBatch) -> Tensor:
-    """[sum(lengths)]: the KL penalty of each token under the policy that the step begins with.
-
-    Its log-probabilities are the training framework's when they were computed, else those that sampling reported.
-    """
-    policy = batch.tokens["prev_logprobs"] if "prev_logprobs" in batch.tokens else batch.tokens["generation_logprobs"]
-    return loss.kl_in_reward * kl_estimate(
-        policy,
-        batch.tokens["reference_logprobs"],
-        loss.reference_policy_kl_type,
-        input_clamp=loss.kl_input_clamp_value,
-        output_clamp=loss.kl_output_clamp_value,
-    )
+def _compares_parts(config: Config) -> bool:
+    return config.grpo.adv_estimator.name == "gdpo"
 
 
 def _parts(config: Config, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
@@ -119,7 +154,3 @@ def _parts(config: Config, trajectories: Sequence[Trajectory]) -> tuple[Tensor, 
 def _scaled_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:
     rewards = rewards_by_group(trajectories, config.loop.num_generations_per_prompt)
     return scale_rewards(rewards, config.loop.reward_scaling)
-
-
-def _counts(lengths: list[int]) -> Tensor:
-    return torch.tensor(lengths)

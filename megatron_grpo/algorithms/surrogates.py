@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.token_means import response_mean, token_mean
+from megatron_grpo.algorithms.token_means import bounded_exp, response_mean, token_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -46,6 +46,10 @@ class Surrogate(NamedTuple):
 def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> Surrogate:
     """The configured objective.
 
+    The response's ratio s comes as sg(s) pi / sg(pi) at each of its tokens (GSPO-token, Zheng et al. 2025, eq. 14):
+    with one advantage for all tokens of the response that is the value and the gradient of GSPO, and advantages that
+    differ from token to token (PPO, REINFORCE++) keep their places.
+
     Args:
         curr: log-probabilities under the current policy, [sequences, length], with gradient; 0 outside the mask.
         prev: under the policy at the start of the step, without gradient; 0 outside the mask.
@@ -55,8 +59,8 @@ def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, conf
     """
     log_ratio = curr - prev
     if config.sequence_level_importance_ratios:
-        log_ratio = response_mean(log_ratio, mask).expand_as(curr)
-    ratio = log_ratio.exp()
+        log_ratio = response_mean(log_ratio, mask).detach() + (curr - curr.detach())
+    ratio = bounded_exp(log_ratio)
     if config.use_cispo:
         return _cispo(curr, ratio, advantages, config)
     if config.use_sapo:

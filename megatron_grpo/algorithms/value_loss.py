@@ -48,29 +48,30 @@ class MseValueLossFn:
 
         Returns:
             The microbatch's share of the loss, and shares of means over the step's tokens: `loss`,
-            `value_clip_fraction` (tokens where clipping made the loss larger), `value_mean`, `return_mean`, and the
-            moments that `add_explained_variance` turns into `explained_variance`.
+            `value_clip_fraction` (tokens where clipping made the loss larger); `value_mean`, `return_mean`, and the
+            moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
+            ones have seen these returns.
         """
         mask = tokens["loss_mask"] > 0
         values, returns = masked(curr_values, mask), masked(tokens["returns"], mask)
-        error = values - returns
+        old = masked(tokens["values"], mask)
+        error, old_error = values - returns, old - returns
         loss = clipped = error.square()
         if self.config.value_clip is not None:
-            old, reach = masked(tokens["values"], mask), self.config.value_clip
+            reach = self.config.value_clip
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
             loss = torch.maximum(loss, clipped)
         total = 0.5 * token_mean(loss, mask, counts)
         metrics = {
             "loss": total,
             "value_clip_fraction": token_mean(clipped > error.square(), mask, counts),
-            "value_mean": token_mean(values, mask, counts),
+            "value_mean": token_mean(old, mask, counts),
             "return_mean": token_mean(returns, mask, counts),
             "return_squared": token_mean(returns.square(), mask, counts),
-            "value_error": token_mean(error, mask, counts),
-            "value_error_squared": token_mean(error.square(), mask, counts),
+            "value_error": token_mean(old_error, mask, counts),
+            "value_error_squared": token_mean(old_error.square(), mask, counts),
         }
-        # Clones: the pipeline schedule divides the loss in place, which a metric of the same storage would follow.
-        return total, {name: value.detach().clone() for name, value in metrics.items()}
+        return total, metrics
 
 
 def add_explained_variance(metrics: dict[str, float]) -> None:

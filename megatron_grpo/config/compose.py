@@ -14,17 +14,27 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_grpo.config.changes import leaves
+from megatron_grpo.config.checks import config_problems
+from megatron_grpo.config.checks.machine import machine_problems
+from megatron_grpo.config.checks.ppo import misplaced_keys
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.job import split_job
+from megatron_grpo.config.job import Job, given_keys, split_job
 from megatron_grpo.config.keys import keys, known_key
-from megatron_grpo.config.layout import layout_problems
-from megatron_grpo.config.machine import machine_problems
 from megatron_grpo.config.model_source import known_shape
-from megatron_grpo.config.overrides import config_groups, read_overrides, unknown_key
+from megatron_grpo.config.overrides import RECIPES, VARIANTS, config_groups, keys_of_option, read_overrides, unknown_key
 from megatron_grpo.config.schema import MISSING, Config
 
 CONF_MODULE = "megatron_grpo.conf"
 _ADAPTER = TypeAdapter(Config)
+
+
+def _fifth_of(length: Any) -> int:
+    """${fifth_of:${...}} in conf/: YAML cannot calculate. Of what is no length, which is told under its own key, 1."""
+    return max(1, length // 5) if isinstance(length, int) else 1
+
+
+OmegaConf.register_new_resolver("fifth_of", _fifth_of, replace=True)
 
 
 def load_config(overrides: Sequence[str]) -> Config:
@@ -37,10 +47,11 @@ def load_config(overrides: Sequence[str]) -> Config:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
             every problem.
     """
-    config = compose_config(overrides)
+    job, arguments = split_job(overrides)
+    config = _checked(job, arguments)
     problems = machine_problems(config)
     if problems:
-        raise ConfigError(split_job(overrides)[0].named(problems))
+        raise ConfigError(job.named(problems))
     return config
 
 
@@ -50,38 +61,68 @@ def compose_config(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: names every problem.
     """
-    values, problems = compose_values(overrides)
-    config, wrong = _typed(values)
-    unresolved = {problem.key for problem in problems}
-    problems += [problem for problem in wrong if problem.key not in unresolved]
-    # What is known to be wrong stands at its default now: complaints about that would be about nothing.
-    already = {problem.key for problem in problems}
-    if config is not None:
-        if not already & config_groups().keys():  # a recipe that was not found would have given what is missing
-            problems += _missing(values, already)
-        problems += [p for p in layout_problems(config, known_shape(config)) if p.key not in already]
-    if problems:
-        raise ConfigError(split_job(overrides)[0].named(problems))
-    assert config is not None
-    return config
+    return _checked(*split_job(overrides))
 
 
 def compose_values(overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The resolved values as plain containers, and what was wrong on the way; required keys may still be "???"."""
-    job, arguments = split_job(overrides)
-    accepted, problems = read_overrides([*job.environment_override(config_groups()["env"]), *arguments])
+    values, problems, overruled = _composed(*split_job(overrides))
+    return values, problems + overruled
+
+
+def _checked(job: Job, arguments: list[str]) -> Config:
+    values, problems, overruled = _composed(job, arguments)
+    problems += _booleans(values)
+    config, wrong = _typed(values)
+    unresolved = {problem.key for problem in problems}
+    problems += [problem for problem in wrong if problem.key not in unresolved]
+    # What is known to be wrong stands at its default now: complaints about that, or against it, would be about nothing.
+    already = {problem.key for problem in problems}
+    defaulted = {key for key in already if known_key(key)}
+    problems += [problem for problem in overruled if problem.key not in already]
+    if config is not None:
+        if not already & config_groups().keys():  # a recipe that was not found would have given what is missing
+            problems += _missing(values, already)
+        misplaced = list(misplaced_keys(config.algorithm, given_keys(job, arguments), already))
+        already |= {problem.key for problem in misplaced}
+        problems += misplaced
+        others = config_problems(config, known_shape(config))
+        problems += [p for p in others if p.key not in already and not any(key in p.text for key in defaulted)]
+    if problems:
+        raise ConfigError(job.named(problems))
+    assert config is not None
+    return config
+
+
+def _composed(job: Job, arguments: list[str]) -> tuple[dict[str, Any], list[Problem], list[Problem]]:
+    """The resolved values, what was wrong on the way, and what job and command line say differently."""
+    environments = config_groups()["env"]
+    accepted, problems = read_overrides([*job.environment_override(environments), *arguments])
     problems += job.problems
     ConfigStore.instance().store("schema_defaults", _defaults_tree())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", accepted)
         except (HydraException, OmegaConfBaseException) as error:
-            return {}, [*problems, Problem(" ".join(accepted) or "conf/", _one_line(error))]
-    job.apply(composed, config_groups()["env"])
+            return {}, [*problems, Problem(" ".join(accepted) or "conf/", _one_line(error))], []
+    overruled = list(_overruled(job, accepted, composed))
+    problems += job.apply(composed, environments)
     problems += _unresolved(composed)
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}, problems
+    return {str(name): value for name, value in values.items()}, problems, overruled
+
+
+def _overruled(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
+    """Settings of the job that a variant or another group on the command line sets too: half of a preset is none."""
+    chosen = [one for one in accepted if one.partition("=")[0] in config_groups().keys() - {RECIPES, "env"}]
+    chosen.sort(key=lambda one: one.startswith(f"{VARIANTS}="))  # a variant has the last word among them
+    said_by = {key: one for one in chosen for key in keys_of_option(one) if key in job.settings}
+    for key, argument in said_by.items():
+        value, given = job.settings[key], OmegaConf.select(composed, key)
+        if given != value and str(given) != str(value):
+            text = f"{argument} says {given}; leave one of them out, or give {key}=... on the command line"
+            yield Problem(f"{key}={value}", text)
 
 
 def _defaults_tree() -> dict[str, Any]:
@@ -103,6 +144,17 @@ def _typed(values: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
             problems.append(_problem(detail))
             _remove(values, detail["loc"])
     return None, problems
+
+
+def _booleans(values: dict[str, Any]) -> list[Problem]:
+    """Booleans where numbers or texts belong, which Python would take for 1 and 0; they are removed."""
+    wrong = []
+    for name in [name for name, value in leaves(values) if isinstance(value, bool)]:
+        key = known_key(name)
+        if key is not None and "true or false" not in keys()[key].type:
+            wrong.append(Problem(f"{name}={_get(values, name)}", f"must be {keys()[key].type}"))
+            _remove(values, tuple(name.split(".")))
+    return wrong
 
 
 def _problem(detail: ErrorDetails) -> Problem:

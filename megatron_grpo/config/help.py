@@ -31,7 +31,7 @@ _COMMON = (
 )
 
 _TEMPLATE = """\
-GRPO post-training on Megatron-Core and vLLM.
+GRPO and PPO post-training on Megatron-Core and vLLM.
 
 usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
                                     [--cfg job] [--help]

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import keys, known_key
 
@@ -57,22 +60,30 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each setting came from."""
+    only_named: bool = False
+    """Whether the environment is given by its name alone."""
     problems: list[Problem] = field(default_factory=list)
 
     def environment_override(self, options: Sequence[str]) -> list[str]:
         """How the environment is chosen on a command line, when it is one of the options in conf/env."""
         return [f"env={self.environment}"] if self._is_option(options) else []
 
-    def apply(self, composed: DictConfig, options: Sequence[str]) -> None:
-        """Write the job's settings into a composed configuration.
+    def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
+        """Write the job's settings into a composed configuration; returns what is wrong with that.
 
         Args:
             options: the environments in conf/env; another one takes the place of those that the recipe has.
         """
         if self.environment is not None and not self._is_option(options):
-            OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
+            if self.only_named and self.environment not in composed.env:
+                known = sorted({*options, *map(str, composed.env)})
+                text = f"no such environment; there is {', '.join(known)}, or give a mapping that describes one"
+                return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
+            if not self.only_named:
+                OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
         for key, value in self.settings.items():
             OmegaConf.update(composed, key, value, force_add=True)
+        return []
 
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
@@ -101,12 +112,37 @@ def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
     job = _read(given[-1].partition("=")[2])
     if len(given) > 1:
         job.problems.append(Problem(" ".join(given), "one run takes one job"))
-    taken = {argument.lstrip("+~").partition("=")[0] for argument in others}
+    taken = _keys_of(others)
     job.settings = {key: value for key, value in job.settings.items() if key not in taken}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
     if "env" in taken:
         job.environment = None
     return job, others
+
+
+def given_keys(job: Job, arguments: Sequence[str]) -> dict[str, str]:
+    """The keys that a job and the other arguments of its command line set, with their values as text."""
+    return _keys_of(arguments) | {key: str(value) for key, value in job.settings.items()}
+
+
+def _keys_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Keys and values of a command line; a section that is given whole, as {...}, counts as each of its keys."""
+    found: dict[str, str] = {}
+    for argument in arguments:
+        name, _, text = argument.lstrip("+~").partition("=")
+        found[name] = text
+        if text.startswith("{"):
+            found |= {key: str(value) for key, value in leaves(_section(name, text), f"{name}.")}
+    return found
+
+
+def _section(name: str, text: str) -> dict[str, Any]:
+    """A section in Hydra's syntax; empty when it is not understood, which is told elsewhere."""
+    try:
+        value = OverridesParser.create().parse_override(f"{name}={text}").value()
+    except HydraException:
+        return {}
+    return {str(key): given for key, given in value.items()} if isinstance(value, dict) else {}
 
 
 def _read(path: str) -> Job:
@@ -116,7 +152,7 @@ def _read(path: str) -> Job:
         return job
     try:
         content = yaml.safe_load(file.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that there is not
         job.problems.append(Problem(f"job={path}", f"is not valid YAML: {' '.join(str(error).split())}"))
         return job
     if not isinstance(content, dict):
@@ -133,6 +169,7 @@ def _read(path: str) -> Job:
 
 
 def _read_environment(job: Job, value: Any) -> None:
+    job.only_named = isinstance(value, str)
     described = {"name": value} if isinstance(value, str) else value
     if not isinstance(described, Mapping):
         text = "must be the name of an environment, or a mapping with its name"
@@ -158,11 +195,17 @@ def _read_environment(job: Job, value: Any) -> None:
 def _set(job: Job, name: str, setting: str, value: Any) -> None:
     key = known_key(setting)
     assert key is not None, f"{setting} is not in the schema"
-    if isinstance(value, bool) and not keys()[key].type.startswith("true"):  # which counts as 1 elsewhere
+    if not _is_plain(value):  # YAML also knows dates, sets and bytes
         text = f"must be {keys()[key].type} (it sets {setting})"
         job.problems.append(Problem(f"{job.file}: {name}={value}", text))
         return
     job.settings[setting], job.fields[setting] = value, name
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or (isinstance(value, str | int | float) and "${" not in str(value))
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:

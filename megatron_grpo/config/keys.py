@@ -54,7 +54,7 @@ class Group:
 @functools.cache
 def groups() -> tuple[Group, ...]:
     """All sections, in the order of the schema."""
-    return tuple(_walk(Config, "", inspect.getdoc(Config) or ""))
+    return tuple(_walk(Config, "", inspect.getdoc(Config) or "", Config()))
 
 
 @functools.cache
@@ -65,12 +65,12 @@ def keys() -> dict[str, Key]:
 
 def known_key(name: str) -> str | None:
     """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
-    return next((key for key in keys() if _matches(key, name)), None)
+    return next((key for key in keys() if matches(key, name)), None)
 
 
 def known_section(name: str) -> bool:
     """Whether a dotted name is a group of keys."""
-    return (bool(name) and any(_matches(group.name, name) for group in groups())) or name == "env"
+    return (bool(name) and any(matches(group.name, name) for group in groups())) or name == "env"
 
 
 def nearest(name: str) -> str | None:
@@ -88,14 +88,16 @@ def nearest(name: str) -> str | None:
     return close[0] if close else None
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name is what the schema writes as `pattern`: "env.math" is "env.<name>"."""
     expected, parts = pattern.split("."), name.split(".")
     return len(expected) == len(parts) and all(
         e == p or e.startswith("<") for e, p in zip(expected, parts, strict=True)
     )
 
 
-def _walk(section: type, prefix: str, doc: str) -> list[Group]:
+def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
+    """The groups of a section; `defaults` is the section as the one above it makes it."""
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     own: list[Key] = []
@@ -104,18 +106,14 @@ def _walk(section: type, prefix: str, doc: str) -> list[Group]:
         hint, name = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
-            below += _walk(hint, f"{name}.", docs.get(field.name) or inspect.getdoc(hint) or "")
+            text = docs.get(field.name) or inspect.getdoc(hint) or ""
+            below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
         elif typing.get_origin(hint) is dict:
-            below += _walk(typing.get_args(hint)[1], f"{name}.<name>.", docs.get(field.name, ""))
+            kind = typing.get_args(hint)[1]
+            below += _walk(kind, f"{name}.<name>.", docs.get(field.name, ""), kind())
         else:
-            own.append(Key(name, _describe(hint), _default(field), docs.get(field.name, "")))
+            own.append(Key(name, _describe(hint), getattr(defaults, field.name), docs.get(field.name, "")))
     return [Group(prefix.rstrip("."), doc, tuple(own)), *below]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _field_docs(section: type) -> dict[str, str]:

@@ -8,7 +8,12 @@ from typing import Annotated
 from pydantic import Field
 
 from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
-from megatron_grpo.config.section import Fraction, NonNegative, Positive, Section
+from megatron_grpo.config.section import Fraction, NonNegative, Positive, Section, Seed
+
+VALIDATION_PREFIX = "val_"
+"""Metrics that only validation produces begin with this."""
+VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
+"""What it produces, after the prefix."""
 
 
 @dataclass(kw_only=True)
@@ -106,5 +111,5 @@ class LoopConfig(Section):
     val_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
 
-    seed: int = 42
+    seed: Seed = 42
     """Seed of everything random in the run."""

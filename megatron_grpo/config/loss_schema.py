@@ -1,18 +1,13 @@
-"""The keys of the loss, and which of them exclude or need each other."""
+"""The keys of the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.section import NonNegativeFloat, Positive, PositiveFloat, Section
-
-_SURROGATES = ("use_cispo", "use_sapo", "disable_ppo_ratio")
-"""Keys that put another surrogate in the place of the clipped one."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +51,7 @@ class LossConfig(Section):
     """Dr. GRPO: divide the sum over tokens by sequences * this; usually ${generation.max_new_tokens}. null is off."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL penalty against the reference policy; 0: no reference policy is loaded."""
+    """Weight of the KL penalty against the reference policy; at 0 GRPO loads none."""
 
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL: k1 log ratio, k2 half its square, k3 never negative and unbiased."""
@@ -101,75 +96,3 @@ class LossConfig(Section):
     def kl_in_reward(self) -> float:
         """Weight of the KL that is subtracted from the reward."""
         return self.reference_policy_kl_penalty if self.use_kl_in_reward else 0.0
-
-
-def loss_problems(loss: LossConfig) -> Iterator[Problem]:
-    """Keys of the loss that exclude each other or lack what they need."""
-    yield from _surrogates(loss)
-    yield from _averages(loss)
-    yield from _kl(loss)
-    yield from _correction(loss)
-
-
-def _surrogates(loss: LossConfig) -> Iterator[Problem]:
-    chosen = [name for name in _SURROGATES if getattr(loss, name)]
-    if len(chosen) > 1:
-        text = f"excludes {' and '.join(f'loss_fn.{name}' for name in chosen[1:])}: each is a surrogate of its own"
-        yield Problem(f"loss_fn.{chosen[0]}=True", text)
-    if chosen and loss.ratio_clip_c is not None:
-        text = f"bounds the clipped surrogate, which loss_fn.{chosen[0]} replaces; use null"
-        yield Problem(f"loss_fn.ratio_clip_c={loss.ratio_clip_c:g}", text)
-    if loss.force_on_policy_ratio and loss.disable_ppo_ratio:
-        text = "excludes loss_fn.disable_ppo_ratio: there is no ratio left to be forced to 1"
-        yield Problem("loss_fn.force_on_policy_ratio=True", text)
-    if chosen and loss.sequence_level_importance_ratios:
-        why = "has no ratio" if loss.disable_ppo_ratio else "weighs every token by its own ratio"
-        text = f"excludes loss_fn.{chosen[0]}, which {why}"
-        yield Problem("loss_fn.sequence_level_importance_ratios=True", text)
-
-
-def _averages(loss: LossConfig) -> Iterator[Problem]:
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        text = "needs loss_fn.token_level_loss=false: an average over tokens would weigh a response by its length"
-        yield Problem("loss_fn.sequence_level_importance_ratios=True", text)
-    if loss.constant_normalizer_tokens is not None and not loss.token_level_loss:
-        text = "excludes loss_fn.token_level_loss=false: both say what a response's tokens are divided by"
-        yield Problem(f"loss_fn.constant_normalizer_tokens={loss.constant_normalizer_tokens}", text)
-
-
-def _kl(loss: LossConfig) -> Iterator[Problem]:
-    unweighted = loss.kl_in_loss > 0 and not loss.use_on_policy_kl_approximation
-    if loss.reference_policy_kl_type == "k1" and unweighted:
-        text = (
-            "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation, or "
-            "loss_fn.use_kl_in_reward"
-        )
-        yield Problem("loss_fn.reference_policy_kl_type=k1", text)
-    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
-        text = "subtracts nothing while loss_fn.reference_policy_kl_penalty is 0"
-        yield Problem("loss_fn.use_kl_in_reward=True", text)
-    if loss.use_kl_in_reward and loss.use_on_policy_kl_approximation:
-        text = "weighs the KL of the loss, and loss_fn.use_kl_in_reward leaves none there"
-        yield Problem("loss_fn.use_on_policy_kl_approximation=True", text)
-
-
-def _correction(loss: LossConfig) -> Iterator[Problem]:
-    kind, low = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio_min
-    high = loss.truncated_importance_sampling_ratio
-    prefix = "loss_fn.truncated_importance_sampling"
-    if kind is None:
-        for name, value in (("ratio", high), ("ratio_min", low)):
-            if value is not None:
-                yield Problem(f"{prefix}_{name}={value:g}", f"needs {prefix}_type: tis, icepop or seq-mask-tis")
-        return
-    if not loss.use_importance_sampling_correction:
-        text = "needs loss_fn.use_importance_sampling_correction=true, whose weights it limits"
-        yield Problem(f"{prefix}_type={kind}", text)
-    if high is None:
-        yield Problem(f"{prefix}_type={kind}", f"needs {prefix}_ratio, the upper limit")
-    if kind == "tis" and low is not None:
-        yield Problem(f"{prefix}_ratio_min={low:g}", "tis has no lower limit; use null, or icepop or seq-mask-tis")
-    if kind != "tis" and low is None:
-        yield Problem(f"{prefix}_type={kind}", f"needs {prefix}_ratio_min, the lower limit")
-    if low is not None and high is not None and low >= high:
-        yield Problem(f"{prefix}_ratio_min={low:g}", f"must be below {prefix}_ratio={high:g}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.prepared_models import PREPARED_MODELS
 from megatron_grpo.config.schema import MISSING, Config
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -54,9 +54,8 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 def known_shape(config: Config) -> ModelShape | None:
     """Sizes of the policy's model as far as this machine knows them; None: the model is not here (yet)."""
     if made_before_the_run(config, config.policy.model.path):
-        return ModelShape.from_hf_config(
-            importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").HF_CONFIG
-        )
+        assert config.prepare.name is not None
+        return ModelShape.from_hf_config(PREPARED_MODELS[config.prepare.name])
     if config.policy.model.path == MISSING:
         return None
     folder = local_folder(config.policy.model.path)

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import groups, known_key, known_section, nearest
+from megatron_grpo.config.keys import groups, known_key, known_section, matches, nearest
 
 RECIPES = "exp"
 """The group whose options are whole recipes."""
+VARIANTS = "variant"
+"""The group whose options are published variants; it comes after all others."""
 
 
 def config_groups() -> dict[str, list[str]]:
@@ -23,6 +27,14 @@ def config_groups() -> dict[str, list[str]]:
     folders = (folder for folder in resources.files("megatron_grpo.conf").iterdir() if folder.is_dir())
     options = {folder.name: _options(folder) for folder in folders}
     return {name: options[name] for name in sorted(options) if options[name]}
+
+
+def keys_of_option(override: str) -> set[str]:
+    """The keys that the chosen option of a group (GROUP=OPTION) sets."""
+    group, _, option = override.partition("=")
+    text = resources.files("megatron_grpo.conf").joinpath(group, f"{option}.yaml").read_text()
+    prefix = "" if "# @package _global_" in text else f"{group}."
+    return {key for key, _ in leaves(yaml.safe_load(text) or {}, prefix)}
 
 
 def _options(folder: Traversable) -> list[str]:
@@ -88,8 +100,8 @@ def _unknown_option(group: str, value: str, options: list[str]) -> Problem:
 def _members(section: str) -> list[str]:
     found = []
     for group in groups():
-        if group.name == section:
+        if matches(group.name, section):
             found += [key.name.rpartition(".")[2] for key in group.keys]
-        elif group.name.rpartition(".")[0] == section:
+        elif matches(group.name.rpartition(".")[0], section):
             found.append(group.name.rpartition(".")[2])
     return found

@@ -1,4 +1,4 @@
-"""The keys of PPO, and which of them exclude or need each other."""
+"""The keys of PPO."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ class PPOAdvantageConfig(Section):
     """Shift and scale advantages to mean 0 and variance 1 over the tokens in the loss of the step."""
 
     @property
+    def has_own_lambdas(self) -> bool:
+        """Whether policy and value model both have a lambda other than gae_lambda."""
+        of_policy = self.gae_lambda_policy is not None or self.length_adaptive_alpha is not None
+        return of_policy and self.gae_lambda_value is not None
+
+    @property
     def lambda_policy(self) -> float:
         """Lambda of the policy's advantages, unless it follows the length."""
         return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
@@ -66,6 +72,9 @@ class PPOConfig(LoopConfig):
 
     skip_reference_policy_logprobs_calculation: bool = False
     """Do not load a reference policy; false reports kl_penalty also where it has no weight in the loss."""
+
+    calculate_advantages_on_gpu: bool = False
+    """Estimate advantages on the first GPU that the driver sees, which a rank uses too, instead of on the CPU."""
 
 
 @dataclass(kw_only=True)

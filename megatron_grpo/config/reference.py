@@ -11,7 +11,8 @@ from megatron_grpo.config.overrides import RECIPES, config_groups
 _INTRODUCTION = """\
 # Configuration
 
-Made from the schema (`megatron_grpo/config/schema.py`) and from `conf/` by `make docs`; edit those, not this page.
+Made by `make docs` from the schema (`megatron_grpo/config/schema.py` and the `*_schema.py` beside it) and from `conf/`;
+edit those, not this page.
 
 A run is described by the defaults below, the options chosen from the groups, a recipe, and the command line, each
 overriding what comes before it:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.section import NonNegativeFloat, Positive, Section
-
-if TYPE_CHECKING:
-    from megatron_grpo.config.schema import Config, EnvironmentConfig
-
-REWARD_FUNCTIONS = "reward_functions"
-"""The environment type that calls the functions in reward_funcs."""
 
 
 @dataclass(kw_only=True)
@@ -68,117 +60,3 @@ class AdvantageEstimatorConfig(Section):
 
     minus_baseline: bool = False
     """REINFORCE++ only: subtract the mean reward of the group first (the variant with baseline)."""
-
-
-def reward_problems(config: Config) -> Iterator[Problem]:
-    """Keys about rewards and advantages that exclude each other or lack what they need."""
-    yield from _estimator(config)
-    yield from _shaping(config)
-    for name, environment in config.env.items():
-        yield from _functions(f"env.{name}", environment)
-        if environment.type == REWARD_FUNCTIONS and environment.correctness_function() is None:
-            yield from _unknown_correctness(f"env.{name}", config)
-        if config.data.answer_key is None and environment.type != REWARD_FUNCTIONS:
-            text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
-            yield Problem("data.answer_key=None", text)
-    low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
-    if low is not None and high is not None and low == high:
-        yield Problem(f"grpo.advantage_clip_low={low:g}", "equals grpo.advantage_clip_high, which leaves no advantage")
-
-
-def _estimator(config: Config) -> Iterator[Problem]:
-    grpo, name = config.grpo, config.grpo.adv_estimator.name
-    if grpo.adv_estimator.minus_baseline and name != "reinforce_plus_plus":
-        text = f"is for grpo.adv_estimator.name=reinforce_plus_plus; {name} has a baseline anyway"
-        yield Problem("grpo.adv_estimator.minus_baseline=True", text)
-    if name == "grpo":
-        yield from _normalized_penalty(config)
-        return
-    subject = f"grpo.adv_estimator.name={name}"
-    if not grpo.normalize_rewards:
-        yield Problem("grpo.normalize_rewards=False", f"is not possible with {subject}, which is a normalisation")
-    if grpo.normalize_rewards_over != "group":
-        text = f"is for grpo.adv_estimator.name=grpo; {name} has a normalisation of its own"
-        yield Problem(f"grpo.normalize_rewards_over={grpo.normalize_rewards_over}", text)
-    if name == "gdpo":
-        others = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
-        if others:
-            text = f"needs the parts of the reward, which env.{others[0]} does not give; use type {REWARD_FUNCTIONS}"
-            yield Problem(subject, text)
-        for section in ("reward_scaling", "reward_shaping"):
-            if getattr(grpo, section).enabled:
-                text = "changes the sum of the rewards, and gdpo takes each by itself; use false"
-                yield Problem(f"grpo.{section}.enabled=True", text)
-        if config.loss_fn.use_kl_in_reward:
-            text = "there is no single reward with gdpo to subtract the penalty from; use false"
-            yield Problem("loss_fn.use_kl_in_reward=True", text)
-        yield from _conflicting_weights(config)
-
-
-def _unknown_correctness(section: str, config: Config) -> Iterator[Problem]:
-    if config.loss_fn.positive_example_nll_weight and config.env[section.removeprefix("env.")].reward_funcs:
-        text = f"imitates correct responses, and {section} does not say which are; give {section}.correct_func"
-        yield Problem(f"loss_fn.positive_example_nll_weight={config.loss_fn.positive_example_nll_weight:g}", text)
-
-
-def _normalized_penalty(config: Config) -> Iterator[Problem]:
-    grpo = config.grpo
-    if config.loss_fn.use_kl_in_reward and grpo.normalize_rewards and grpo.normalize_rewards_over == "group":
-        text = (
-            "would divide a group of equal rewards by the spread of its KL penalties alone; use "
-            "grpo.normalize_rewards=false, grpo.normalize_rewards_over=batch or another grpo.adv_estimator.name"
-        )
-        yield Problem("loss_fn.use_kl_in_reward=True", text)
-
-
-def _conflicting_weights(config: Config) -> Iterator[Problem]:
-    seen: dict[str, float] = {}
-    for task, environment in config.env.items():
-        for function, weight in environment.weights_by_function().items():
-            if seen.setdefault(function, weight) != weight:
-                text = f"gives {function} the weight {weight:g}, another environment {seen[function]:g}; gdpo needs one"
-                yield Problem(f"env.{task}.reward_weights", text)
-
-
-def _shaping(config: Config) -> Iterator[Problem]:
-    shaping, longest = config.loop.reward_shaping, config.generation.max_new_tokens
-    if not shaping.enabled:
-        return
-    prefix, buffer = "grpo.reward_shaping", shaping.overlong_buffer_length
-    if (buffer is None) == (shaping.stop_properly_penalty_coef is None):
-        text = f"needs one of {prefix}.overlong_buffer_length (DAPO) and {prefix}.stop_properly_penalty_coef"
-        yield Problem(f"{prefix}.enabled=True", text if buffer is None else f"{text}, not both: they punish the same")
-    if buffer is None:
-        return
-    full = shaping.max_response_length or longest
-    if buffer > full:
-        text = f"is more than the response may have before the full penalty, {full} tokens"
-        yield Problem(f"{prefix}.overlong_buffer_length={buffer}", text)
-    elif full - buffer >= longest:
-        text = f"starts beyond generation.max_new_tokens={longest}, where no response gets"
-        yield Problem(f"{prefix}.overlong_buffer_length={buffer}", f"the penalty {text}")
-
-
-def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
-    functions, weights = environment.reward_funcs, environment.reward_weights
-    if environment.type != REWARD_FUNCTIONS:
-        given = {"reward_funcs": functions or None, "reward_weights": weights, "correct_func": environment.correct_func}
-        for name in [name for name, value in given.items() if value is not None][:1]:
-            yield Problem(f"{section}.{name}", f"needs {section}.type={REWARD_FUNCTIONS}")
-        return
-    if not functions:
-        yield Problem(f"{section}.reward_funcs", "is empty; give functions as package.module.function")
-    for function in functions:
-        module, _, name = function.rpartition(".")
-        if not (module and all(part.isidentifier() for part in function.split("."))):
-            yield Problem(f"{section}.reward_funcs={function}", "must be written package.module.function")
-    short = [function.rpartition(".")[2] for function in functions]
-    for name in sorted({name for name in short if short.count(name) > 1}):
-        text = f"has two functions called {name}; their rewards could not be told apart"
-        yield Problem(f"{section}.reward_funcs", text)
-    if environment.correct_func is not None and environment.correct_func not in short:
-        text = f"is none of the reward_funcs, which are called {', '.join(short)}"
-        yield Problem(f"{section}.correct_func={environment.correct_func}", text)
-    if weights is not None and len(weights) != len(functions):
-        text = f"must have one weight for each of the {len(functions)} reward_funcs, not {len(weights)}"
-        yield Problem(f"{section}.reward_weights", text)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
+
+REFERENCE = "<reference>"
+"""Key of the reference answer, as text, among what the environment needs; no column of a file is called that."""
 
 
 class Message(TypedDict):
@@ -23,13 +26,13 @@ class DatumSpec(TypedDict):
     length: int
     """Tokens of all messages together."""
     extra_env_info: dict[str, Any]
-    """What the environment needs, the row's other columns among it (for example "answer")."""
+    """What the environment needs: the row's columns, and REFERENCE."""
     loss_multiplier: float
     """0 leaves the example out of the loss."""
     idx: int
     """Row number in the dataset: the identity of the prompt in seeds, logs and dumps."""
     task_name: str
-    prompt: NotRequired[str | list[dict[str, str]]]
+    prompt: str | list[dict[str, str]]
     """The row's prompt as it was given, for logs and reward functions."""
 
 

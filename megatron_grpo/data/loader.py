@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.interfaces import DatumSpec
 
 
@@ -50,19 +51,16 @@ class PromptLoader:
                 ...
     """
 
-    def __init__(
-        self, dataset: Prompts, *, prompts_per_batch: int, shuffle: bool, seed: int, drop_last: bool = True
-    ) -> None:
+    def __init__(self, dataset: Prompts, *, prompts_per_batch: int, shuffle: bool, seed: int) -> None:
         """
         Args:
             dataset: the prompts.
-            prompts_per_batch: prompts that are not left out in each batch.
+            prompts_per_batch: prompts that are not left out in each batch; those at the end of an epoch that do not
+                fill one are dropped.
             shuffle: draw a new order each epoch.
             seed: of the order.
-            drop_last: leave out the prompts at the end of an epoch that do not fill a batch.
         """
         self.prompts_per_batch = prompts_per_batch
-        self.drop_last = drop_last
         self.epoch = 0
         """Epochs completed."""
         self.left_out = 0
@@ -82,7 +80,7 @@ class PromptLoader:
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """
         Raises:
-            ValueError: a whole epoch has too few prompts for a single batch.
+            RunError: a whole epoch has too few prompts for a single batch.
         """
         self._order.epoch = self.epoch
         rows = iter(self._loader)
@@ -98,11 +96,8 @@ class PromptLoader:
                 self._batches += 1
                 yield batch
                 batch = []
-        if batch and not self.drop_last:
-            self._batches += 1
-            yield batch
         if self._batches == 0:
-            raise ValueError(
+            raise RunError(
                 f"not one batch of {self.prompts_per_batch} prompts: the data has {self._rows} rows, of which "
                 f"{self.left_out} are left out because they are too long"
             )
@@ -123,10 +118,10 @@ class PromptLoader:
         """Continue from `state`.
 
         Raises:
-            ValueError: the state is that of a dataset with another number of rows.
+            RunError: the state is that of a dataset with another number of rows.
         """
         if state["rows"] != self._rows:
-            raise ValueError(f"the checkpoint's data had {state['rows']} rows, this run's has {self._rows}")
+            raise RunError(f"the checkpoint's data had {state['rows']} rows, this run's has {self._rows}")
         self.epoch = state["epoch"]
         self.left_out = state["left_out"]
         self._batches = state["batches"]

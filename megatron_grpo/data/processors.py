@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
 
 
 def math_data_processor(
@@ -24,19 +25,21 @@ def math_data_processor(
         idx: row number.
 
     Returns:
-        The prompt; extra_env_info holds "answer" (as text, if there is one) and the row's other columns.
+        The prompt; extra_env_info holds the row's other columns as they are and, where there is a reference answer,
+        that as text under REFERENCE, and as it is under "answer" unless a column has that name.
 
     Raises:
-        ValueError: the prompt has no tokens, or the tokenizer has no chat template although one is asked for.
+        RunError: the prompt has no tokens, or the tokenizer has no chat template although one is asked for.
     """
     prompt = datum_dict[task_data_spec.prompt_key]
     text = _render_chat(prompt, task_data_spec, tokenizer) if task_data_spec.apply_chat_template else prompt
     token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
     if not token_ids:
-        raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
+        raise RunError(f"row {idx}: the prompt {text!r} has no tokens")
     extra = {key: value for key, value in datum_dict.items() if key != task_data_spec.prompt_key}
     if task_data_spec.answer_key is not None:
-        extra["answer"] = str(datum_dict[task_data_spec.answer_key])
+        answer = datum_dict[task_data_spec.answer_key]
+        extra = {"answer": answer, **extra, REFERENCE: str(answer)}
     return DatumSpec(
         message_log=[{"role": "user", "content": text, "token_ids": token_ids}],
         length=len(token_ids),
@@ -50,7 +53,7 @@ def math_data_processor(
 
 def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any) -> str:
     if tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
+        raise RunError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
 
 
@@ -10,5 +11,5 @@ class AdditionEnvironment(EnvironmentInterface):
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Reward 1 for the exact answer, else 0."""
-        matches = [request.response == request.extra_env_info["answer"] for request in requests]
+        matches = [request.response == request.extra_env_info[REFERENCE] for request in requests]
         return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]

@@ -17,15 +17,17 @@ class EnvironmentRequest:
     response: str
     stop_reason: StopReason
     extra_env_info: dict[str, Any]
-    """From the datum; for the built-in environments "answer" is the reference answer."""
+    """Of the prompt (`DatumSpec`)."""
 
 
 @dataclass(slots=True)
 class EnvironmentReturn:
     """The score of one response."""
 
-    reward: float
-    correct: bool
+    reward: float | None
+    """None: nobody had an opinion, and nothing is learnt from the response."""
+    correct: bool | None
+    """None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
 

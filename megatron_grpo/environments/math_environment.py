@@ -9,6 +9,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
 
 ANSWER_TIMEOUT_S = 5
@@ -39,7 +40,7 @@ class MathEnvironment(EnvironmentInterface):
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """See `EnvironmentInterface`."""
-        matches = [is_correct(request.response, request.extra_env_info["answer"]) for request in requests]
+        matches = [is_correct(request.response, request.extra_env_info[REFERENCE]) for request in requests]
         return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
 
 

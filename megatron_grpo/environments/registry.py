@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
@@ -75,15 +76,25 @@ class EnvironmentPool:
 
 
 def build_environments(config: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentPool]:
-    """A pool for each entry of the configuration's `env`, by task name.
+    """A pool for each entry of the configuration's `env`, by task name."""
+    return {name: EnvironmentPool(name, environment) for name, environment in config.items()}
+
+
+def check_reward_functions(config: Mapping[str, EnvironmentConfig]) -> None:
+    """Import every reward function here, before processes are started that would fail one by one.
 
     Raises:
-        RunError: a reward function cannot be imported.
+        ConfigError: some cannot be imported, or not be called with prompts and completions.
     """
-    for environment in config.values():
+    problems = []
+    for name, environment in config.items():
         for path in environment.reward_funcs:
-            load_reward_function(path)  # here too, before processes are started that would fail one by one
-    return {name: EnvironmentPool(name, environment) for name, environment in config.items()}
+            try:
+                load_reward_function(path)
+            except RunError as error:
+                problems.append(Problem(f"env.{name}.reward_funcs={path}", str(error)))
+    if problems:
+        raise ConfigError(problems)
 
 
 def create_environment(config: EnvironmentConfig) -> EnvironmentInterface:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
 
 RewardFunction = Callable[..., Sequence[float | None]]
 """(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion."""
 
-_NOT_COLUMNS = ("prompt", "completion", "prompts", "completions")
-"""Columns that are not passed on by name: they are what `prompts` and `completions` hold."""
+_NOT_COLUMNS = ("prompt", "completion", "prompts", "completions", REFERENCE)
+"""What is not passed on by name: columns that are what `prompts` and `completions` hold, and what is no column."""
 
 
 class RewardFunctionEnvironment(EnvironmentInterface):
-    """The weighted sum of what several functions give; a function's None is left out of the sum.
+    """The weighted sum of what several functions give; a function's None is left out of the sum, as in TRL.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
     one assistant message. A column that a row lacks is None there.
@@ -25,7 +27,8 @@ class RewardFunctionEnvironment(EnvironmentInterface):
     Args:
         functions: by name.
         weights: of the same names.
-        correctness: name of the function whose reward above 0 makes a response correct; None: none is.
+        correctness: name of the function whose reward above 0 makes a response correct, and whose None leaves it open;
+            None: no function says it.
     """
 
     def __init__(
@@ -38,8 +41,7 @@ class RewardFunctionEnvironment(EnvironmentInterface):
         """See `EnvironmentInterface`. What a function raises is its author's to see, and goes through.
 
         Raises:
-            ValueError: a function returned another number of rewards than it got completions, or all of them returned
-                None for some response.
+            ValueError: a function returned another number of rewards than it got completions.
         """
         parts: list[dict[str, float]] = [{} for _ in requests]
         arguments = _arguments(requests)
@@ -50,15 +52,12 @@ class RewardFunctionEnvironment(EnvironmentInterface):
             for given, reward in zip(parts, rewards, strict=True):
                 if reward is not None:
                     given[name] = float(reward)
-        return [self._total(request, given) for request, given in zip(requests, parts, strict=True)]
+        return [self._total(given) for given in parts]
 
-    def _total(self, request: EnvironmentRequest, parts: dict[str, float]) -> EnvironmentReturn:
-        if not parts:
-            functions = ", ".join(self.functions)
-            raise ValueError(f"no reward function ({functions}) gave a reward for the prompt {request.prompt!r:.200}")
-        reward = sum(self.weights[name] * value for name, value in parts.items())
-        correct = self.correctness is not None and parts.get(self.correctness, 0.0) > 0
-        return EnvironmentReturn(reward=reward, correct=correct, parts=parts)
+    def _total(self, parts: dict[str, float]) -> EnvironmentReturn:
+        reward = sum(self.weights[name] * value for name, value in parts.items()) if parts else None
+        judged = None if self.correctness is None else parts.get(self.correctness)
+        return EnvironmentReturn(reward=reward, correct=None if judged is None else judged > 0, parts=parts)
 
 
 def _arguments(requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
@@ -80,13 +79,20 @@ def load_reward_function(path: str) -> RewardFunction:
     """The function that an import path (package.module.function) names.
 
     Raises:
-        RunError: there is no such module or function, or it cannot be called.
+        RunError: there is no such module or function, its module fails, or it cannot be called with prompts and
+            completions.
     """
     module, _, name = path.rpartition(".")
     try:
         function: RewardFunction = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RunError(f"reward function {path} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"reward function {path} cannot be imported: {reason}") from error
     if not callable(function):
         raise RunError(f"reward function {path} is {type(function).__name__}, which cannot be called")
+    try:
+        inspect.signature(function).bind_partial(prompts=[], completions=[])
+    except (TypeError, ValueError) as error:
+        text = f"reward function {path} must take prompts and completions by name (or **kwargs): {error}"
+        raise RunError(text) from error
     return function

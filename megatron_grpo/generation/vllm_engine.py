@@ -32,7 +32,7 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class VllmSettings:
     """Everything one engine is built from; plain values, so that it travels to the actor."""
 
     index: int
@@ -41,16 +41,11 @@ class EngineSettings:
     precision: str
     max_total_sequence_length: int
 
-    @property
-    def ranks(self) -> int:
-        """Worker processes of this engine."""
-        return self.config.parallel.tensor * self.config.parallel.pipeline
-
 
 class VllmEngine:
     """Ray actor. Between calls generation is paused and its prefix cache empty: no batch depends on an earlier one."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._parking: asyncio.Task[None] | None = None
@@ -200,7 +195,7 @@ def _deaths_explained() -> Iterator[None]:
         raise RuntimeError(f"a vLLM process of this engine failed: {error}") from None
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's arguments for this engine; on CPU also sets the environment that its processes inherit."""
     from vllm.platforms import current_platform
 
@@ -224,12 +219,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments | _cuda_arguments(settings)
 
 
-def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
+def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    ranks = settings.config.parallel.ranks_per_engine
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(
         sorted(os.sched_getaffinity(0)),
-        first=settings.index * settings.ranks,
-        ranks=settings.ranks,
-        total=settings.config.parallel.data * settings.ranks,
+        first=settings.index * ranks,
+        ranks=ranks,
+        total=settings.config.parallel.data * ranks,
     )
     return {
         "distributed_executor_backend": "mp",
@@ -241,11 +237,11 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _cuda_arguments(settings: EngineSettings) -> dict[str, Any]:
+def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
     import ray
 
     # An engine within a node owns its GPUs through this actor; a larger one has a placement group of its own.
-    fits = len(ray.get_gpu_ids()) >= settings.ranks
+    fits = len(ray.get_gpu_ids()) >= settings.config.parallel.ranks_per_engine
     return {
         "distributed_executor_backend": "mp" if fits else "ray",
         "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,

@@ -17,7 +17,7 @@ from megatron_grpo.generation.interface import (
     GenerationRequest,
     SamplingSettings,
 )
-from megatron_grpo.generation.vllm_engine import EngineSettings, VllmEngine
+from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
 
 ENGINE_NAME = "generation engine {}".format
 SHUTDOWN_S = 10.0
@@ -46,7 +46,7 @@ class VllmGeneration(GenerationInterface):
         """
         self._config = config
         self._settings = [
-            EngineSettings(
+            VllmSettings(
                 index=index,
                 model_path=model_path,
                 config=config,
@@ -88,7 +88,7 @@ class VllmGeneration(GenerationInterface):
         return [output for share in shares for output in share]
 
     def endpoints(self) -> list[EngineEndpoint]:
-        return [EngineEndpoint(settings.index, settings.ranks) for settings in self._settings]
+        return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
 
     def submit(self, method: str, *args: Any) -> list[ray.ObjectRef]:
         """Call a method of every engine actor without waiting; results in the order of the engines."""

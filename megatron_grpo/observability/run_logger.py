@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.observability.json_files import read_lines
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
@@ -19,6 +19,8 @@ from megatron_grpo.rollouts.trajectory import Trajectory
 
 LOGGING = "logging"
 """Phase under which the time spent here is reported, one step late: that of a step is known only after its line."""
+TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
+"""Metrics that are also reported under another name, for those who know them from TRL."""
 
 
 class RunLogger:
@@ -43,6 +45,7 @@ class RunLogger:
         if config.logger.wandb.enabled:
             self._trackers.append(WandbTracker(self.run_dir, config))
         self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
+        self._noted: set[str] = set()
         self._logging_s = 0.0
         self._startup_s = 0.0
         self._started = time.monotonic()
@@ -77,6 +80,7 @@ class RunLogger:
             throughput: what follows from timing: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
+        metrics = {**metrics, **{name: metrics[same] for name, same in TRL_NAMES.items() if same in metrics}}
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
         self._files.add_step(step, metrics, timing, throughput)
@@ -91,7 +95,7 @@ class RunLogger:
 
         Args:
             step: training steps before it; 0 is before training.
-            metrics: by name, "val_accuracy" and "val_reward" among them.
+            metrics: by name.
         """
         self._files.add_validation(step, metrics)
         self._track(step, "validation", metrics)
@@ -112,14 +116,22 @@ class RunLogger:
         """
         shown = self.config.logger.num_val_samples_to_print
         for prompt, trajectory in list(zip(prompts, trajectories, strict=True))[:shown]:
-            answer = prompt["extra_env_info"].get("answer")
-            mark = "right" if trajectory.correct else f"wrong, answer {answer!r}"
+            answer = prompt["extra_env_info"].get(REFERENCE)
+            mark = f"reward {trajectory.reward}"
+            if trajectory.correct is not None:
+                mark = "right" if trajectory.correct else f"wrong, answer {answer!r}"
             text = prompt["message_log"][-1]["content"]
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
 
     def note(self, text: str) -> None:
         """Print a line."""
         self._progress.message(text)
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Print a line unless one of this kind was printed before."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self.note(text)
 
     def finish(self) -> None:
         """The run is complete: write summary.json and the plot, and print the outcome."""
@@ -131,9 +143,9 @@ class RunLogger:
             samples_per_step=self.config.samples_per_step,
         )
         plot = plot_run(self.run_dir)
-        accuracy = ""
-        if summary["accuracy_after"] is not None:
-            accuracy = f", held-out accuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}"
+        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        known = before is not None and after is not None
+        accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if known else ""
         self.note(f"{summary['steps']} steps in {format_duration(train_s)}{accuracy}; curves in {plot}")
 
     def close(self) -> None:

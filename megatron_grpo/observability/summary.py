@@ -11,7 +11,7 @@ from megatron_grpo.observability.json_files import read_lines, write_json
 from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
 
 SUMMARY_FILE = "summary.json"
-WORK_PHASES = ("generation", "logprobs", "train", "refit")
+WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
 """Phases that are the work itself; the rest of a step is overhead."""
 
 
@@ -25,7 +25,7 @@ def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samp
         samples_per_step: prompts times generations.
 
     Returns:
-        - accuracy_before, accuracy_after: of the first and the last validation (None without one);
+        - accuracy_before, accuracy_after: of the first and the last validation (None where it is not known);
           accuracy_before_step, accuracy_after_step: their steps.
         - steps, samples: in the whole run.
         - startup_s, train_s; step_s: mean seconds of a step; phase_s: of each phase.

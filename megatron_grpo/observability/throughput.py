@@ -8,9 +8,12 @@ from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.observability.timers import TOTAL
 
 PEAK_TFLOPS_BF16 = {
+    "GB200": 2500.0,
     "B200": 2250.0,
     "GH200": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
+    "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "L40S": 362.0,
@@ -53,7 +56,7 @@ def throughput(
     lengths: Sequence[int],
     timing: Mapping[str, float],
     *,
-    passes: int,
+    passes: float,
     devices: int,
     peak: float | None,
 ) -> dict[str, float]:
@@ -62,8 +65,8 @@ def throughput(
     Args:
         shape: of the model.
         lengths: tokens of each sequence that was trained on.
-        timing: seconds by phase, "train" among them, and "total".
-        passes: passes over the sequences with forward and backward.
+        timing: seconds by phase, "train" among them if there were passes, and "total".
+        passes: passes over the sequences with forward and backward; of part of them, a fraction.
         devices: ranks of the policy.
         peak: of one device, TFLOP/s.
 
@@ -76,7 +79,7 @@ def throughput(
     figures = {
         "samples_per_s": len(lengths) / timing[TOTAL],
         "tokens_per_s": sum(lengths) / timing[TOTAL],
-        "train_tflops_per_device": tflops / timing["train"] / devices,
+        "train_tflops_per_device": tflops / timing["train"] / devices if passes else 0.0,
     }
     if peak is not None:
         figures["model_flop_utilization"] = figures["train_tflops_per_device"] / peak

@@ -14,15 +14,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import GlobalCounts, LossFunction, StepShare
-from megatron_grpo.policy.logprobs import VocabShard, token_entropy, token_logprobs, vocab_shard
-from megatron_grpo.policy.model import build_model
-from megatron_grpo.policy.optimizer import PolicyOptimizer
+from megatron_grpo.policy.optimizer import ModelOptimizer
 
 Microbatches = list[list[int]]
 """Indices into a rank's SequenceBatch, one list per microbatch."""
@@ -36,7 +32,7 @@ class _Microbatch:
 
 
 class TokenEngine(ABC):
-    """A rank's share of a model that says one number of each token, and of the model's optimizer.
+    """A rank's share of a model with one number per token as its output, and of the model's optimizer.
 
     Args:
         model: this rank's shard, its weights loaded.
@@ -51,7 +47,7 @@ class TokenEngine(ABC):
 
     def __init__(self, model: GPTModel, config: PolicyConfig, decay_steps: int) -> None:
         self.model, self.config = model, config
-        self.optimizer = PolicyOptimizer(model, config, decay_steps)
+        self.optimizer = ModelOptimizer(model, config, decay_steps)
 
     @property
     def is_reporter(self) -> bool:
@@ -59,8 +55,8 @@ class TokenEngine(ABC):
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     @abstractmethod
-    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """What the last stage gives -> the number of each token: [sequences, length], float32, 0 at the first."""
+    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """From the last stage's output to one number per token: [sequences, length], float32, 0 at the first."""
 
     def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
         """Further entries of `tokens` that the loss asks for, each [sequences, length]."""
@@ -94,7 +90,9 @@ class TokenEngine(ABC):
             length = microbatch.token_ids.shape[1]
             tokens = {name: microbatch.batch.padded(name, length) for name in microbatch.batch.tokens}
             tokens |= self._loss_entries(output, loss_fn)
-            loss, metrics = loss_fn(self._of_tokens(output, microbatch.token_ids), tokens, counts)
+            loss, metrics = loss_fn(self._per_token(output, microbatch.token_ids), tokens, counts)
+            # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
+            metrics = {name: value.detach().clone() for name, value in metrics.items()}
             # The schedule asks for a token count to average by; `counts` has already done that.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
@@ -102,10 +100,10 @@ class TokenEngine(ABC):
 
     @torch.no_grad()
     def _forward_tokens(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """The number of every token of `batch`: [sum(lengths)], on the host, on the reporter; None elsewhere."""
+        """The output for every token of `batch`: [sum(lengths)], on the host, on the reporter; None elsewhere."""
 
         def keep(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-            values = self._of_tokens(output, microbatch.token_ids)
+            values = self._per_token(output, microbatch.token_ids)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), microbatch.batch.unpad(values)
 
         pieces = self._run_schedule(model, batch, microbatches, keep, forward_only=True)
@@ -152,91 +150,3 @@ class TokenEngine(ABC):
         multiple = self.config.parallel.sequence_multiple
         length = -(-max(selected.lengths) // multiple) * multiple
         return _Microbatch(batch=selected, token_ids=selected.padded("token_ids", length))
-
-
-class MegatronEngine(TokenEngine):
-    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
-
-    Args:
-        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
-        shape: of the model in config.model.path.
-        folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none.
-        temperature: sampling temperature, which log-probabilities are taken under.
-        decay_steps: optimizer steps of the learning-rate schedule.
-    """
-
-    def __init__(
-        self,
-        config: PolicyConfig,
-        shape: ModelShape,
-        folder: str,
-        *,
-        reference: ReferenceConfig | None,
-        temperature: float,
-        decay_steps: int,
-    ) -> None:
-        self.shape, self.temperature = shape, temperature
-        super().__init__(self._build(folder, config), config, decay_steps)
-        self._offload_reference = reference is not None and reference.offload
-        if reference is not None:
-            self.reference = self._build(folder, config).eval().requires_grad_(False)
-            if self._offload_reference:
-                self.reference.to("cpu")
-
-    def _build(self, folder: str, config: PolicyConfig) -> GPTModel:
-        model = build_model(
-            self.shape,
-            config.parallel,
-            precision=config.precision,
-            activation_checkpointing=config.activation_checkpointing,
-        )
-        load_hf_weights(model, self.shape, folder)
-        return model
-
-    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token of `batch` under the current weights.
-
-        Returns:
-            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
-        """
-        self.model.eval()
-        return self._forward_tokens(self.model, batch, microbatches)
-
-    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """The same under the frozen reference policy."""
-        assert self.reference is not None, "the reference policy was not loaded"
-        if self._offload_reference:
-            self.reference.to(current_platform().device)
-        logprobs = self._forward_tokens(self.reference, batch, microbatches)
-        if self._offload_reference:
-            self.reference.to("cpu")
-        return logprobs
-
-    @torch.no_grad()
-    def sync_reference(self, alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
-        assert self.reference is not None, "the reference policy was not loaded"
-        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
-            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
-        self.reference_moved = True
-
-    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """Log-probabilities, from logits."""
-        return token_logprobs(
-            output,
-            token_ids,
-            self._shard(output),
-            temperature=self.temperature,
-            chunk_tokens=self.config.logprob_chunk_size,
-        )
-
-    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
-        if not loss_fn.needs_entropy:
-            return {}
-        chunk = self.config.logprob_chunk_size
-        return {"entropy": token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)}
-
-    def _shard(self, logits: Tensor) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_shard(self.shape.vocab, logits.shape[-1], group)

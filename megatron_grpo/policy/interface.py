@@ -1,37 +1,45 @@
-"""What the rest of the system knows of the policy: log-probabilities, an optimizer step, a checkpoint."""
+"""What the rest of the system knows of a model in training: an optimizer step, a checkpoint; and of the policy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.data.sequences import SequenceBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
     """What losses and metrics of one optimizer step are divided by, over all ranks and microbatches."""
 
     tokens: float
-    """Tokens in the loss (sum of loss_mask)."""
+    """Tokens in the loss (sum of loss_mask), at least one."""
     sequences: float
     """Sequences with at least one token in the loss."""
+    all_sequences: float
+    """All sequences, those without a token in the loss included."""
     positive_tokens: float = 0.0
     """Tokens in the loss of correct responses; 0 when the batch does not say which are correct."""
 
     @staticmethod
     def of(batch: SequenceBatch) -> GlobalCounts:
-        """The counts of an optimizer step on this batch; never 0, so that a step without tokens has loss 0."""
+        """The counts of an optimizer step on this batch, which has a token in the loss."""
         mask = batch.tokens["loss_mask"]
-        in_loss = sum(1 for piece in mask.split(batch.lengths) if piece.any())
         positive = (mask * batch.tokens["positive"]).sum() if "positive" in batch.tokens else 0.0
-        return GlobalCounts(
-            tokens=max(float(mask.sum()), 1.0), sequences=max(float(in_loss), 1.0), positive_tokens=float(positive)
+        counts = GlobalCounts(
+            tokens=float(mask.sum()),
+            sequences=float(sum(bool(piece.any()) for piece in mask.split(batch.lengths))),
+            all_sequences=float(len(batch)),
+            positive_tokens=float(positive),
         )
+        assert counts.tokens > 0, "an optimizer step needs a token to learn from"
+        return counts
 
 
 class LossFunction(Protocol):
@@ -53,14 +61,33 @@ class LossFunction(Protocol):
             counts: of the whole step.
 
         Returns:
-            The microbatch's share of the loss (scalar) and of each metric (detached scalars). Shares add up to the
-            step's value; a metric whose name ends in _max or _min is reduced by that instead.
+            The microbatch's share of the loss (scalar) and of each metric (scalars). Shares add up to the step's value;
+            a metric whose name ends in _max or _min is reduced by that instead (`combine_metrics`).
         """
+
+
+def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics from the shares of the parts: sums, or extremes for names ending in _max or _min."""
+    total: dict[str, float] = {}
+    for share in shares:
+        for name, value in share.items():
+            if name not in total:
+                total[name] = value
+            elif is_extreme(name):
+                total[name] = (max if name.endswith("_max") else min)(total[name], value)
+            else:
+                total[name] += value
+    return total
+
+
+def is_extreme(name: str) -> bool:
+    """Whether a metric is a maximum or minimum rather than a mean."""
+    return name.endswith(("_max", "_min"))
 
 
 @dataclass(slots=True)
 class TrainResult:
-    """One optimizer step."""
+    """The outcome of training on a batch."""
 
     loss: float
     grad_norm: float
@@ -68,6 +95,8 @@ class TrainResult:
     learning_rate: float
     metrics: dict[str, float] = field(default_factory=dict)
     """From the loss function, reduced over all tokens of the step."""
+    optimizer_steps: int = 1
+    """More when this is the outcome of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +124,44 @@ class NonFiniteGradientError(RunError):
         self.sequences = sequences
 
 
-class PolicyInterface(ABC):
-    """A model spread over many processes that looks like one."""
+class TrainedModel(ABC):
+    """A model in training, spread over many processes, that looks like one."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> ModelShape:
+        """Its sizes."""
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """What a rank runs on, as its vendor calls it; "cpu" without a GPU."""
+
+    @abstractmethod
+    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
+        """One optimizer step on the whole batch, split over data-parallel ranks and microbatches.
+
+        `batch.tokens` holds loss_mask, with a token in the loss, and what the loss function needs.
+
+        Raises:
+            NonFiniteGradientError: the weights are untouched.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, folder: str) -> None:
+        """Write weights, optimizer, schedule and random state to an existing, empty folder."""
+
+    @abstractmethod
+    def load_checkpoint(self, folder: str) -> None:
+        """The inverse, also from a checkpoint of another layout."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End every process; idempotent."""
+
+
+class PolicyInterface(TrainedModel):
+    """The policy. Its checkpoints hold the reference policy too once that has moved."""
 
     @abstractmethod
     def get_logprobs(self, batch: SequenceBatch) -> Tensor:
@@ -107,31 +172,5 @@ class PolicyInterface(ABC):
         """The same under the frozen reference policy."""
 
     @abstractmethod
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        """One optimizer step on the whole batch, split over data-parallel ranks and microbatches.
-
-        `batch.tokens` holds loss_mask, advantages, generation_logprobs and, when the loss needs them, prev_logprobs and
-        reference_logprobs.
-
-        Raises:
-            NonFiniteGradientError: the weights are untouched.
-        """
-
-    @abstractmethod
     def sync_reference(self, alpha: float) -> None:
         """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-
-    @abstractmethod
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, schedule and random state to an existing, empty folder.
-
-        The reference policy is written too once it has moved; before that it is the model that the run started from.
-        """
-
-    @abstractmethod
-    def load_checkpoint(self, folder: str) -> None:
-        """The inverse, also from a checkpoint of another layout."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End every process; idempotent."""

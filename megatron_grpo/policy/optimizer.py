@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_grpo.config.schema import PolicyConfig
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """Wraps a model for data-parallel training and steps it.
 
     Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a

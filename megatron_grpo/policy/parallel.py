@@ -32,8 +32,7 @@ def initialize_parallel(
         store: where the ranks meet.
         timeout_s: after which starting up, or any later collective, fails.
     """
-    sizes = parallel.tensor * parallel.pipeline * parallel.context * parallel.data
-    assert sizes == world_size, f"a layout of {sizes} ranks was started with {world_size}"
+    assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
     apply_patches()
     platform = current_platform()
     # Megatron-Core counts on one hardware queue to order a layer's communication before its computation; it complains

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.config.schema import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,26 +28,6 @@ class ModelSettings(ABC):
         """This rank's engine; called on the rank, where torch and Megatron-Core may be imported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings(ModelSettings):
-    """Of the policy."""
-
-    reference: ReferenceConfig | None
-    temperature: float
-
-    def build_engine(self) -> Any:
-        from megatron_grpo.policy.engine import MegatronEngine
-
-        return MegatronEngine(
-            self.config,
-            self.shape,
-            self.folder,
-            reference=self.reference,
-            temperature=self.temperature,
-            decay_steps=self.decay_steps,
-        )
-
-
 @dataclass(frozen=True)
 class RankPlace:
     """Where a rank stands in the layout."""
@@ -58,7 +38,7 @@ class RankPlace:
     """As the vendor calls it; "cpu" without one."""
 
 
-class PolicyWorker:
+class ModelWorker:
     """Ray actor: holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
 
     def __init__(self, rank: int, world_size: int, threads: int) -> None:
@@ -109,11 +89,6 @@ class PolicyWorker:
     def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
         """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
         return getattr(self.engine, method)(*shard, *args)
-
-
-def sync_reference(engine: Any, alpha: float) -> None:
-    """Move this rank's part of the reference policy; runs on every rank."""
-    engine.sync_reference(alpha)
 
 
 def save_checkpoint(engine: Any, folder: str) -> None:

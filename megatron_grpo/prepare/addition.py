@@ -11,39 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
+from megatron_grpo.config.prepared_models import EOS, PAD, PREPARED_MODELS, VOCABULARY
 
-PAD, EOS = "<pad>", "<eos>"
-VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
+MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 ANSWER_DIGITS = 3
 PROMPT_TOKENS = len("37+58=")
-
-HF_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    # Larger than usual for this width: weights of this size tolerate the steps of both trainings below.
-    "initializer_range": 0.06,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "bos_token_id": None,
-    "eos_token_id": VOCABULARY[EOS],
-    "pad_token_id": VOCABULARY[PAD],
-    "dtype": "float32",
-}
-"""config.json of the model: 0.3 M parameters, divisible by two along every axis."""
+HF_CONFIG = PREPARED_MODELS["addition"]
 
 GENERATION_CONFIG = {
     "do_sample": True,

@@ -15,7 +15,7 @@ from megatron_grpo.refit.buckets import Bucket, plan_buckets, seal
 from megatron_grpo.refit.channel import Group, Rendezvous, join, write_plan
 
 if TYPE_CHECKING:
-    from megatron_grpo.policy.engine import MegatronEngine
+    from megatron_grpo.policy.policy_engine import PolicyEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ _sender: BucketSender | None = None
 """This process's end of its group: a process is one policy rank."""
 
 
-def connect_sender(engine: MegatronEngine, rendezvous: Rendezvous, bucket_bytes: int) -> None:
+def connect_sender(engine: PolicyEngine, rendezvous: Rendezvous, bucket_bytes: int) -> None:
     """Open the group of this rank's stage, if this is the rank that sends; returns when every receiver has joined."""
     global _sender
     _sender = None
@@ -90,7 +90,7 @@ def connect_sender(engine: MegatronEngine, rendezvous: Rendezvous, bucket_bytes:
     _sender = BucketSender(place.stage, buckets, join(rendezvous, place.stage, 0, device), device)
 
 
-def send_weights(engine: MegatronEngine, version: int, bucket_bytes: int) -> Sent | None:
+def send_weights(engine: PolicyEngine, version: int, bucket_bytes: int) -> Sent | None:
     """Send this stage's weights, gathered over its tensor-parallel ranks; what was sent, on the rank that sends."""
     if not _place().gathers:
         return None

@@ -1,9 +1,8 @@
-"""From scored trajectories to what the policy trains on, and to the numbers people watch."""
+"""From scored trajectories to the tensors that the policy trains on."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,9 +13,9 @@ from megatron_grpo.rollouts.trajectory import Trajectory
 
 
 def rewards_by_group(trajectories: Sequence[Trajectory], samples_per_prompt: int) -> Tensor:
-    """[groups, samples], float32, of trajectories whose groups are neighbours."""
-    rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32)
-    return rewards.view(-1, samples_per_prompt)
+    """[groups, samples], float32, of trajectories whose groups are neighbours; NaN where nobody gave a reward."""
+    rewards = [math.nan if trajectory.reward is None else trajectory.reward for trajectory in trajectories]
+    return torch.tensor(rewards, dtype=torch.float32).view(-1, samples_per_prompt)
 
 
 def reward_parts_by_group(
@@ -43,6 +42,8 @@ def to_sequence_batch(
 ) -> SequenceBatch:
     """Lay trajectories end to end with the loss mask and sampling log-probabilities of their tokens.
 
+    The loss leaves out responses without a reward and those whose loss multiplier is 0.
+
     Args:
         trajectories: of one step.
         overlong_filtering: leave truncated responses out of the loss.
@@ -59,38 +60,14 @@ def to_sequence_batch(
 
     generation_logprobs = torch.zeros(len(sampled))
     generation_logprobs[sampled] = torch.tensor([value for one in trajectories for value in one.logprobs])
-    left_out = [one.loss_multiplier <= 0 or (overlong_filtering and one.truncated) for one in trajectories]
+    left_out = [
+        one.reward is None or one.loss_multiplier <= 0 or (overlong_filtering and one.truncated) for one in trajectories
+    ]
     tokens = {"loss_mask": spread(float(not out) for out in left_out), "generation_logprobs": generation_logprobs}
     if mark_positive:
-        tokens["positive"] = spread(float(one.correct) for one in trajectories)
+        tokens["positive"] = spread(float(one.correct or False) for one in trajectories)
     return SequenceBatch(
         lengths=[len(trajectory.token_ids) for trajectory in trajectories],
         token_ids=torch.tensor([token for trajectory in trajectories for token in trajectory.token_ids]),
         tokens=tokens,
     )
-
-
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Reward, accuracy and length statistics of a set of trajectories."""
-    rewards = [trajectory.reward for trajectory in trajectories]
-    lengths = [float(trajectory.response_tokens) for trajectory in trajectories]
-    count = len(trajectories)
-    return {
-        "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "accuracy": sum(trajectory.correct for trajectory in trajectories) / count,
-        "response_length": statistics.fmean(lengths),
-        "response_length_max": max(lengths),
-        "truncation_rate": sum(trajectory.truncated for trajectory in trajectories) / count,
-        "weight_version": float(max(span.version for one in trajectories for span in one.spans)),
-    }
-
-
-def group_metrics(rewards: Tensor) -> dict[str, float]:
-    """Shares of prompts whose samples all got the same reward: those teach nothing.
-
-    Args:
-        rewards: [groups, samples].
-    """
-    same = rewards.max(dim=1).values == rewards.min(dim=1).values
-    return {"groups_without_signal": float(same.float().mean())}

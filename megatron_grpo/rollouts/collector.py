@@ -108,7 +108,7 @@ class RolloutCollector:
         for task, members in by_task.items():
             requests = [
                 EnvironmentRequest(
-                    prompt=prompts[trajectory.group].get("prompt", ""),
+                    prompt=prompts[trajectory.group]["prompt"],
                     response=trajectory.response,
                     stop_reason=trajectory.stop_reason,
                     extra_env_info=prompts[trajectory.group]["extra_env_info"],

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 import torch
 
 from megatron_grpo.rollouts.trajectory import Trajectory
 
 PERCENTILES = (50, 90, 99)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Reward, accuracy and length statistics of a set of trajectories.
+
+    reward and accuracy are means over the responses of which the environment could say it, and left out when there is
+    none.
+    """
+    rewards = [one.reward for one in trajectories if one.reward is not None]
+    judged = [one.correct for one in trajectories if one.correct is not None]
+    lengths = [float(trajectory.response_tokens) for trajectory in trajectories]
+    metrics = {"reward": fmean(rewards)} if rewards else {}
+    if judged:
+        metrics["accuracy"] = fmean(judged)
+    return metrics | {
+        "response_length": fmean(lengths),
+        "response_length_max": max(lengths),
+        "truncation_rate": fmean(trajectory.truncated for trajectory in trajectories),
+        "weight_version": float(max(span.version for one in trajectories for span in one.spans)),
+    }
 
 
 def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -20,22 +40,42 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def outcome_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -> dict[str, float]:
-    """Shares of groups with no, some and only correct responses. Samples of a group are neighbours."""
-    right = torch.tensor([trajectory.correct for trajectory in trajectories]).view(-1, samples_per_prompt).sum(dim=1)
-    wrong, all_right = right == 0, right == samples_per_prompt
-    return {
-        "groups_all_wrong": float(wrong.float().mean()),
-        "groups_mixed": float((~wrong & ~all_right).float().mean()),
-        "groups_all_right": float(all_right.float().mean()),
+def group_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -> dict[str, float]:
+    """How the samples of a prompt, which are neighbours, compare.
+
+    Returns:
+        reward_std: mean of the groups' standard deviations (divisor n - 1), as TRL reports it; with a single sample to
+        a prompt, that of all rewards. groups_all_wrong, groups_mixed and groups_all_right: shares of groups with no,
+        some and only correct responses, among those whose responses can all be judged; left out when there is none.
+    """
+    starts = range(0, len(trajectories), samples_per_prompt)
+    groups = [trajectories[start : start + samples_per_prompt] for start in starts]
+    by_group = [[one.reward for one in group if one.reward is not None] for group in groups]
+    if samples_per_prompt == 1:
+        by_group = [[reward for rewards in by_group for reward in rewards]]
+    deviations = [stdev(rewards) for rewards in by_group if len(rewards) > 1]
+    metrics = {"reward_std": fmean(deviations)} if deviations else {}
+    judged = [group for group in groups if all(one.correct is not None for one in group)]
+    right = [sum(bool(one.correct) for one in group) for group in judged]
+    if not right:
+        return metrics
+    return metrics | {
+        "groups_all_wrong": fmean(count == 0 for count in right),
+        "groups_mixed": fmean(0 < count < samples_per_prompt for count in right),
+        "groups_all_right": fmean(count == samples_per_prompt for count in right),
     }
 
 
 def reward_function_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """reward/NAME and reward_std/NAME: mean and standard deviation over the responses that the function scored."""
+    """reward/NAME and reward_std/NAME: mean and standard deviation over the responses that the function scored.
+
+    With reward functions also unscored_rate: the share of the responses that none of them scored.
+    """
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, reward in trajectory.reward_parts.items():
             values.setdefault(name, []).append(reward)
+    unscored = fmean(trajectory.reward is None for trajectory in trajectories)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
-    return means | {f"reward_std/{name}": pstdev(scored) for name, scored in values.items()}
+    deviations = {f"reward_std/{name}": pstdev(scored) for name, scored in values.items()}
+    return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})

@@ -36,10 +36,12 @@ class Trajectory:
     """Log-probability under which each sampled token was drawn, in the order of the spans."""
     response: str
     stop_reason: StopReason
-    reward: float = 0.0
+    reward: float | None = 0.0
+    """None: no reward function had an opinion. The response is then left out of baselines and loss."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
-    correct: bool = False
+    correct: bool | None = False
+    """None: the environment cannot say."""
     loss_multiplier: float = 1.0
 
     @property

@@ -16,3 +16,10 @@ def three_digits(prompts: list[str], completions: list[str], **kwargs: Any) -> l
         None if prompt.startswith("1") else float(len(completion) == 3)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
+
+
+def right_if_even(completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+    """1 for the digits of the answer; no opinion where they are an odd number."""
+    return [
+        None if int(digits) % 2 else float(text == digits) for text, digits in zip(completions, answer, strict=True)
+    ]

@@ -20,11 +20,11 @@ MARK = "MEGATRON_GRPO_TEST_RUN"
 
 
 class TrainingRun:
-    """`python -m megatron_grpo.train` with a tiny quickstart."""
+    """`python -m megatron_grpo.train` with a recipe that needs no download."""
 
-    def __init__(self, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, run_dir: Path, *overrides: str, recipe: str = "quickstart") -> None:
         self.run_dir = run_dir
-        self.overrides = ["+exp=quickstart", f"run_dir={run_dir}", "logger.progress=false", *overrides]
+        self.overrides = [f"+exp={recipe}", f"run_dir={run_dir}", "logger.progress=false", *overrides]
         self.mark = uuid.uuid4().hex
         self.descendants: list[psutil.Process] = []
         self.output = run_dir.with_name(f"{run_dir.name}.{self.mark[:6]}.log")
@@ -38,6 +38,7 @@ class TrainingRun:
             stderr=subprocess.STDOUT,
             env={**os.environ, MARK: self.mark},
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
         return self.driver
 
@@ -95,6 +96,11 @@ class TrainingRun:
                     process.kill()
                 raise AssertionError(f"{within_s} s after its end these are left of the run: {described}")
             time.sleep(0.2)
+
+
+def _hear_ctrl_c() -> None:
+    """A shell starts background jobs, these tests perhaps among them, deaf to Ctrl-C, and their children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

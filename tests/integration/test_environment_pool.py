@@ -13,6 +13,7 @@ import ray
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
+from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.environments.interface import EnvironmentRequest
 from megatron_grpo.environments.registry import EnvironmentPool, EnvironmentWorker, build_environments
 
@@ -26,7 +27,8 @@ def cluster() -> Iterator[None]:
 
 
 def request(response: str, answer: str = "025") -> EnvironmentRequest:
-    return EnvironmentRequest(prompt="12+13=", response=response, stop_reason="stop", extra_env_info={"answer": answer})
+    info = {REFERENCE: answer}
+    return EnvironmentRequest(prompt="12+13=", response=response, stop_reason="stop", extra_env_info=info)
 
 
 def test_scores_come_in_the_order_of_the_requests_from_any_number_of_workers() -> None:
@@ -70,12 +72,12 @@ def test_a_deadline_that_passes_is_one_clear_error(monkeypatch: pytest.MonkeyPat
 def test_a_request_without_an_answer_names_the_worker_and_the_cause() -> None:
     pool = EnvironmentPool("addition", EnvironmentConfig(type="addition"))
     bad = EnvironmentRequest(prompt="", response="1", stop_reason="stop", extra_env_info={})
-    with pytest.raises(RunError, match="worker 0 failed with KeyError: 'answer'"):
+    with pytest.raises(RunError, match="worker 0 failed with KeyError: '<reference>'"):
         pool.step([bad])
     pool.shutdown()
 
 
 def test_the_worker_takes_columns() -> None:
-    columns = (("12+13=",) * 2, ("025", "026"), ("stop", "stop"), ({"answer": "025"},) * 2)
+    columns = (("12+13=",) * 2, ("025", "026"), ("stop", "stop"), ({REFERENCE: "025"},) * 2)
     expected = ((1.0, 0.0), (True, False), ({}, {}))
     assert EnvironmentWorker(EnvironmentConfig(type="addition")).step(columns) == expected

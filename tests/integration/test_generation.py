@@ -19,7 +19,7 @@ from megatron_grpo.generation.interface import GenerationOutput, GenerationReque
 from megatron_grpo.generation.vllm_engine import CPU_BATCH_TOKENS, cores_of_ranks
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration import generation_driver
-from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, make_model
+from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, kill_a_worker, make_model
 
 PROMPT = [2, 5, 9, 4]
 
@@ -160,9 +160,7 @@ def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
 
 def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None:
     """Last of the module: the engine is gone afterwards."""
-    mine = psutil.Process().children(recursive=True)
-    workers = [process for process in mine if "VLLM::Worker" in " ".join(process.cmdline())]
-    workers[0].kill()
+    kill_a_worker(generation)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"generation engine 0 .*vLLM process"):
         _greedy(generation, SamplingSettings(max_new_tokens=4))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.documented import undocumented
+from tests.grpo_parameters import GRPO_PARAMETERS
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 pytestmark = pytest.mark.slow
@@ -60,11 +62,91 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
     assert read_jsonl(resumed.run_dir / last) == read_jsonl(straight.run_dir / last)
 
 
+def test_a_run_that_is_good_enough_ends_early_and_is_saved(tmp_path: Path) -> None:
+    limits = ("grpo.max_num_steps=6", "grpo.num_prompts_per_step=8", "grpo.val_period=2", "grpo.max_val_samples=32")
+    stop = ("grpo.early_stop.enabled=true", "grpo.early_stop.threshold=0.01", "grpo.val_at_start=false")
+    run = TrainingRun(tmp_path / "run", *limits, *stop)
+    assert run.finish() == 0, run.log()
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+    assert "training ends after step 2" in run.log()
+    state = json.loads((run.run_dir / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["metrics"]["val_accuracy"] >= 0.01, "the last checkpoint is ranked by its metrics like the others"
+
+
+def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
+    """Two epochs of sixteen prompts, eight of them a step."""
+    rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 26)]
+    data = tmp_path / "sixteen.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = ("grpo.max_num_steps=9", "grpo.max_num_epochs=2", "grpo.num_prompts_per_step=8", "grpo.val_at_end=false")
+    run = TrainingRun(tmp_path / "run", *limits, f"data.train_path={data}", "grpo.val_at_start=false")
+    assert run.finish() == 0, run.log()
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
+    assert "the data is used up: 2 epoch(s)" in run.log()
+    first, second = (
+        sorted(row["prompt_idx"] for step in steps for row in read_jsonl(run.run_dir / f"rollouts/step_{step}.jsonl"))
+        for steps in ((1, 2), (3, 4))
+    )
+    assert first == second == sorted(list(range(16)) * 8)
+
+
+def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes_on(tmp_path: Path) -> None:
+    """Of twelve prompts four have an answer that nobody gives: ten of them never fill a step of ten, twenty do."""
+    rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}" if n < 18 else "x"} for n in range(10, 22)]
+    data = tmp_path / "twelve.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=10", "grpo.num_generations_per_prompt=16")
+    limits = (f"data.train_path={data}", "grpo.max_num_steps=1", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    straight = TrainingRun(tmp_path / "straight", *sampling, *limits, "grpo.max_num_epochs=9")
+    assert straight.finish() == 0, straight.log()
+    first = TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=1")
+    assert first.finish() == 0, first.log()
+    assert first.metrics() == []
+    state = json.loads((first.run_dir / "checkpoints" / "step_0" / "state.json").read_text())
+    assert 0 < len(state["batch_cache"]) < 10
+    second = TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=9")
+    assert second.finish() == 0, second.log()
+    waited = {row["prompt_idx"] for group in state["batch_cache"] for row in group}
+    trained = read_jsonl(second.run_dir / "rollouts" / "step_1.jsonl")
+    assert waited <= {row["prompt_idx"] for row in trained}
+    assert trained == read_jsonl(straight.run_dir / "rollouts" / "step_1.jsonl")
+
+
+def test_responses_that_nothing_scores_are_left_out(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    function = "tests.integration.example_rewards.right_if_even"
+    environment = {"name": "addition", "type": "reward_functions", "reward_funcs": [function]}
+    job.write_text(yaml.safe_dump({"environment": environment, "num_prompts_per_step": 32}))
+    run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=3", "grpo.val_at_start=false")
+    assert run.finish() == 0, run.log()
+    assert run.log().count("no reward function gave a reward for") == 1
+    for row in run.metrics():
+        assert 0.2 < row["unscored_rate"] < 0.8
+        assert row["valid_tokens"] == pytest.approx((1 - row["unscored_rate"]) * 256 * row["response_length"], rel=0.1)
+        assert row["reward"] == row["reward/right_if_even"]
+        assert undocumented(row.keys() - {"step", "timing", "throughput"}) == set()
+    rollouts = read_jsonl(run.run_dir / "rollouts" / "step_1.jsonl")
+    assert {row["reward"] for row in rollouts} == {0.0, 1.0, None}
+
+
 def list_keys(checkpoint: Path) -> list[str]:
     """Names of the tensors in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
 
     return list(FileSystemReader(checkpoint / "megatron").read_metadata().state_dict_metadata)
+
+
+def test_a_job_with_every_field_runs(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump({"environment": "addition", **GRPO_PARAMETERS}))
+    run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=2", "grpo.val_at_start=false")
+    assert run.finish() == 0, run.log()
+    for row in run.metrics():
+        assert row["grad_norm"] > 0
+        assert row["kl_penalty"] >= 0
+        assert row["sampling_importance_ratio"] < 1, "top-p made the sampled tokens likelier than they are"
+    samples = GRPO_PARAMETERS["num_prompts_per_step"] * GRPO_PARAMETERS["num_generations_per_prompt"]
+    assert len(read_jsonl(run.run_dir / "rollouts" / "step_2.jsonl")) == samples
 
 
 def test_a_job_whose_rewards_are_not_finite_stops_and_says_for_which_prompts(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -15,11 +14,10 @@ from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.policy.megatron_policy import MegatronPolicy
-from megatron_grpo.policy.worker import EngineSettings
+from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
 from megatron_grpo.refit.broadcast import BroadcastTransport
 from megatron_grpo.refit.interface import RefitError
-from tests.integration.vllm_helpers import START_S, Oracle, engines, make_model
+from tests.integration.vllm_helpers import START_S, Oracle, engines, kill_a_worker, make_model
 
 POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
 ENGINE_LAYOUTS = {"tp1": {"data": 2}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
@@ -99,9 +97,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
     policy, _ = policies["tp2"]
     transport = BroadcastTransport(policy, generation, REFIT)
     transport.connect()
-    mine = psutil.Process().children(recursive=True)
-    worker = next(process for process in mine if "VLLM::Worker" in " ".join(process.cmdline()))
-    worker.kill()
+    kill_a_worker(generation)
     began = time.monotonic()
     with pytest.raises(RefitError, match=r"generation engine|policy rank"):
         transport.publish(20)
@@ -111,7 +107,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
 
 
 def _start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
-    settings = EngineSettings(
+    settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
         shape=ModelShape.from_folder(path),
         folder=str(path),

@@ -1,4 +1,4 @@
-"""Three real steps with every preset and every option of rewards, advantages and loss."""
+"""Three real steps with every preset and every option of rewards, advantages, losses and the value model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3ForTokenClassification
 
+from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.prepare.addition import prepare
 from tests.integration.runs import TrainingRun
 
 SHORT = (
@@ -37,6 +41,7 @@ OPTIONS = {
         "loss_fn.truncated_importance_sampling_ratio_min=0.5",
         "loss_fn.entropy_coef=0.01",
         "loss_fn.force_on_policy_ratio=true",
+        "grpo.seq_logprob_error_threshold=1.5",
         "grpo.normalize_rewards_over=batch",
         "grpo.overlong_filtering=true",
         "policy.parallel.pipeline=1",
@@ -54,6 +59,18 @@ OPTIONS = {
         "grpo.reward_shaping.enabled=true",
         "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
     ),
+    "gspo_corrected": (
+        *CORRECTION,
+        "+variant=gspo",
+        "loss_fn.truncated_importance_sampling_type=tis",
+        "policy.train_global_batch_samples=64",
+    ),
+    "minus_baseline_and_k2": (
+        "grpo.adv_estimator.name=reinforce_plus_plus",
+        "grpo.adv_estimator.minus_baseline=true",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.reference_policy_kl_type=k2",
+    ),
     "gdpo": (
         "grpo.adv_estimator.name=gdpo",
         "env.addition.type=reward_functions",
@@ -61,6 +78,30 @@ OPTIONS = {
         "tests.integration.example_rewards.three_digits]",
         "env.addition.reward_weights=[1.0,0.2]",
         "env.addition.correct_func=right",
+    ),
+}
+
+
+PPO_SHORT = (*(key.replace("grpo.", "ppo.") for key in SHORT), "ppo.policy_training_start_step=0")
+PPO_OPTIONS = {
+    "raw_reward_and_kl_in_reward": (
+        "ppo.adv_estimator.name=raw_reward",
+        "ppo.adv_estimator.gae_lambda=0.95",
+        "ppo.adv_estimator.gae_lambda_value=null",
+        "ppo.adv_estimator.normalize_advantages=false",
+        "ppo.skip_reference_policy_logprobs_calculation=false",
+        "loss_fn.use_kl_in_reward=true",
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.reference_policy_kl_type=k1",
+        "value_loss_fn.value_clip=null",
+    ),
+    "decoupled_lambdas": (
+        "ppo.adv_estimator.gae_gamma=0.99",
+        "ppo.adv_estimator.gae_lambda_policy=0.9",
+        "ppo.ppo_epochs=2",
+        "policy.train_global_batch_samples=8",
+        "value.train_global_batch_samples=16",
+        "value_loss_fn.value_clip=0.001",
     ),
 }
 
@@ -79,9 +120,22 @@ def three_steps(run: TrainingRun) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", config_groups()["variant"])
 def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
-    rows = three_steps(TrainingRun(tmp_path / variant, f"+variant={variant}", *SHORT))
+    about_the_ratio = variant in ("cispo", "gspo", "sapo")
+    minibatches = ("policy.train_global_batch_samples=32",) if about_the_ratio else ()
+    rows = three_steps(TrainingRun(tmp_path / variant, f"+variant={variant}", *SHORT, *minibatches))
     with_reference = variant in ("rloo", "reinforce_plus_plus")
-    assert all(("kl_penalty" in row) == with_reference for row in rows)
+    for row in rows:
+        assert ("kl_penalty" in row) == with_reference
+        clipped = row["clip_fraction_low"] + row["clip_fraction_high"]
+        if about_the_ratio:
+            assert row["probs_ratio_max"] > 1, "else the variants are all the same"
+        if variant == "gspo":
+            assert clipped > 0.05, "its limits are below 1e-3"
+        if variant == "cispo":
+            assert row["clip_fraction_low"] == 0, "it has no lower limit"
+        if variant == "sapo":
+            assert clipped == 0
+            assert row["probs_ratio_clamped"] == row["probs_ratio"]
 
 
 @pytest.mark.slow
@@ -89,9 +143,11 @@ def test_every_preset_trains(variant: str, tmp_path: Path) -> None:
 def test_every_option_trains(name: str, tmp_path: Path) -> None:
     rows = three_steps(TrainingRun(tmp_path / name, *SHORT, *OPTIONS[name]))
     expected = {
-        "kl_and_tis": {"is_oob_ratio", "kl_penalty", "clip_fraction_dual"},
+        "kl_and_tis": {"is_oob_ratio", "kl_penalty"},
         "icepop_and_entropy": {"is_oob_ratio", "entropy"},
         "seq_mask_tis_and_imitation": {"is_oob_ratio", "positive_nll"},
+        "gspo_corrected": {"is_oob_ratio"},
+        "minus_baseline_and_k2": {"kl_penalty"},
         "gdpo": {"reward/right", "reward/three_digits"},
     }[name]
     for row in rows:
@@ -100,3 +156,33 @@ def test_every_option_trains(name: str, tmp_path: Path) -> None:
             assert row["accuracy"] == pytest.approx(row["reward/right"])
     if name == "icepop_and_entropy":
         assert rows[0]["entropy"] == pytest.approx(rows[0]["approx_entropy"], rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PPO_OPTIONS)
+def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
+    rows = three_steps(TrainingRun(tmp_path / name, *PPO_SHORT, *PPO_OPTIONS[name], recipe="quickstart_ppo"))
+    assert all(("kl_penalty" in row) == (name == "raw_reward_and_kl_in_reward") for row in rows)
+    clipped = [row["value_clip_fraction"] for row in rows]
+    assert max(clipped) > 0 if name == "decoupled_lambdas" else max(clipped) == 0
+    assert all(row["value_grad_norm"] > 0 for row in rows)
+    assert (rows[0]["value_mean"], rows[0]["explained_variance"]) == (0, pytest.approx(0, abs=1e-6)), (
+        "it starts at zero"
+    )
+    assert rows[1]["value_mean"] != 0
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> None:
+    """Its score is what the value model says at the first step. The lambda of the policy follows the length."""
+    config = compose_config(["+exp=quickstart_ppo"])
+    prepare(config.prepare.folder)
+    reward_model = Qwen3ForTokenClassification.from_pretrained(config.policy.model.path, num_labels=1)
+    with torch.no_grad():
+        reward_model.score.weight.zero_()
+        reward_model.score.bias.fill_(0.25)
+    reward_model.save_pretrained(tmp_path / "reward_model")
+    options = (f"value.model.path={tmp_path / 'reward_model'}", "ppo.adv_estimator.length_adaptive_alpha=0.5")
+    rows = three_steps(TrainingRun(tmp_path / "run", *PPO_SHORT, *options, recipe="quickstart_ppo"))
+    assert rows[0]["value_mean"] == 0.25
+    assert rows[1]["value_mean"] != 0.25

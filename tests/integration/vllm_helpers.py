@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+import ray
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 
 EOS = 1
@@ -99,3 +102,17 @@ def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) ->
         yield generation
     finally:
         generation.shutdown()
+
+
+def kill_a_worker(generation: VllmGeneration) -> None:
+    """SIGKILL one of the processes of the first engine that hold weights.
+
+    The engine's actor itself looks for them, and by kinship: they are the children of its child, vLLM's core.
+    """
+    workers = ray.get(generation._engines[0].__ray_call__.remote(_grandchildren))
+    assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
+    psutil.Process(workers[0]).kill()
+
+
+def _grandchildren(_: VllmEngine) -> list[int]:
+    return [worker.pid for core in psutil.Process().children() for worker in core.children()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,24 @@ def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, 
     subprocess.run(command, check=True, timeout=120)
     assert_same_model(tmp_path / "out", tiny_models[name])
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out"}
+
+
+def test_a_run_that_started_from_a_hub_model(
+    tiny_models: dict[str, TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration has the name; config.json and tokenizer are in the hub's cache."""
+    model = tiny_models["qwen3_tied"]
+    repository = tmp_path / "hub" / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(model.path, repository / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    checkpoint = make_run(model, tmp_path / "run", Layout())
+    config = {"policy": {"model": {"path": "org/name"}, "precision": "float32"}}
+    OmegaConf.save(OmegaConf.create(config), tmp_path / "run" / "config.yaml")
+    assert main([f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]) == 0
+    assert_same_model(tmp_path / "out", model)
 
 
 @pytest.fixture

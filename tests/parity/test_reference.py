@@ -13,15 +13,16 @@ from torch import Tensor
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.policy.checkpoint import load_engine, save_engine
-from megatron_grpo.policy.engine import MegatronEngine
+from megatron_grpo.policy.policy_engine import PolicyEngine
+from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.test_training import OPTIMIZER, counts, loss_fn, merged, rank_share, whole_tensors
+from tests.parity.training import merged, whole_tensors
 from tests.tiny_models import TinyModel
 
 ALPHA = 0.6
 
 
-def make_engine(layout: Layout, model: TinyModel) -> MegatronEngine:
+def make_engine(layout: Layout, model: TinyModel) -> PolicyEngine:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
@@ -30,10 +31,10 @@ def make_engine(layout: Layout, model: TinyModel) -> MegatronEngine:
     )
     folder = str(model.path)
     reference = ReferenceConfig()
-    return MegatronEngine(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
+    return PolicyEngine(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
 
 
-def reference_tensors(engine: MegatronEngine) -> dict[str, Tensor]:
+def reference_tensors(engine: PolicyEngine) -> dict[str, Tensor]:
     assert engine.reference is not None
     tensors = iter_hf_tensors(engine.reference, engine.shape, 2**20)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
@@ -42,11 +43,11 @@ def reference_tensors(engine: MegatronEngine) -> dict[str, Tensor]:
 def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[str, Tensor], ...]:
     """Two syncs with a step before each, a checkpoint between them."""
     engine = make_engine(layout, model)
-    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.train(*train_arguments(layout))
     first = whole_tensors(engine)
     engine.sync_reference(ALPHA)
     save_engine(engine, str(folder))
-    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return first, whole_tensors(engine), reference_tensors(engine)
 
@@ -54,7 +55,7 @@ def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
 def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, model)
     load_engine(engine, str(folder))
-    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return reference_tensors(engine)
 
@@ -83,7 +84,7 @@ def test_the_reference_is_the_mixture_and_continues_from_a_checkpoint(
 def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[bool, dict[str, Tensor]]:
     """A checkpoint of a run whose reference never moved, loaded by one that has a reference."""
     engine = make_engine(layout, model)
-    engine.train(*rank_share(layout), loss_fn(), counts())
+    engine.train(*train_arguments(layout))
     save_engine(engine, str(folder))
     other = make_engine(layout, model)
     load_engine(other, str(folder))
@@ -100,20 +101,20 @@ def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[st
         assert torch.equal(tensor, start[name])
 
 
-def weights(engine: MegatronEngine) -> list[Tensor]:
+def weights(engine: PolicyEngine) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in engine.model.parameters()]
 
 
 def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool, list[float], bool]:
     """An infinite advantage, then a good step: the weights after each are what they would be without the first."""
     engine, undisturbed = make_engine(layout, model), make_engine(layout, model)
-    batch, microbatches = rank_share(layout)
+    batch, *rest = train_arguments(layout)
     spoilt = batch.select(list(range(len(batch))))
     spoilt.tokens["advantages"][spoilt.tokens["loss_mask"] > 0] = float("inf")
-    share = engine.train(spoilt, microbatches, loss_fn(), counts())
+    share = engine.train(spoilt, *rest)
     untouched = all(map(torch.equal, weights(engine), weights(undisturbed)))
     for one in (engine, undisturbed):
-        one.train(batch, microbatches, loss_fn(), counts())
+        one.train(batch, *rest)
     recovered = all(map(torch.equal, weights(engine), weights(undisturbed)))
     return share.grad_norm, untouched, [metrics["loss"] for metrics in share.metrics or []], recovered
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoConfig, LlamaForTokenClassification, PreTrainedModel, Qwen3ForSequenceClassification
 
@@ -15,19 +14,17 @@ from megatron_grpo.algorithms.value_loss import MseValueLossFn
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
-from megatron_grpo.data.packing import plan_microbatches
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.models.value_head import as_value_model
 from megatron_grpo.policy.checkpoint import load_engine, save_engine
 from megatron_grpo.policy.interface import GlobalCounts
 from megatron_grpo.policy.value.engine import ValueEngine
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
 from tests.tiny_models import VOCAB, TinyModel
 
 VALUE_LAYOUTS = [*LAYOUTS, Layout(data=2)]
 CLIP = 0.5
-LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_eps=1e-2)
 """A large epsilon keeps the update a smooth function of the gradient, so that rounding does not flip its sign."""
 
@@ -63,10 +60,7 @@ def reward_models(
 def make_batch() -> SequenceBatch:
     """Eight sequences of different lengths with random masks, returns and earlier values."""
     generator = torch.Generator().manual_seed(3)
-    total = sum(LENGTHS)
-    mask = (torch.rand(total, generator=generator) < 0.7).float()
-    for start in torch.tensor([0, *LENGTHS]).cumsum(0)[:-1].tolist():
-        mask[start] = 0.0  # nothing comes before a first token
+    mask, total = random_mask(generator), sum(LENGTHS)
     values, returns = torch.randn(2, total, generator=generator)
     token_ids = torch.randint(1, VOCAB, (total,), generator=generator)  # transformers gives padding, 0, no gradient
     return SequenceBatch(LENGTHS, token_ids, {"loss_mask": mask, "values": values, "returns": returns})
@@ -81,20 +75,11 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
     return ValueEngine(config, shape, str(path), decay_steps=100)
 
 
-def rank_share(layout: Layout) -> tuple[SequenceBatch, list[list[int]], list[int]]:
-    """This replica's sequences, its microbatches, and which sequences of the whole batch they are."""
-    batch = make_batch()
-    plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=30, pad_to_multiple=2)
-    mine = plan[parallel_state.get_data_parallel_rank()]
-    order = [index for microbatch in mine for index in microbatch]
-    return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order
-
-
 def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] | None]:
     """Values by sequence for each model; None on ranks that do not report."""
     found: list[dict[int, Tensor] | None] = []
     for path in paths:
-        share, microbatches, order = rank_share(layout)
+        share, microbatches, order = rank_share(make_batch(), layout)
         values = make_engine(layout, path).values(share, microbatches)
         pieces = None if values is None else values.split(share.lengths)
         found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
@@ -120,13 +105,8 @@ def hf_loss(model: PreTrainedModel) -> Tensor:
 
 
 def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], MseValueLossFn, GlobalCounts]:
-    share, microbatches, _ = rank_share(layout)
+    share, microbatches, _ = rank_share(make_batch(), layout)
     return share, microbatches, MseValueLossFn(MseValueLossConfig(value_clip=CLIP)), GlobalCounts.of(make_batch())
-
-
-def whole_tensors(engine: ValueEngine) -> dict[str, Tensor]:
-    tensors = iter_hf_tensors(engine.model, engine.shape, 2**20)
-    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 
 def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str, Tensor], float, float]]:
@@ -140,15 +120,6 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
         reported = sum(float(share["loss"]) for share in shares) if engine.is_reporter else 0.0
         found.append((gradients, engine.optimizer.grad_norm(), reported))
     return found
-
-
-def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What the ranks export together; ranks that export the same tensor export the same values."""
-    whole: dict[str, Tensor] = {}
-    for found in by_rank:
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, whole.setdefault(name, tensor), atol=0, rtol=0)
-    return whole
 
 
 @pytest.mark.parametrize("layout", VALUE_LAYOUTS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 import textwrap
 from types import SimpleNamespace
@@ -63,6 +64,11 @@ def test_a_lone_success_keeps_its_signal_with_leave_one_out() -> None:
     torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)
 
 
+def test_large_rewards_keep_their_advantages() -> None:
+    huge = group_advantages(torch.tensor([[1e20, 0.0, 0.0, 0.0]]), leave_one_out=False, normalize=True)
+    torch.testing.assert_close(huge, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
+
+
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_equal_rewards_give_exact_zeros(leave_one_out: bool) -> None:
     # 0.1 is no binary fraction: the mean of seven of them is not 0.1 in float32.
@@ -95,11 +101,10 @@ def test_the_batch_standard_deviation_is_that_of_all_rewards(groups: list[list[f
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=1e-6)
 
 
-def brute_force_gdpo(
-    parts: list[list[list[float | None]]], weights: list[float], leave_one_out: bool
-) -> list[list[float]]:
+def brute_force_gdpo(parts: list[list[list[float | None]]], weights: list[float]) -> list[list[float]]:
     """[functions][groups][samples] in plain Python floats."""
     totals = [[0.0] * len(group) for group in parts[0]]
+    scored = [[any(function[g][i] is not None for function in parts) for i in range(4)] for g in range(len(totals))]
     for function, weight in zip(parts, weights, strict=True):
         for g, group in enumerate(function):
             given = [reward for reward in group if reward is not None]
@@ -107,16 +112,16 @@ def brute_force_gdpo(
                 continue
             for i, reward in enumerate(group):
                 if reward is not None:
-                    others = list(given)
-                    if leave_one_out:
-                        others.remove(reward)
-                    advantage = (reward - statistics.fmean(others)) / (statistics.stdev(given) + STD_EPSILON)
+                    advantage = (reward - statistics.fmean(given)) / (statistics.stdev(given) + STD_EPSILON)
                     totals[g][i] += weight * advantage
-    everything = [total for group in totals for total in group]
-    if len(set(everything)) == 1:
+    everything = [total for g, group in enumerate(totals) for i, total in enumerate(group) if scored[g][i]]
+    if max(map(abs, everything), default=0.0) < 1e-9:
         return [[0.0] * len(group) for group in totals]
     mean, std = statistics.fmean(everything), statistics.stdev(everything) + STD_EPSILON
-    return [[(total - mean) / std for total in group] for group in totals]
+    return [
+        [(total - mean) / std if scored[g][i] else 0.0 for i, total in enumerate(group)]
+        for g, group in enumerate(totals)
+    ]
 
 
 PARTS = st.lists(
@@ -126,16 +131,15 @@ PARTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("leave_one_out", [True, False])
 @settings(deadline=None)
 @given(parts=PARTS)
-def test_gdpo_matches_brute_force(leave_one_out: bool, parts: list[list[list[int | None]]]) -> None:
+def test_gdpo_matches_brute_force(parts: list[list[list[int | None]]]) -> None:
     weights = [1.0, 0.5, 2.0][: len(parts)]
     nan = float("nan")
     values = [[[nan if r is None else r for r in group] for group in function] for function in parts]
     tensors = torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
-    actual = gdpo_advantages(*tensors, leave_one_out=leave_one_out)
-    expected = torch.tensor(brute_force_gdpo(parts, weights, leave_one_out), dtype=torch.float64)
+    actual = gdpo_advantages(*tensors)
+    expected = torch.tensor(brute_force_gdpo(parts, weights), dtype=torch.float64)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -144,8 +148,42 @@ def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
     parts = torch.tensor([[[1.0, 0.0, 0.0, 0.0]], [[0.0, 1.0, 1.0, 0.0]]])
     summed = group_advantages(parts.sum(0), leave_one_out=False, normalize=True)
     assert summed[0, 0] == summed[0, 1]
-    advantages = gdpo_advantages(parts, torch.ones(2), leave_one_out=False)
+    advantages = gdpo_advantages(parts, torch.ones(2))
     assert advantages[0, 0] > advantages[0, 1] > advantages[0, 3]
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.37])
+def test_gdpo_rewards_that_cancel_out_teach_nothing(scale: float) -> None:
+    """The rounding of their sum must not be blown up to advantages by the normalisation over the step."""
+    right = torch.rand(3, 4, generator=torch.Generator().manual_seed(3))
+    parts = torch.stack([right, 7 - scale * right])
+    assert torch.equal(gdpo_advantages(parts, torch.ones(2)), torch.zeros(3, 4))
+    told_apart = parts.clone()
+    told_apart[1, 0, 0] = 100.0
+    advantages = gdpo_advantages(told_apart, torch.ones(2))
+    assert (advantages[0] != 0).all()
+
+
+def test_a_small_weight_is_no_cancellation() -> None:
+    """The heavy function says the same of all samples of the group, so the light one alone tells them apart."""
+    parts = torch.tensor([[[1.0, 1.0, 1.0, 1.0]], [[0.0, 1.0, 0.0, 1.0]]])
+    advantages = gdpo_advantages(parts, torch.tensor([1.0, 1e-4]))
+    assert advantages.sign().tolist() == [[-1, 1, -1, 1]]
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+@settings(deadline=None)
+@given(groups=st.lists(st.lists(st.none() | st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_a_sample_without_a_reward_takes_no_part(
+    leave_one_out: bool, normalize: bool, groups: list[list[int | None]]
+) -> None:
+    rewards = torch.tensor([[math.nan if r is None else r for r in group] for group in groups], dtype=torch.float64)
+    actual = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize).tolist()
+    for group, advantages in zip(groups, actual, strict=True):
+        given = [float(reward) for reward in group if reward is not None]
+        rest = iter(brute_force(given, leave_one_out, normalize) if len(given) > 1 else [0.0] * len(given))
+        assert advantages == pytest.approx([0.0 if reward is None else next(rest) for reward in group], abs=1e-6)
 
 
 @pytest.mark.parametrize("minus_baseline", [True, False])
@@ -186,6 +224,17 @@ def test_reinforce_plus_plus_needs_no_group() -> None:
     torch.testing.assert_close(advantages, torch.tensor([3**0.5] + [-(3**-0.5)] * 3))
 
 
+@pytest.mark.parametrize("minus_baseline", [True, False])
+def test_reinforce_plus_plus_leaves_out_what_has_no_reward(minus_baseline: bool) -> None:
+    rewards, lengths = torch.tensor([[1.0, math.nan, 0.0], [2.0, 0.5, math.nan]]), [2, 3, 1, 2, 4, 1]
+    options = {"token_penalty": None, "minus_baseline": minus_baseline}
+    actual = reinforce_plus_plus_advantages(rewards, lengths, **options).split(lengths)
+    scored = reinforce_plus_plus_advantages(torch.tensor([[1.0, 0.0], [2.0, 0.5]]), [2, 1, 2, 4], **options)
+    expected = iter(scored.split([2, 1, 2, 4]))
+    for reward, piece in zip(rewards.flatten(), actual, strict=True):
+        torch.testing.assert_close(piece, torch.zeros_like(piece) if reward.isnan() else next(expected))
+
+
 TRL_ADVANTAGES = {
     "group": ({"scale_rewards": "group"}, {"normalize": True}),
     "none": ({"scale_rewards": "none"}, {"normalize": False}),
@@ -198,6 +247,7 @@ def test_group_relative_advantages_equal_trl(case: str) -> None:
     """TRL adds 1e-4 to the standard deviation where we add STD_EPSILON, hence the tolerance."""
     trl_options, ours = TRL_ADVANTAGES[case]
     rewards = torch.rand(5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards[1, 2] = rewards[3, 0] = torch.nan  # every reward function returned None
     expected = trl_advantages(rewards[None], torch.ones(1), multi_objective="sum_then_normalize", **trl_options)
     torch.testing.assert_close(group_advantages(rewards, leave_one_out=False, **ours), expected, atol=2e-3, rtol=0)
 
@@ -205,9 +255,10 @@ def test_group_relative_advantages_equal_trl(case: str) -> None:
 def test_gdpo_equals_trl_also_with_missing_rewards() -> None:
     parts = torch.rand(3, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     parts[1, 2, 3] = parts[2, 0, 0] = torch.nan
+    parts[:, 4, 1] = torch.nan
     weights = torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
     expected = trl_advantages(parts, weights, multi_objective="normalize_then_sum", scale_rewards="group")
-    torch.testing.assert_close(gdpo_advantages(parts, weights, leave_one_out=False), expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(gdpo_advantages(parts, weights), expected, atol=2e-3, rtol=0)
 
 
 def trl_advantages(parts: Tensor, weights: Tensor, *, multi_objective: str, scale_rewards: str) -> Tensor:

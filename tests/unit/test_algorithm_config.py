@@ -11,6 +11,8 @@ from megatron_grpo.config.schema import LossConfig
 
 VARIANTS = ["cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo", "sapo"]
 FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.one,pkg.two]"]
+UNRANKED = "checkpointing.keep_top_k=null"
+"""By accuracy, which several functions do not know."""
 TIS = ["loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=tis"]
 ICEPOP = [TIS[0], "loss_fn.truncated_importance_sampling_type=icepop"]
 
@@ -38,6 +40,19 @@ def test_a_variant_overrides_the_recipe_and_the_command_line_the_variant() -> No
     config = compose_config(["+exp=quickstart", "+variant=rloo", "loss_fn.reference_policy_kl_penalty=0.5"])
     assert config.loss_fn.kl_in_reward == 0.5
     assert config.loss_fn.kl_in_loss == 0.0
+
+
+def test_the_overlong_buffer_of_dapo_follows_the_longest_response() -> None:
+    for recipe in ("quickstart", "qwen3_8b_8gpu"):
+        config = compose_config([f"+exp={recipe}", "+variant=dapo"])
+        assert config.grpo.reward_shaping.overlong_buffer_length == config.generation.max_new_tokens // 5 >= 1
+
+
+@pytest.mark.parametrize("length", ["abc", "null", "0"])
+def test_what_follows_a_wrong_length_is_not_complained_about(length: str) -> None:
+    """Neither of the default that stands in its place nor of what is computed from it."""
+    (problem,) = problems_of("+variant=dapo", f"generation.max_new_tokens={length}")
+    assert problem.subject == f"generation.max_new_tokens={length}"
 
 
 def test_without_a_variant_the_loss_is_the_clipped_one() -> None:
@@ -164,7 +179,7 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
         ),
         (["grpo.adv_estimator.name=gdpo"], "grpo.adv_estimator.name=gdpo", "env.addition does not give"),
         (
-            [*FUNCTIONS, "grpo.adv_estimator.name=gdpo", "grpo.reward_scaling.enabled=true"],
+            [*FUNCTIONS, UNRANKED, "grpo.adv_estimator.name=gdpo", "grpo.reward_scaling.enabled=true"],
             "grpo.reward_scaling.enabled=True",
             "takes each by itself",
         ),
@@ -198,7 +213,7 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
             "is none of the reward_funcs, which are called one, two",
         ),
         (
-            [*FUNCTIONS, "loss_fn.positive_example_nll_weight=0.1"],
+            [*FUNCTIONS, UNRANKED, "loss_fn.positive_example_nll_weight=0.1"],
             "loss_fn.positive_example_nll_weight=0.1",
             "give env.addition.correct_func",
         ),
@@ -208,12 +223,12 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
             "must be written package.module.function",
         ),
         (
-            [FUNCTIONS[0], "env.addition.reward_funcs=[a.one,b.one]"],
+            [FUNCTIONS[0], UNRANKED, "env.addition.reward_funcs=[a.one,b.one]"],
             "env.addition.reward_funcs",
             "two functions called one",
         ),
         (
-            [*FUNCTIONS, "env.addition.reward_weights=[1.0]"],
+            [*FUNCTIONS, UNRANKED, "env.addition.reward_weights=[1.0]"],
             "env.addition.reward_weights",
             "one weight for each of the 2 reward_funcs, not 1",
         ),

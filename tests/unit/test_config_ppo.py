@@ -25,9 +25,12 @@ def problems_of(*overrides: str) -> dict[str, str]:
     [
         ("+exp=quickstart", ["ppo.ppo_epochs=3"], "ppo.ppo_epochs=3", "is for algorithm=ppo"),
         ("+exp=quickstart", ["value.optimizer.lr=0.1"], "value.optimizer.lr=0.1", "is for algorithm=ppo"),
+        (PPO, ["grpo.num_prompts_per_step=32"], "grpo.num_prompts_per_step=32", "give ppo.num_prompts_per_step"),
+        ("+exp=quickstart", ["ppo.ppo_epochs=1"], "ppo.ppo_epochs=1", "is for algorithm=ppo"),
         (PPO, ["grpo.seed=7"], "grpo.seed=7", "give ppo.seed"),
-        (PPO, ["grpo.normalize_rewards=false"], "grpo.normalize_rewards=False", "the value model is PPO's baseline"),
+        (PPO, ["grpo.normalize_rewards=false"], "grpo.normalize_rewards=false", "the value model is PPO's baseline"),
         (PPO, ["ppo.batch_multiplier=2"], "ppo.batch_multiplier=2", "needs ppo.use_dynamic_sampling=true"),
+        (PPO, ["ppo.calculate_advantages_on_gpu=true"], "ppo.calculate_advantages_on_gpu=True", "is a run on CPU"),
         (PPO, ["ppo.use_dynamic_sampling=true"], "ppo.use_dynamic_sampling=True", "2 or more"),
         (
             PPO,
@@ -67,8 +70,25 @@ def test_the_value_model_is_as_the_policy_where_nothing_else_is_said() -> None:
     value = compose_config([PPO, "value.parallel.tensor=2"]).value_model
     assert value is not None
     assert value.model.path.endswith("model")
-    assert (value.precision, value.microbatch_tokens, value.parallel.tensor) == ("float32", 4096, 2)
+    assert (value.precision, value.microbatch_tokens, value.parallel.tensor) == ("float32", 1024, 2)
     assert compose_config(["+exp=quickstart"]).value_model is None
+
+
+def test_a_mistake_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config([PPO, "grpo.num_iterations=2"])
+    assert len(caught.value.problems) == 1
+    (subject,) = problems_of(PPO, "policy.max_total_sequence_length=65", "policy.microbatch_tokens=1024")
+    assert subject == "policy.max_total_sequence_length=65"
+
+
+def test_a_value_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
+    config = Qwen3Config(vocab_size=16, max_position_embeddings=8, num_attention_heads=4, num_key_value_heads=2)
+    config.architectures = ["Qwen3ForSequenceClassification"]
+    config.num_labels = 1
+    config.save_pretrained(tmp_path)
+    found = problems_of(PPO, f"value.model.path={tmp_path}")
+    assert "has 8 positions, fewer than policy.max_total_sequence_length" in found[f"value.model.path={tmp_path}"]
 
 
 def test_schedules_count_the_optimizer_steps_that_there_are() -> None:
@@ -89,3 +109,11 @@ def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) ->
         ModelShape.from_folder(tmp_path / "1")
     with pytest.raises(ValueError, match="with 3 labels is a classifier"):
         ModelShape.from_folder(tmp_path / "3", reward_models=True)
+
+
+def test_the_kl_may_lower_the_reward_with_ppo() -> None:
+    """What keeps GRPO from it, the standard deviation of a group, PPO does not have."""
+    kl = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"]
+    config = compose_config([PPO, *kl, "ppo.skip_reference_policy_logprobs_calculation=false"])
+    assert config.loss_fn.kl_in_reward == 0.1
+    assert config.loss_fn.kl_in_loss == 0

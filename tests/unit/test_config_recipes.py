@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.compose import compose_config, load_config
 from megatron_grpo.config.errors import ConfigError, Problem, format_problems
 from megatron_grpo.config.keys import groups, keys
-from megatron_grpo.config.layout import layout_problems
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.overrides import RECIPES, config_groups
 from megatron_grpo.config.reference import markdown
+from megatron_grpo.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 QWEN3_8B = {
@@ -41,6 +44,13 @@ LLAMA3_70B = {
 
 def test_every_key_and_section_is_documented() -> None:
     assert [key.name for key in keys().values() if not key.doc] == []
+
+
+def test_documented_defaults_are_those_of_the_schema() -> None:
+    config: Any = Config()
+    for name, key in keys().items():
+        if "<name>" not in name:
+            assert functools.reduce(getattr, name.split("."), config) == key.default, name
     assert [group.name for group in groups() if not group.doc] == []
 
 
@@ -49,7 +59,7 @@ def test_every_key_and_section_is_documented() -> None:
 )
 def test_gpu_recipes_fit_their_models_and_machines(recipe: str, shape: dict[str, object], gpus: int) -> None:
     config = compose_config([f"+exp={recipe}"])
-    assert layout_problems(config, ModelShape.from_hf_config(shape)) == []
+    assert config_problems(config, ModelShape.from_hf_config(shape)) == []
     generation = config.generation.parallel
     assert config.policy.parallel.world_size + generation.ranks_per_engine * generation.data == gpus
     assert config.policy.parallel.pipeline > 1

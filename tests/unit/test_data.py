@@ -13,8 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
 from megatron_grpo.data.jsonl import read_prompts
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import math_data_processor
@@ -72,12 +73,21 @@ def test_a_file_without_rows_and_no_file_are_errors(tmp_path: Path) -> None:
         read_prompts(tmp_path / "missing.jsonl", SPEC, task_names={"math"})
 
 
+def test_columns_stay_as_they_are_beside_the_reference_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    spec = replace(SPEC, answer_key="ground_truth")
+    row = {"prompt": "1+1=", "ground_truth": [1, 2], "answer": {"not": "the reference"}}
+    info = math_data_processor(row, spec, tokenizer, 4, 0)["extra_env_info"]
+    assert info == {"ground_truth": [1, 2], "answer": {"not": "the reference"}, REFERENCE: "[1, 2]"}
+    del row["answer"]
+    assert math_data_processor(row, spec, tokenizer, 4, 0)["extra_env_info"]["answer"] == [1, 2]
+
+
 def test_a_plain_prompt_is_tokenised_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
     datum = math_data_processor({"prompt": "1+1=", "answer": 2, "level": 3}, SPEC, tokenizer, 4, 7)
     assert datum == {
         "message_log": [{"role": "user", "content": "1+1=", "token_ids": ids("1+1=")}],
         "length": 4,
-        "extra_env_info": {"answer": "2", "level": 3},
+        "extra_env_info": {"answer": 2, "level": 3, REFERENCE: "2"},
         "loss_multiplier": 1.0,
         "idx": 7,
         "task_name": "math",
@@ -116,7 +126,7 @@ def test_a_prompt_that_is_too_long_is_flagged(tokenizer: PreTrainedTokenizerFast
 
 def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="apply_chat_template=false"):
+    with pytest.raises(RunError, match="apply_chat_template=false"):
         math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 0)
 
 
@@ -165,8 +175,8 @@ class Numbered:
         )
 
 
-def make_loader(dataset: Numbered, *, seed: int = 1, shuffle: bool = True, drop_last: bool = True) -> PromptLoader:
-    return PromptLoader(dataset, prompts_per_batch=3, shuffle=shuffle, seed=seed, drop_last=drop_last)
+def make_loader(dataset: Numbered, *, seed: int = 1, shuffle: bool = True) -> PromptLoader:
+    return PromptLoader(dataset, prompts_per_batch=3, shuffle=shuffle, seed=seed)
 
 
 def epoch(loader: PromptLoader) -> list[list[int]]:
@@ -181,9 +191,8 @@ def test_an_epoch_visits_each_row_at_most_once_in_whole_batches() -> None:
     assert loader.epoch == 1
 
 
-def test_without_drop_last_each_row_comes_exactly_once() -> None:
-    batches = epoch(make_loader(Numbered(11), shuffle=False, drop_last=False))
-    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+def test_in_order_rows_come_as_they_are() -> None:
+    assert epoch(make_loader(Numbered(11), shuffle=False)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_the_order_is_drawn_from_seed_and_epoch_alone() -> None:
@@ -207,7 +216,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
 
 
 def test_an_epoch_without_a_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"4 rows, of which 2 are left out"):
+    with pytest.raises(RunError, match=r"4 rows, of which 2 are left out"):
         epoch(make_loader(Numbered(4, too_long=(0, 1))))
 
 
@@ -244,5 +253,5 @@ def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
 
 
 def test_the_state_of_other_data_is_an_error() -> None:
-    with pytest.raises(ValueError, match="had 9 rows, this run's has 10"):
+    with pytest.raises(RunError, match="had 9 rows, this run's has 10"):
         make_loader(Numbered(10)).load_state_dict(make_loader(Numbered(9)).state_dict())

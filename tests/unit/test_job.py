@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,9 @@ import yaml
 from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.job import SETTING_OF_FIELD
+from tests.grpo_parameters import GRPO_PARAMETERS
 
 ROOT = Path(__file__).parents[2]
-GRPO_PARAMETERS: dict[str, Any] = {
-    "generation_batch_size": 17,
-    "generation_pipeline_parallel_size": 1,
-    "generation_temperature": 0.7,
-    "generation_top_k": 50,
-    "generation_top_p": 0.9,
-    "logprob_chunk_size": 33,
-    "max_grad_norm": 0.5,
-    "normalize_rewards": False,
-    "num_generations_per_prompt": 4,
-    "num_prompts_per_step": 12,
-    "overlong_filtering": True,
-    "ratio_clip_c": 3.0,
-    "ratio_clip_max": 0.28,
-    "ratio_clip_min": 0.1,
-    "ref_policy_kl_penalty": 0.05,
-    "token_level_loss": False,
-    "use_importance_sampling_correction": True,
-    "use_on_policy_kl_approximation": True,
-    "use_rloo": False,
-}
-"""The optional fields of NeMo Customizer's GrpoParametersParam, each with a value that the quickstart does not have."""
 
 
 def write(folder: Path, content: Any) -> str:
@@ -84,9 +64,28 @@ def test_null_switches_off_what_can_be_off(tmp_path: Path) -> None:
     assert config.generation.top_k is None
 
 
-def test_temperature_0_is_greedy(tmp_path: Path) -> None:
+def test_temperature_0_is_greedy_and_hardly_more_is_refused(tmp_path: Path) -> None:
     config = compose_config(["+exp=quickstart", write(tmp_path, {"generation_temperature": 0})])
     assert config.generation.temperature == 0
+    (text,) = problems_of(tmp_path, {"generation_temperature": 0.005}).values()
+    assert "vLLM samples with 0.01 or more" in text
+
+
+def test_a_preset_is_not_halved_by_a_job(tmp_path: Path) -> None:
+    """Which of the two was meant cannot be known, and either would silently be half of what was asked for."""
+    job = {"ratio_clip_max": 0.2, "use_rloo": False, "num_prompts_per_step": 12}
+    ((subject, text),) = problems_of(tmp_path, job, "+variant=dapo").items()
+    assert subject == "job.yaml: ratio_clip_max=0.2"
+    assert "variant=dapo says 0.28" in text
+    (text,) = problems_of(tmp_path, {"ref_policy_kl_penalty": 0.05}, "loss_fn=no_kl").values()
+    assert "loss_fn=no_kl says 0" in text
+    assert compose_config(["+exp=quickstart", write(tmp_path, {"ratio_clip_max": "0.28"}), "+variant=dapo"])
+    problems = problems_of(tmp_path, {"ratio_clip_max": 0.28}, "loss_fn=clip_higher", "+variant=gspo")
+    assert "variant=gspo says 0.0004" in problems["job.yaml: ratio_clip_max=0.28"]
+    (text,) = problems_of(tmp_path, {"ratio_clip_max": "abc"}, "+variant=dapo").values()
+    assert "must be float >= 0" in text
+    settled = ["+exp=quickstart", write(tmp_path, job), "+variant=dapo", "loss_fn.ratio_clip_max=0.3"]
+    assert compose_config(settled).loss_fn.ratio_clip_max == 0.3
 
 
 def test_a_named_environment(tmp_path: Path) -> None:
@@ -149,12 +148,29 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ({"environment": {"name": "math", "tipe": "math"}}, "job.yaml: environment.tipe", "mean environment.type?"),
         ({"environment": {"name": "x", "type": "maths"}}, "job.yaml: environment.type=maths", "one of math, addition"),
         ({"zzz": 1}, "job.yaml: zzz", "unknown field; there is generation_batch_size"),
+        ({"environment": "maths"}, "job.yaml: environment=maths", "no such environment; there is addition, math"),
+        ({"ratio_clip_max": date(2026, 1, 2)}, "job.yaml: ratio_clip_max=2026-01-02", "must be float >= 0"),
+        ({"ratio_clip_max": "${"}, "job.yaml: ratio_clip_max=${", "must be float >= 0"),
+        ("ratio_clip_max: !!set {a}", "job.yaml: ratio_clip_max={'a'}", "must be float >= 0"),
+        ("ratio_clip_max: 2026-13-99", "job=", "is not valid YAML"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path: Path, content: Any, subject: str, text: str) -> None:
     problems = problems_of(tmp_path, content)
     (found,) = (key for key in problems if key.startswith(subject))
     assert text in problems[found]
+
+
+def test_a_section_on_the_command_line_wins_key_by_key(tmp_path: Path) -> None:
+    job = write(tmp_path, {"ratio_clip_min": 0.1, "ratio_clip_max": 0.1})
+    config = compose_config(["+exp=quickstart", job, "loss_fn={ratio_clip_min: 0.3}"])
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.3, 0.1)
+
+
+def test_a_field_that_ppo_does_not_read_is_told(tmp_path: Path) -> None:
+    """Also at GRPO's default: otherwise the run would have another value, silently."""
+    with pytest.raises(ConfigError, match=r"job.yaml: num_prompts_per_step=32 +is for algorithm=grpo"):
+        compose_config(["+exp=quickstart_ppo", write(tmp_path, {"num_prompts_per_step": 32})])
 
 
 def test_a_missing_file_and_two_jobs(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.learning import combine_results, needs_prev_logprobs, train_in_minibatches
-from megatron_grpo.config.schema import Config, GRPOConfig, PolicyConfig
+from megatron_grpo.algorithms.learning import combine_results, train_in_minibatches
+from megatron_grpo.algorithms.loss_functions import add_derived_metrics
+from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.policy.interface import LossFunction, NonFiniteGradientError, PolicyInterface, TrainResult
 
@@ -45,6 +47,14 @@ class RecordingPolicy(PolicyInterface):
     def shutdown(self) -> None:
         raise NotImplementedError
 
+    @property
+    def shape(self) -> ModelShape:
+        raise NotImplementedError
+
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
 
 def loss_fn(*_: object) -> tuple[Tensor, dict[str, Tensor]]:
     raise AssertionError("the fake policy computes no loss")
@@ -70,6 +80,7 @@ def test_every_pass_goes_over_all_sequences_in_order() -> None:
 def test_metrics_are_means_over_tokens_and_extremes() -> None:
     policy = RecordingPolicy()
     result = train_in_minibatches(policy, make_batch(), loss_fn, samples=2, iterations=1)
+    assert result is not None
     tokens = [0 + 1, 2 + 3, 4 + 5]
     assert result.metrics["mean"] == pytest.approx(sum(i * n for i, n in enumerate(tokens)) / sum(tokens))
     assert (result.metrics["x_max"], result.metrics["x_min"]) == (2, 0)
@@ -81,9 +92,27 @@ def test_a_single_optimizer_step_is_reported_as_it_is() -> None:
     assert combine_results([only], [5.0]) is only
 
 
-def test_optimizer_steps_without_a_token_in_the_loss() -> None:
-    results = [TrainResult(loss=0, grad_norm=0, learning_rate=0, metrics={"mean": value}) for value in (1.0, 3.0)]
-    assert combine_results(results, [0.0, 0.0]).metrics["mean"] == 2.0
+def test_sequences_without_a_token_in_the_loss_get_no_optimizer_step() -> None:
+    """Momentum and weight decay would move the weights all the same."""
+    policy, batch = RecordingPolicy(), make_batch()
+    batch.tokens["loss_mask"][12:24] = 0  # sequences 2 and 3
+    result = train_in_minibatches(policy, batch, loss_fn, samples=2, iterations=2)
+    assert result is not None
+    assert [sorted(set(one.token_ids.tolist())) for one in policy.batches] == [[0, 1], [4, 5]] * 2
+    assert result.optimizer_steps == 4
+    batch.tokens["loss_mask"].zero_()
+    assert train_in_minibatches(RecordingPolicy(bad_call=0), batch, loss_fn, samples=2, iterations=2) is None
+
+
+def test_imitation_is_weighted_by_the_tokens_that_are_imitated() -> None:
+    """Two optimizer steps, only the first with a correct response: the mean over its tokens, not half of it."""
+    moments = {"sampling_importance_ratio": 1.0, "sampling_importance_ratio_squared": 1.0}
+    shares = [{"positive_nll_share": 0.8, "positive_share": 0.4}, {"positive_nll_share": 0.0, "positive_share": 0.0}]
+    results = [TrainResult(loss=0, grad_norm=0, learning_rate=0, metrics={**moments, **share}) for share in shares]
+    metrics = combine_results(results, [10.0, 10.0]).metrics
+    add_derived_metrics(metrics)
+    assert metrics["positive_nll"] == pytest.approx(2.0)
+    assert metrics["positive_share"] == pytest.approx(0.2)
 
 
 def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
@@ -101,14 +130,16 @@ def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
         ({"num_iterations": 2, "minibatch": 32}, 4, True),
         ({"minibatch": 64}, 1, False),
         ({"seq_logprob_error_threshold": 1.5}, 1, True),
+        ({"use_kl_in_reward": True}, 1, True),
     ],
 )
 def test_old_logprobs_are_computed_only_when_they_differ(
     settings: dict[str, float], optimizer_steps: int, needed: bool
 ) -> None:
     minibatch = settings.pop("minibatch", None)
+    loss_fn = LossConfig(use_kl_in_reward=bool(settings.pop("use_kl_in_reward", False)))
     grpo = GRPOConfig(num_prompts_per_step=8, num_generations_per_prompt=8, max_num_steps=10, **settings)
-    config = Config(grpo=grpo, policy=PolicyConfig(train_global_batch_samples=minibatch))
+    config = Config(grpo=grpo, loss_fn=loss_fn, policy=PolicyConfig(train_global_batch_samples=minibatch))
     assert config.optimizer_steps_per_step == optimizer_steps
     assert config.decay_steps == 10 * optimizer_steps
-    assert needs_prev_logprobs(config) is needed
+    assert config.needs_prev_logprobs is needed

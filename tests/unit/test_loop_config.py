@@ -6,6 +6,9 @@ import pytest
 
 from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.schema import Config, GRPOConfig
+
+FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.one,pkg.two]"]
 
 
 @pytest.mark.parametrize(
@@ -18,16 +21,38 @@ from megatron_grpo.config.errors import ConfigError
             "policy.parallel.data=4",
         ),
         (["grpo.batch_multiplier=2"], "grpo.batch_multiplier=2", "needs grpo.use_dynamic_sampling=true"),
+        (
+            [
+                "grpo.use_dynamic_sampling=true",
+                "grpo.num_generations_per_prompt=1",
+                "grpo.adv_estimator.name=reinforce_plus_plus",
+            ],
+            "grpo.use_dynamic_sampling=True",
+            "needs grpo.num_generations_per_prompt of 2 or more",
+        ),
+        (
+            ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=0"],
+            "grpo.reward_scaling.target_min=0",
+            "makes all rewards the same",
+        ),
         (["grpo.batch_multiplier=0.5"], "grpo.batch_multiplier=0.5", "float >= 1"),
-        (["grpo.sync_ref_model=true"], "grpo.sync_ref_model=True", "reference_policy_kl_penalty > 0"),
+        (["grpo.sync_ref_model=true"], "grpo.sync_ref_model=True", "moves what nothing is compared with"),
         (["grpo.ref_model_mixup_alpha=0"], "grpo.ref_model_mixup_alpha=0", "float > 0 and <= 1"),
         (["grpo.seq_logprob_error_threshold=1"], "grpo.seq_logprob_error_threshold=1", "float > 1"),
         (["grpo.early_stop.enabled=true"], "grpo.early_stop.enabled=True", "nothing says when"),
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.early_stop.metric_name=reward"],
             "grpo.early_stop.metric_name=reward",
-            "is no validation metric",
+            "there is val_accuracy, val_reward",
         ),
+        (
+            [*FUNCTIONS, "checkpointing=none", "grpo.early_stop.enabled=true", "grpo.early_stop.patience=1"],
+            "grpo.early_stop.metric_name=val_accuracy",
+            "name one in env.addition.correct_func, or take val_reward",
+        ),
+        (FUNCTIONS, "checkpointing.metric_name=val_accuracy", "name one in env.addition.correct_func"),
+        (["generation.temperature=0.003"], "generation.temperature=0.003", "use that, or 0 for greedy"),
+        (["grpo.val_temperature=1e-7"], "grpo.val_temperature=1e-07", "use that, or 0 for greedy"),
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.val_period=0"],
             "grpo.early_stop.enabled=True",
@@ -65,3 +90,10 @@ def test_all_options_of_the_loop_go_together() -> None:
     assert config.optimizer_steps_per_step == 12
     assert config.decay_steps == 400 * 12
     assert config.prompts_per_generation_batch == 48
+
+
+@pytest.mark.parametrize(("multiplier", "prompts"), [(1.15, 115), (1.16, 116), (2.3, 230), (1.005, 100), (1, 100)])
+def test_prompts_of_a_generation_batch_are_counted_in_decimals(multiplier: float, prompts: int) -> None:
+    """100 * 1.15 is 114.99999999999999 in binary."""
+    grpo = GRPOConfig(num_prompts_per_step=100, batch_multiplier=multiplier, use_dynamic_sampling=True)
+    assert Config(grpo=grpo).prompts_per_generation_batch == prompts

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import textwrap
 from collections import defaultdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tests.loss_oracle import counts_of, random_batch
 
 SEQUENCES = 6
 NO_KL = {"reference_policy_kl_penalty": 0.0}
+CORRECTED = {**NO_KL, "use_importance_sampling_correction": True}
 CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
     "clipped": (LossConfig(ratio_clip_max=0.28, **NO_KL), {"loss_type": "bnpo", "epsilon_high": 0.28}),
     "dapo": (LossConfig(ratio_clip_max=0.28, **NO_KL), {"loss_type": "dapo", "epsilon_high": 0.28}),
@@ -51,14 +55,39 @@ CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
     ),
 }
 
+VLLM = {"loss_type": "bnpo", "use_vllm": True, "vllm_importance_sampling_correction": True}
+CASES |= {
+    "tis": (
+        LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.2, **CORRECTED),
+        {**VLLM, "mode": "token_truncate", "clip_max": 1.2},
+    ),
+    "icepop": (
+        LossConfig(
+            truncated_importance_sampling_type="icepop",
+            truncated_importance_sampling_ratio=1.4,
+            truncated_importance_sampling_ratio_min=0.7,
+            **CORRECTED,
+        ),
+        {**VLLM, "mode": "token_mask", "clip_min": 0.7, "clip_max": 1.4},
+    ),
+}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_trl(case: str) -> None:
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
     config, options = CASES[case]
     curr, tokens = random_batch(12, sequences=SEQUENCES)
+    if config.constant_normalizer_tokens:
+        tokens["loss_mask"][1] = 0  # a response that is left out counts in the constant all the same
+    if config.sequence_level_importance_ratios:  # TRL's form is for one advantage a response
+        tokens["advantages"] = tokens["advantages"][:, :1].expand_as(curr)
     ours, theirs = ([curr.clone().requires_grad_(), tokens["entropy"].clone().requires_grad_()] for _ in range(2))
-    expected = grpo_trainer.GRPOTrainer._compute_loss(_trainer(*theirs, **options), None, _inputs(tokens))
+    inputs = _inputs(tokens)
+    if config.use_importance_sampling_correction:
+        limits = {name: options.get(name) for name in ("mode", "clip_min", "clip_max")}
+        inputs["importance_sampling_ratio"] = _sampling_weights(grpo_trainer, tokens, **limits)
+    expected = grpo_trainer.GRPOTrainer._compute_loss(_trainer(*theirs, **options), None, inputs)
     actual, _ = ClippedPGLossFn(config)(ours[0], {**tokens, "entropy": ours[1]}, counts_of(tokens))
     torch.testing.assert_close(actual, expected)
     for loss in (expected, actual):
@@ -80,6 +109,33 @@ def _inputs(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
         "ref_per_token_logps": tokens["reference_logprobs"],
         "num_items_in_batch": tokens["loss_mask"].sum(),
     }
+
+
+def _sampling_weights(
+    grpo_trainer: ModuleType, tokens: dict[str, Tensor], mode: str, clip_min: float | None, clip_max: float | None
+) -> Tensor:
+    """The statements of GRPOTrainer._generate_and_score_completions about vLLM's log-probabilities, run as they are."""
+    source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
+    lines = textwrap.dedent(source).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith("mask = completion_mask if tool_mask"))
+    end = next(i for i, line in enumerate(lines) if i > start and line.strip() == "raise ValueError(")
+    names = {
+        "torch": torch,
+        "math": math,
+        "tool_mask": None,
+        "completion_mask": tokens["loss_mask"],
+        "old_per_token_logps": tokens["prev_logprobs"],
+        "sampling_per_token_logps": tokens["generation_logprobs"],
+        "self": SimpleNamespace(
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_min=clip_min,
+            vllm_importance_sampling_clip_max=clip_max,
+        ),
+    }
+    exec(textwrap.dedent("\n".join(lines[start : end - 1])), names)
+    weights = names["vllm_importance_sampling_ratio"]
+    assert isinstance(weights, Tensor)
+    return weights
 
 
 def _trainer(curr: Tensor, entropy: Tensor, **options: Any) -> Any:

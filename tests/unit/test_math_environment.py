@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.environments import math_environment
 from megatron_grpo.environments.addition import AdditionEnvironment
 from megatron_grpo.environments.interface import EnvironmentRequest
@@ -18,7 +19,7 @@ from megatron_grpo.environments.registry import create_environment
 
 
 def request(response: str, answer: str) -> EnvironmentRequest:
-    return EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={"answer": answer})
+    return EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={REFERENCE: answer})
 
 
 @pytest.fixture(scope="module")

@@ -5,37 +5,32 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from megatron_grpo.algorithms.non_finite import require_finite_samples, require_finite_tokens
+from megatron_grpo.algorithms.run import GRPORun
+from megatron_grpo.algorithms.validation import validate
+from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.rollouts.trajectory import Span, Trajectory
+from megatron_grpo.generation.interface import SamplingSettings
+from megatron_grpo.rollouts.trajectory import Trajectory
+from tests.trajectories import make_trajectory
 
 
-def trajectory(prompt: int, reward: float = 1.0, logprob: float = -0.5, **parts: float) -> Trajectory:
-    return Trajectory(
-        prompt_idx=prompt,
-        group=0,
-        sample=0,
-        token_ids=[1, 2, 3],
-        spans=[Span(1, 3, 4)],
-        logprobs=[-1.0, logprob],
-        response="ab",
-        stop_reason="stop",
-        reward=reward,
-        reward_parts=parts,
-    )
+def trajectory(prompt: int, reward: float | None = 1.0, logprob: float = -0.5, **parts: float) -> Trajectory:
+    return make_trajectory(prompt_idx=prompt, logprobs=[-1.0, logprob], reward=reward, reward_parts=parts)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
 @pytest.mark.parametrize(
     ("field", "what"),
     [
         ("reward", "the reward is not finite"),
-        ("logprob", "a sampling log-probability is not finite"),
         ("style", "a reward function's reward is not finite"),
     ],
 )
@@ -46,21 +41,42 @@ def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> Non
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["prompt_ids"] == [3, 9]
     assert [row["prompt_idx"] for row in written["trajectories"]] == [9, 3]
-    assert written["trajectories"][0]["token_ids"] == [1, 2, 3]
+    assert written["trajectories"][0]["token_ids"] == [0, 1, 2]
 
 
-def test_only_what_the_loss_sees_has_to_be_finite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_bad_sampling_logprobs(tmp_path: Path, value: float) -> None:
+    with pytest.raises(RunError, match=r"step 5: a sampling log-probability is not finite for 1 .* prompt\(s\) 9"):
+        require_finite_samples([trajectory(7), trajectory(9, logprob=value)], tmp_path, step=5)
+
+
+def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:
+    run = SimpleNamespace(
+        config=compose_config(["+exp=quickstart"]),
+        state={"total_steps": 4},
+        sampling=SamplingSettings(
+            max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(), stop_strings=()
+        ),
+        val_prompts=["some prompt"],
+        collector=SimpleNamespace(collect=lambda *_, **__: [trajectory(2, reward=math.nan)]),
+        logger=SimpleNamespace(run_dir=tmp_path),
+    )
+    with pytest.raises(RunError, match=r"step 4: the reward is not finite for 1 response\(s\) to prompt\(s\) 2"):
+        validate(cast(GRPORun, run))
+
+
+def test_only_what_is_looked_at_has_to_be_finite(tmp_path: Path) -> None:
     samples = [trajectory(0), trajectory(1)]
-    mask = torch.tensor([0.0, 1, 1, 0, 1, 0])
+    looked_at = torch.tensor([False, True, True, False, True, False])
     logprobs = torch.tensor([math.nan, -1, -1, -math.inf, -1, math.nan])
-    batch = SequenceBatch([3, 3], torch.zeros(6, dtype=torch.int64), {"loss_mask": mask, "prev_logprobs": logprobs})
-    require_finite_tokens(batch, "prev_logprobs", samples, tmp_path, step=1)
+    batch = SequenceBatch([3, 3], torch.zeros(6, dtype=torch.int64), {"prev_logprobs": logprobs})
+    require_finite_tokens(batch, "prev_logprobs", looked_at, samples, tmp_path, step=1)
     assert list(tmp_path.iterdir()) == []
     batch.tokens["prev_logprobs"][4] = -math.inf
     with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
-        require_finite_tokens(batch, "prev_logprobs", samples, tmp_path, step=1)
+        require_finite_tokens(batch, "prev_logprobs", looked_at, samples, tmp_path, step=1)
 
 
 def test_fine_samples_pass(tmp_path: Path) -> None:
-    require_finite_samples([trajectory(1, style=0.5)], tmp_path, step=1)
+    require_finite_samples([trajectory(1, style=0.5), trajectory(2, reward=None)], tmp_path, step=1)
     assert list(tmp_path.iterdir()) == []

@@ -110,6 +110,17 @@ def test_numbers_survive_the_file(tmp_path: Path, config: Config) -> None:
     assert {key: row[key] for key in values} == {**values, "not_a_number": None}
 
 
+def test_names_known_from_trl(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    logger.log_step(1, {"response_length": 3.5, "kl_penalty": 0.25}, TIMING, THROUGHPUT)
+    logger.log_step(2, {"response_length": 4.0}, TIMING, THROUGHPUT)
+    logger.close()
+    with_reference, without = read_lines(tmp_path / "metrics.jsonl")
+    assert (with_reference["completion_length"], with_reference["kl"]) == (3.5, 0.25)
+    assert without["completion_length"] == 4.0
+    assert "kl" not in without
+
+
 def test_rollouts_hold_everything_about_a_sample(tmp_path: Path, config: Config) -> None:
     logger = RunLogger(tmp_path, config)
     logger.dump_rollouts(1, [TRAJECTORY])

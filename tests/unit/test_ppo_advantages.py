@@ -2,53 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_grpo.algorithms.learning import learning_batch
-from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.config.schema import Config, LossConfig, PPOConfig
-from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.rollouts.trajectory import Span, Trajectory
-
-PROMPT, LENGTHS, REWARDS = 2, [3, 1, 2], [1.0, 0.0, 0.5]
-VALUES = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.6, 0.0, 0.0, 0.4, 0.0, 0.0, 0.1, -0.2])
-
-
-def make_trajectories() -> list[Trajectory]:
-    return [
-        Trajectory(
-            prompt_idx=i,
-            group=i,
-            sample=0,
-            token_ids=list(range(PROMPT + length)),
-            spans=[Span(PROMPT, PROMPT + length, 0)],
-            logprobs=[-0.5] * length,
-            response="",
-            stop_reason="length" if i == 1 else "stop",
-            reward=reward,
-        )
-        for i, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True))
-    ]
-
-
-def advantages_of(config: Config) -> SequenceBatch:
-    trajectories = make_trajectories()
-    batch = learning_batch(config, trajectories)
-    batch.tokens["values"] = VALUES.clone()
-    batch.tokens["reference_logprobs"] = batch.tokens["generation_logprobs"] - 0.25
-    add_advantages(config, trajectories, torch.tensor(REWARDS)[:, None], batch)
-    return batch
-
-
-def make_config(estimator: dict[str, Any], loss: dict[str, Any] | None = None, **ppo: Any) -> Config:
-    config = Config(algorithm="ppo", ppo=PPOConfig(**ppo), loss_fn=LossConfig(**(loss or {})))
-    for name, value in estimator.items():
-        setattr(config.ppo.adv_estimator, name, value)
-    return config
-
+from tests.ppo_batch import VALUES, advantages_of, make_config
 
 PLAIN = {"gae_lambda": 1.0, "normalize_advantages": False}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms import ppo
+from megatron_grpo.algorithms import ppo, step
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.sampling import StepSamples
 from megatron_grpo.algorithms.save_state import default_grpo_save_state
@@ -20,7 +20,8 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.model_source import known_shape
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.policy.interface import GlobalCounts, LossFunction, NonFiniteGradientError, TrainResult
-from tests.unit.test_ppo_advantages import make_trajectories
+from tests.documented import undocumented
+from tests.ppo_batch import make_trajectories
 
 
 class FakeModel:
@@ -31,7 +32,7 @@ class FakeModel:
     def __init__(self, name: str, number: float, log: list[str]) -> None:
         self.name, self.number, self.log = name, number, log
         self.batches: list[SequenceBatch] = []
-        self.settings = SimpleNamespace(shape=known_shape(compose_config(["+exp=quickstart_ppo"])))
+        self.shape = known_shape(compose_config(["+exp=quickstart_ppo"]))
 
     def of_tokens(self, batch: SequenceBatch) -> Tensor:
         self.log.append(f"{self.name} says")
@@ -63,10 +64,9 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -
         transport=SimpleNamespace(
             publish=lambda version: log.append(f"version {version}") or SimpleNamespace(bytes_sent=8)
         ),
-        uses_reference=False,
     )
     trajectories = make_trajectories()
-    monkeypatch.setattr(ppo, "sample_step", lambda *_: StepSamples(trajectories, trajectories))
+    monkeypatch.setattr(step, "sample_step", lambda *_: StepSamples(trajectories, trajectories))
     return run, log
 
 
@@ -85,18 +85,19 @@ def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, monke
     assert report.metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6), "a constant explains nothing"
     assert {"value_loss", "value_grad_norm", "value_learning_rate", "value_clip_fraction"} <= report.metrics.keys()
     assert report.metrics["optimizer_steps"] == 2
+    assert undocumented(report.metrics) == set()
 
 
 def test_the_policy_waits_for_the_value_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, log = make_run(tmp_path, monkeypatch, "ppo.policy_training_start_step=2")
-    for step in (1, 2, 3):
+    for number in (1, 2, 3):
         log.clear()
         report = ppo.ppo_step(run, iter([]))
         assert report is not None
-        assert log == ["value says", "value learns", *["policy learns"] * (step == 3), f"version {step}"]
-        assert report.metrics["optimizer_steps"] == (step == 3)
-        assert ("loss" in report.metrics) == (step == 3)
-        assert (report.throughput["train_tflops_per_device"] > 0) == (step == 3)
+        assert log == ["value says", "value learns", *["policy learns"] * (number == 3), f"version {number}"]
+        assert report.metrics["optimizer_steps"] == (number == 3)
+        assert ("loss" in report.metrics) == (number == 3)
+        assert (report.throughput["train_tflops_per_device"] > 0) == (number == 3)
         run.state["total_steps"] += 1
 
 
@@ -127,6 +128,6 @@ def test_a_gradient_of_the_value_model_that_is_not_finite_names_its_prompts(
 
 def test_without_prompts_there_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, log = make_run(tmp_path, monkeypatch)
-    monkeypatch.setattr(ppo, "sample_step", lambda *_: None)
+    monkeypatch.setattr(step, "sample_step", lambda *_: None)
     assert ppo.ppo_step(run, iter([])) is None
     assert log == []

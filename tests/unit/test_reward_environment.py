@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.environments.interface import EnvironmentRequest
-from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.registry import check_reward_functions, create_environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
 
@@ -87,12 +87,28 @@ def test_columns_of_the_data_are_keywords() -> None:
     assert [score.reward for score in environment("boxed_reward").step(requests)] == [1.0, 0.0]
 
 
+SEED_ROWS = [
+    ("What is 2+2?", "4", "math"),
+    ("Write a function that returns the sum of two numbers.", "def add(a, b): return a + b", "code"),
+    ("What is 3*4?", "12", "math"),
+    ("Write a function that returns the product of two numbers.", "def mul(a, b): return a * b", "code"),
+]
+"""The rows of the example for several tasks: it calls them "code", and its function looks for "coding"."""
+
+
 def test_none_is_left_out_and_weights_multiply() -> None:
     rows = [("2+2", "4", "math"), ("add", "def f", "coding"), ("2+2", "5", "math")]
     requests = [request(prompt, response, task=task) for prompt, response, task in rows]
     scores = environment("math_reward", "coding_reward", weights=[2.0, 0.5]).step(requests)
     assert [score.reward for score in scores] == [2.0, 0.5, -2.0]
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {"coding_reward": 1.0}, {"math_reward": -1.0}]
+
+
+def test_a_response_that_nothing_scores_has_no_reward() -> None:
+    requests = [request(prompt, response, task=task) for prompt, response, task in SEED_ROWS]
+    scores = environment("math_reward", "coding_reward").step(requests)
+    assert [score.reward for score in scores] == [1.0, None, -1.0, None]
+    assert [score.parts for score in scores] == [{"math_reward": 1.0}, {}, {"math_reward": -1.0}, {}]
 
 
 def test_one_function_says_what_is_correct() -> None:
@@ -103,9 +119,9 @@ def test_one_function_says_what_is_correct() -> None:
     ]
     paths = [f"{__name__}.math_reward", f"{__name__}.length_reward"]
     named = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="math_reward")
-    assert [score.correct for score in create_environment(named).step(requests)] == [True, False, False]
+    assert [score.correct for score in create_environment(named).step(requests)] == [True, False, None]
     unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
-    assert [score.correct for score in create_environment(unnamed).step(requests)] == [False] * 3
+    assert [score.correct for score in create_environment(unnamed).step(requests)] == [None] * 3
 
 
 def test_a_column_that_a_row_lacks_is_none() -> None:
@@ -120,11 +136,6 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
-def test_a_response_that_nothing_scores_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no reward function \(math_reward, coding_reward\) gave a reward .* 'a poem"):
-        environment("math_reward", "coding_reward").step([request("a poem", "Roses", task="poetry")])
-
-
 def test_a_wrong_number_of_rewards_is_an_error() -> None:
     broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0}, None)
     with pytest.raises(ValueError, match="reward function one gave 1 rewards for 2 completions"):
@@ -137,8 +148,21 @@ def test_a_wrong_number_of_rewards_is_an_error() -> None:
         ("no_such_module.reward", "No module named 'no_such_module'"),
         (f"{__name__}.no_such_reward", "no attribute 'no_such_reward'"),
         (f"{__name__}.not_a_function", "is int, which cannot be called"),
+        ("builtins.len", "must take prompts and completions by name"),
+        ("tests.unit.broken_rewards.reward", "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -> None:
     with pytest.raises(RunError, match=f"reward function {re.escape(path)} .*{text}"):
         load_reward_function(path)
+
+
+def test_functions_are_checked_before_anything_starts() -> None:
+    given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
+    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)}
+    with pytest.raises(ConfigError) as caught:
+        check_reward_functions(config)
+    assert [problem.subject for problem in caught.value.problems] == [
+        "env.task.reward_funcs=no_such_module.reward",
+        "env.task.reward_funcs=builtins.len",
+    ]

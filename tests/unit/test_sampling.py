@@ -15,7 +15,8 @@ from megatron_grpo.algorithms.save_state import default_grpo_save_state
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.trajectory import Span, Trajectory
+from megatron_grpo.rollouts.trajectory import Trajectory
+from tests.trajectories import make_trajectory
 
 SAMPLES = 2
 
@@ -31,15 +32,10 @@ class Collector:
     ) -> list[Trajectory]:
         self.steps.append(step)
         return [
-            Trajectory(
+            make_trajectory(
                 prompt_idx=prompt["idx"],
                 group=group,
                 sample=sample,
-                token_ids=[1, 2],
-                spans=[Span(1, 2, 0)],
-                logprobs=[-0.1],
-                response="x",
-                stop_reason="stop",
                 reward=float(sample) if prompt["idx"] % 2 == 0 else 1.0,
             )
             for group, prompt in enumerate(prompts)

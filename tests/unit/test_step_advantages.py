@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_grpo.algorithms.advantages import (
-    gdpo_advantages,
     group_advantages,
     reinforce_plus_plus_advantages,
 )
-from megatron_grpo.algorithms.step_advantages import groups_with_signal, learning_rewards, token_advantages
+from megatron_grpo.algorithms.step_advantages import (
+    groups_with_signal,
+    learning_rewards,
+    signal_metrics,
+    token_advantages,
+)
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -25,31 +28,24 @@ from megatron_grpo.config.schema import (
 )
 from megatron_grpo.rollouts.batch import to_sequence_batch
 from megatron_grpo.rollouts.trajectory import Span, Trajectory
+from tests.trajectories import make_trajectory
 
 PROMPT = 2
 LENGTHS = [3, 1, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 0.75]
 
 
-def trajectory(number: int, reward: float, length: int, **changes: Any) -> Trajectory:
-    fields: dict[str, Any] = {
-        "prompt_idx": number // 2,
-        "group": number // 2,
-        "sample": number % 2,
-        "token_ids": list(range(PROMPT + length)),
-        "spans": [Span(PROMPT, PROMPT + length, 0)],
-        "logprobs": [-0.5 * (t + 1) for t in range(length)],
-        "response": "",
-        "stop_reason": "stop",
-        "reward": reward,
-    }
-    return Trajectory(**(fields | changes))
+def trajectory(number: int, reward: float | None, length: int, **changes: Any) -> Trajectory:
+    place = {"prompt_idx": number // 2, "group": number // 2, "sample": number % 2}
+    logprobs = [-0.5 * (t + 1) for t in range(length)]
+    fields = {"reward": reward, "logprobs": logprobs, **place, **changes}
+    return make_trajectory(length, prompt_tokens=PROMPT, **fields)
 
 
 def step(**changes: Any) -> list[Trajectory]:
     """Two groups of two; `changes` are of the last trajectory."""
     return [
-        trajectory(i, reward, length, **(changes if i == 3 else {}))
+        trajectory(i, **({"reward": reward, "length": length} | (changes if i == 3 else {})))
         for i, (reward, length) in enumerate(zip(REWARDS, LENGTHS, strict=True))
     ]
 
@@ -118,16 +114,35 @@ def test_a_lone_success_is_a_signal_with_leave_one_out() -> None:
     assert all(tokens[-1] != 0 for tokens in advantages_of(keys, lone))
 
 
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0),
+        RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=3, overlong_buffer_penalty=3.0),
+    ],
+    ids=["stop_properly", "overlong"],
+)
+def test_a_penalty_can_take_the_signal_away(shaping: RewardShapingConfig) -> None:
+    """The only success was cut off, or so long that it is worth no more than the failure."""
+    alike = [trajectory(0, 1.0, 1, stop_reason="length"), trajectory(1, 0.0, 1, stop_reason="length")]
+    if shaping.overlong_buffer_length is not None:
+        alike = [trajectory(0, 1.0, 2), trajectory(1, 0.0, 1)]  # 1 - 3 * 2/3 = 0 - 3 * 1/3
+    keys = config(reward_shaping=shaping)
+    assert learning_rewards(keys, alike).flatten().tolist() == [learning_rewards(keys, alike)[0, 0].item()] * 2
+    assert groups_with_signal(keys, alike).tolist() == [False]
+
+
 def test_kl_in_the_reward_lowers_it_by_the_sum_over_the_response() -> None:
     loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
     keys = config(loss, normalize_rewards=False)
     trajectories = step()
     # The reference is always at -1 and the policy at -0.5, -1, -1.5 in turn: log ratios 0.5, 0, -0.5.
+    policy = to_sequence_batch(trajectories, overlong_filtering=False).tokens["generation_logprobs"]
     reference = torch.full((sum(LENGTHS) + 4 * PROMPT,), -1.0)
     kl = [sum(0.5 - 0.5 * t for t in range(length)) for length in LENGTHS]
     rewards = torch.tensor([r - 0.5 * k for r, k in zip(REWARDS, kl, strict=True)]).view(2, 2)
     expected = group_advantages(rewards, leave_one_out=True, normalize=False).flatten().tolist()
-    actual = advantages_of(keys, trajectories, reference_logprobs=reference)
+    actual = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=policy)
     assert [tokens[-1] for tokens in actual] == pytest.approx(expected)
     exact = torch.full_like(reference, -1.0)
     prev = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=exact)
@@ -140,7 +155,9 @@ def test_reinforce_plus_plus_charges_each_token_for_what_follows(minus_baseline:
     loss = LossConfig(reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1", use_kl_in_reward=True)
     estimator = AdvantageEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline)
     reference = torch.full((sum(LENGTHS) + 4 * PROMPT,), -1.0)
-    actual = advantages_of(config(loss, adv_estimator=estimator), step(), reference_logprobs=reference)
+    policy = to_sequence_batch(step(), overlong_filtering=False).tokens["generation_logprobs"]
+    keys = config(loss, adv_estimator=estimator)
+    actual = advantages_of(keys, step(), reference_logprobs=reference, prev_logprobs=policy)
     penalty = torch.tensor([0.5 * (0.5 - 0.5 * t) for length in LENGTHS for t in range(length)])
     expected = reinforce_plus_plus_advantages(
         torch.tensor(REWARDS).view(2, 2), LENGTHS, token_penalty=penalty, minus_baseline=minus_baseline
@@ -161,18 +178,48 @@ def gdpo_step(parts: list[dict[str, float]]) -> tuple[Config, list[Trajectory]]:
 
 
 def test_gdpo_takes_the_parts_and_their_weights() -> None:
+    """By hand: in a pair, the better sample is at 1/sqrt(2) and the other at -1/sqrt(2) of whatever reward."""
     keys, trajectories = gdpo_step([{"right": 1.0, "short": 2.0}, {"right": 0.0}, {"short": 1.0}, {"short": 5.0}])
-    nan = math.nan
-    parts = torch.tensor([[[1.0, 0.0], [nan, nan]], [[2.0, nan], [1.0, 5.0]]])
-    expected = gdpo_advantages(parts, torch.tensor([1.0, 0.5]), leave_one_out=True).flatten().tolist()
-    assert [tokens[-1] for tokens in advantages_of(keys, trajectories)] == pytest.approx(expected)
+    scores = [1.0, -1.0, -0.5, 0.5]  # times 1/sqrt(2), which the normalisation over the step takes away
+    spread = (sum(score**2 for score in scores) / 3) ** 0.5
+    expected = [score / spread for score in scores]
+    assert [tokens[-1] for tokens in advantages_of(keys, trajectories)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_gdpo_keeps_groups_whose_sum_is_the_same() -> None:
     keys, trajectories = gdpo_step(
-        [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 1.0}, {"right": 1.0}]
+        [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 2.0}, {"right": 1.0}, {"right": 1.0}]
     )
     assert groups_with_signal(keys, trajectories).tolist() == [True, False]
+    rewards = learning_rewards(keys, trajectories)
+    assert rewards.unique().numel() == 1
+    assert signal_metrics(keys, trajectories, rewards) == {"groups_without_signal": 0.5}
+    keys.env["task"].reward_weights = [1.0, 0.0]  # a function that is only watched teaches nothing
+    told_apart_by_the_second = trajectories[:1] + trajectories[2:3]
+    assert groups_with_signal(keys, told_apart_by_the_second).tolist() == [False]
+
+
+def test_gdpo_drops_groups_whose_rewards_cancel_out() -> None:
+    keys, trajectories = gdpo_step(
+        [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 1.0}, {"right": 0.0}]
+    )
+    keys.env["task"].reward_weights = [1.0, 1.0]
+    assert groups_with_signal(keys, trajectories).tolist() == [False, True]
+
+
+def test_a_single_sample_is_not_compared() -> None:
+    keys = Config(grpo=GRPOConfig(num_generations_per_prompt=1))
+    assert signal_metrics(keys, step(), learning_rewards(keys, step())) == {}
+    pairs = config()
+    assert signal_metrics(pairs, step(), learning_rewards(pairs, step())) == {"groups_without_signal": 0.0}
+
+
+def test_a_response_without_a_reward_is_left_out() -> None:
+    trajectories = step(reward=None)
+    assert advantages_of(config(), trajectories)[2:] == [[0.0] * 4] * 2, "its only mate has nobody to compare with"
+    batch = to_sequence_batch(trajectories, overlong_filtering=False)
+    assert [piece.sum().item() for piece in batch.tokens["loss_mask"].split(batch.lengths)] == [3, 1, 2, 0]
+    assert groups_with_signal(config(), trajectories).tolist() == [True, False]
 
 
 def test_the_batch_of_a_step() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_grpo.algorithms.value_loss import MseValueLossFn, add_explained_variance
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
-from megatron_grpo.policy.interface import GlobalCounts
-from megatron_grpo.policy.megatron_policy import combine_metrics
+from megatron_grpo.policy.interface import GlobalCounts, combine_metrics
 
 
 def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor], GlobalCounts]:
@@ -24,7 +27,10 @@ def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor
     for tensor in (values, old, returns):
         tensor[outside] = math.nan
     tokens = {"loss_mask": mask, "values": old, "returns": returns}
-    return values, tokens, GlobalCounts(tokens=float(mask.sum()), sequences=float(rows))
+    return values, tokens, GlobalCounts(tokens=float(mask.sum()), sequences=rows, all_sequences=rows)
+
+
+ONE = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
 
 
 def by_hand(values: Tensor, tokens: dict[str, Tensor], clip: float | None) -> tuple[float, float]:
@@ -76,40 +82,65 @@ def test_a_value_past_the_clip_only_returns() -> None:
         value = torch.tensor([[1.0]], requires_grad=True)
         tokens = {name: torch.tensor([[number]]) for name, number in (("loss_mask", 1.0), ("values", 0.0))}
         tokens["returns"] = torch.tensor([[target]])
-        loss, _ = MseValueLossFn(MseValueLossConfig(value_clip=0.2))(value, tokens, GlobalCounts(1.0, 1.0))
+        loss, _ = MseValueLossFn(MseValueLossConfig(value_clip=0.2))(value, tokens, ONE)
         loss.backward()
         assert value.grad is not None
         assert value.grad.item() == expected
 
 
-def test_shares_of_microbatches_add_up() -> None:
+@settings(deadline=None)
+@given(order=st.permutations(range(6)), cuts=st.sets(st.integers(1, 5)), padding=st.integers(0, 4))
+def test_it_does_not_matter_how_the_step_is_cut_up(order: list[int], cuts: set[int], padding: int) -> None:
+    """Order of the sequences, microbatches and padding."""
     values, tokens, counts = make_batch()
+    values.requires_grad_()
     loss_fn = MseValueLossFn(MseValueLossConfig())
-    whole = {name: float(value) for name, value in loss_fn(values, tokens, counts)[1].items()}
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part = loss_fn(values[rows], {name: tensor[rows] for name, tensor in tokens.items()}, counts)[1]
-        parts.append({name: float(value) for name, value in part.items()})
-    assert combine_metrics(parts) == pytest.approx(whole, abs=1e-7)
+
+    def step(parts: list[list[int]], padding: int) -> tuple[dict[str, float], Tensor]:
+        shares, total = [], torch.zeros((), dtype=torch.float64)
+        for rows in parts:
+            loss, metrics = loss_fn(
+                pad(values[rows], (0, padding), value=math.nan),
+                {name: pad(tensor[rows], (0, padding)) for name, tensor in tokens.items()},
+                counts,
+            )
+            total = total + loss
+            shares.append({name: float(value) for name, value in metrics.items()})
+        (gradient,) = torch.autograd.grad(total, values)
+        return combine_metrics(shares), gradient
+
+    bounds = [0, *sorted(cuts), 6]
+    whole, whole_gradient = step([list(range(6))], 0)
+    actual, gradient = step([order[a:b] for a, b in itertools.pairwise(bounds)], padding)
+    assert actual == pytest.approx(whole, abs=1e-6)
+    torch.testing.assert_close(gradient, whole_gradient)
 
 
-def test_explained_variance_by_hand() -> None:
-    values, tokens, counts = make_batch()
-    metrics = {name: float(v) for name, v in MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[1].items()}
+def finished(values: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts) -> dict[str, float]:
+    shares = MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[1]
+    metrics = {name: float(value) for name, value in shares.items()}
     add_explained_variance(metrics)
+    return metrics
+
+
+def test_explained_variance_is_that_of_the_values_before_the_step() -> None:
+    """The current ones have been fitted to these very returns: they would explain them however poor the model is."""
+    values, tokens, counts = make_batch()
+    metrics = finished(values, tokens, counts)
     inside = tokens["loss_mask"] > 0
-    target, error = tokens["returns"][inside].tolist(), (tokens["returns"] - values)[inside].tolist()
+    target, error = tokens["returns"][inside].tolist(), (tokens["returns"] - tokens["values"])[inside].tolist()
     expected = 1 - statistics.pvariance(error) / statistics.pvariance(target)
     assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-10)
+    assert metrics["value_mean"] == pytest.approx(tokens["values"][inside].mean().item())
     assert set(metrics) == {"loss", "value_clip_fraction", "value_mean", "return_mean", "explained_variance"}
+    fitted = finished(tokens["returns"], tokens, counts)
+    assert fitted["explained_variance"] == metrics["explained_variance"]
 
 
 def test_a_constant_error_is_no_variance() -> None:
-    _, tokens, counts = make_batch()
-    shares = MseValueLossFn(MseValueLossConfig())(tokens["returns"] + 5.0, tokens, counts)[1]
-    metrics = {name: float(value) for name, value in shares.items()}
-    add_explained_variance(metrics)
-    assert metrics["explained_variance"] == pytest.approx(1.0, abs=1e-10)
+    values, tokens, counts = make_batch()
+    tokens["values"] = tokens["returns"] + 5.0
+    assert finished(values, tokens, counts)["explained_variance"] == pytest.approx(1.0, abs=1e-10)
 
 
 def test_returns_that_are_all_the_same_explain_nothing() -> None:

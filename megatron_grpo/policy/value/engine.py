@@ -42,5 +42,5 @@ class ValueEngine(TokenEngine):
         self.model.eval()
         return self._forward_tokens(self.model, batch, microbatches)
 
-    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
+    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
         return token_values(output)

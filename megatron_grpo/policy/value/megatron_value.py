@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.policy.megatron_policy import MegatronWorkers
 from megatron_grpo.policy.value.interface import ValueInterface
 from megatron_grpo.policy.worker import ModelSettings
+from megatron_grpo.policy.workers import MegatronWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +24,12 @@ class ValueSettings(ModelSettings):
 
 
 class MegatronValue(MegatronWorkers, ValueInterface):
-    """The value model: a model that says the value before each token.
+    """The value model. Its settings are `ValueSettings`."""
 
-    Args:
-        settings: what every rank builds.
-        actor_options: Ray options by rank.
-        startup_timeout_s: deadline for all ranks to be up.
-    """
-
-    def __init__(
-        self, settings: ValueSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
-    ) -> None:
-        super().__init__(settings, actor_options, startup_timeout_s, called="value model")
+    label = "value model"
 
     def get_values(self, batch: SequenceBatch) -> Tensor:
         return self._gather_tokens(batch, "values", "values")
 
-    def of_tokens(self, batch: SequenceBatch) -> Tensor:
+    def per_token(self, batch: SequenceBatch) -> Tensor:
         return self.get_values(batch)

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
 
+from megatron_grpo.config.changes import changed
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.ppo_schema import PPOAdvantageConfig
 from megatron_grpo.config.schema import Config, LoopConfig
 
-_SECTIONS_OF_PPO = ("ppo", "value", "value_loss_fn")
+SECTIONS = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
+"""The sections that an algorithm alone reads."""
 
 
 def ppo_problems(config: Config) -> Iterator[Problem]:
     """Options that exclude each other, lack what they need, or that nothing would read."""
-    if config.algorithm != "ppo":
-        for section in _SECTIONS_OF_PPO:
-            for key, value in _changed(config, section):
-                yield Problem(f"{key}={value}", "is for algorithm=ppo, and this run has algorithm=grpo")
-        return
+    other = "grpo" if config.algorithm == "ppo" else "ppo"
+    for section in SECTIONS[other]:
+        for key, value in changed(config, section):
+            yield Problem(f"{key}={value}", _misplaced(key, other))
+    if config.algorithm == "ppo":
+        yield from _loop(config)
+        yield from _estimator(config.ppo.adv_estimator)
+
+
+def misplaced_keys(algorithm: str, given: Mapping[str, str], already: Collection[str]) -> Iterator[Problem]:
+    """Keys that the user gave and that the other algorithm reads, also those given at their defaults.
+
+    Args:
+        algorithm: of the run.
+        given: values, as text, by key.
+        already: keys that another problem names.
+    """
+    other = "grpo" if algorithm == "ppo" else "ppo"
+    for key, value in given.items():
+        if key.partition(".")[0] in SECTIONS[other] and "." in key and key not in already:
+            yield Problem(f"{key}={value}", _misplaced(key, other))
+
+
+def _misplaced(key: str, algorithm: str) -> str:
+    if algorithm == "ppo":
+        return "is for algorithm=ppo, and this run has algorithm=grpo"
+    name = key.removeprefix("grpo.")
     shared = {field.name for field in dataclasses.fields(LoopConfig)}
-    for key, value in _changed(config, "grpo"):
-        name = key.removeprefix("grpo.")
-        text = f"give ppo.{name}" if name.partition(".")[0] in shared else "the value model is PPO's baseline"
-        yield Problem(f"{key}={value}", f"is for algorithm=grpo, and this run has algorithm=ppo; {text}")
-    yield from _loop(config)
-    yield from _estimator(config.ppo.adv_estimator)
+    text = f"give ppo.{name}" if name.partition(".")[0] in shared else "the value model is PPO's baseline"
+    return f"is for algorithm=grpo, and this run has algorithm=ppo; {text}"
 
 
 def _loop(config: Config) -> Iterator[Problem]:
@@ -39,9 +58,8 @@ def _loop(config: Config) -> Iterator[Problem]:
             f"leaves nothing to compare with, and loss_fn.reference_policy_kl_penalty={penalty:g} has to; set it to 0"
         )
         yield Problem("ppo.skip_reference_policy_logprobs_calculation=True", text)
-    if ppo.use_dynamic_sampling and ppo.num_generations_per_prompt < 2:
-        text = "keeps prompts whose samples differ; needs ppo.num_generations_per_prompt of 2 or more"
-        yield Problem("ppo.use_dynamic_sampling=True", text)
+    if ppo.calculate_advantages_on_gpu and config.cluster.gpus_per_node == 0:
+        yield Problem("ppo.calculate_advantages_on_gpu=True", "this is a run on CPU: cluster.gpus_per_node is 0")
 
 
 def _estimator(estimator: PPOAdvantageConfig) -> Iterator[Problem]:
@@ -54,19 +72,3 @@ def _estimator(estimator: PPOAdvantageConfig) -> Iterator[Problem]:
     elif estimator.length_adaptive_alpha is not None and estimator.gae_lambda_policy is not None:
         text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
         yield Problem(f"{prefix}.length_adaptive_alpha={estimator.length_adaptive_alpha:g}", text)
-
-
-def _changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
-    """Leaves of a section that are not at their defaults, with their values."""
-    defaults = dict(_leaves(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
-    for key, value in _leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
-        if value != defaults[key]:
-            yield key, value
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,48 +1,25 @@
-"""Checks of a configuration against itself and against the model's sizes: layouts, batch and length arithmetic."""
+"""Checks of the layouts: what the model divides by, what the machines have, what the batches share out over."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
-from megatron_grpo.config.algorithm import algorithm_problems
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.loop import VALIDATION_PREFIX, loop_problems, validates
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.model_source import known_value_shape
-from megatron_grpo.config.ppo import ppo_problems
 from megatron_grpo.config.schema import Config, ParallelConfig
 
 
-def layout_problems(config: Config, shape: ModelShape | None) -> list[Problem]:
-    """Everything that does not fit together; with shape None, what depends on the model is left out."""
-    problems = [
-        *_parallel(config),
-        *_devices(config),
-        *_batch(config),
-        *_lengths(config, shape),
-        *_optimizer(config),
-        *loop_problems(config),
-        *algorithm_problems(config),
-        *_reward_scaling(config),
-        *_data(config),
-        *_checkpointing(config),
-    ]
+def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Layouts against the model's sizes, the machines and the batches; with shape None, without the model."""
+    yield from _parallel(config)
+    yield from _devices(config)
+    yield from _batch(config)
     if shape is not None:
         policy, generation = config.policy.parallel, config.generation.parallel
-        problems += _split("policy.parallel", policy.tensor, policy.pipeline, shape)
-        problems += _split("generation.parallel", generation.tensor, generation.pipeline, shape)
-        problems += _value_model(config, shape)
-    if config.algorithm == "ppo":
-        # The checks of the loop speak of grpo; its keys have the same names under ppo.
-        problems = [Problem(_of_ppo(config, one.subject), _of_ppo(config, one.text)) for one in problems]
-    return [*problems, *ppo_problems(config)]
-
-
-def _of_ppo(config: Config, text: str) -> str:
-    for key in dataclasses.asdict(config.ppo):
-        text = text.replace(f"grpo.{key}", f"ppo.{key}")
-    return text
+        yield from _split("policy.parallel", policy.tensor, policy.pipeline, shape)
+        yield from _split("generation.parallel", generation.tensor, generation.pipeline, shape)
+        yield from _value_model(config, shape)
 
 
 def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
@@ -53,6 +30,10 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
         return
     parallel = config.value.parallel
     yield from _split("value.parallel", parallel.tensor, parallel.pipeline, shape)
+    longest = config.policy.max_total_sequence_length
+    if config.value.model.path is not None and 0 < shape.max_positions < longest:
+        text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
+        yield Problem(f"value.model.path={config.value.model.path}", text)
     if shape.vocab < policy.vocab:
         text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
         yield Problem(f"value.model.path={config.value.model.path}", text)
@@ -131,62 +112,3 @@ def _batch(config: Config) -> Iterator[Problem]:
                 f"{prompts} prompts x {generations} generations = {samples} samples do not share out evenly over "
                 f"{parts} {what}",
             )
-
-
-def _lengths(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    policy, longest = config.policy, config.policy.max_total_sequence_length
-    prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
-    if prompt + response > longest:
-        yield Problem(
-            f"policy.max_total_sequence_length={longest}",
-            f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response} "
-            "tokens do not fit",
-        )
-    if shape is not None and 0 < shape.max_positions < longest:
-        text = f"the model has {shape.max_positions} positions; use at most that"
-        yield Problem(f"policy.max_total_sequence_length={longest}", text)
-    for key, tokens in (
-        ("policy.microbatch_tokens", policy.microbatch_tokens),
-        ("policy.logprob_microbatch_tokens", policy.logprob_microbatch_tokens),
-        ("value.microbatch_tokens", config.value.microbatch_tokens),
-    ):
-        if tokens is not None and tokens < longest:
-            text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
-            yield Problem(f"{key}={tokens}", text)
-
-
-def _optimizer(config: Config) -> Iterator[Problem]:
-    value = [("value", config.value.optimizer)] if config.algorithm == "ppo" else []
-    for section, optimizer in [("policy", config.policy.optimizer), *value]:
-        if optimizer.min_lr > optimizer.lr:
-            text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"
-            yield Problem(f"{section}.optimizer.min_lr={optimizer.min_lr:g}", text)
-        # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
-        decay = optimizer.decay_steps
-        if optimizer.decay_style != "constant" and decay is not None and optimizer.warmup_steps >= decay:
-            text = f"leaves no step for the decay, which ends at step {decay}"
-            yield Problem(f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}", text)
-
-
-def _reward_scaling(config: Config) -> Iterator[Problem]:
-    scaling = config.loop.reward_scaling
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        text = f"must be below grpo.reward_scaling.source_max={scaling.source_max:g}"
-        yield Problem(f"grpo.reward_scaling.source_min={scaling.source_min:g}", text)
-
-
-def _data(config: Config) -> Iterator[Problem]:
-    data = config.data
-    if data.task_name not in config.env:
-        text = f"no such environment under env; there is {', '.join(config.env) or 'none'}"
-        yield Problem(f"data.task_name={data.task_name}", text)
-    if data.system_prompt is not None and not data.apply_chat_template:
-        yield Problem("data.system_prompt", "has a place only in a chat; needs data.apply_chat_template=true")
-
-
-def _checkpointing(config: Config) -> Iterator[Problem]:
-    checkpointing = config.checkpointing
-    ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
-    if ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX) and not validates(config):
-        text = "ranks checkpoints, but there is no validation; give data.val_path and grpo.val_period"
-        yield Problem(f"checkpointing.metric_name={checkpointing.metric_name}", text)

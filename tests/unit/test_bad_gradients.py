@@ -9,8 +9,9 @@ import torch
 
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.policy.interface import StepShare
-from megatron_grpo.policy.megatron_policy import MegatronPolicy, _Shard
+from megatron_grpo.policy.megatron_policy import MegatronPolicy
 from megatron_grpo.policy.worker import RankPlace
+from megatron_grpo.policy.workers import _Shard
 
 PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu")] + [
     RankPlace(data=replica, is_reporter=True, device_name="cpu") for replica in (0, 1)
@@ -29,7 +30,7 @@ SHARDS = [_Shard([[3, 0], [5]], local=None), _Shard([[1], [4, 2]], local=None)]
     ],
     ids=["microbatch", "narrowed", "two replicas", "only the gradient", "only a log-probability"],
 )
-def test_suspects(
+def test_a_bad_gradient_is_traced_to_its_sequences(
     losses: list[list[float]], bad_logprobs: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = SequenceBatch([2] * 6, torch.zeros(12, dtype=torch.int64))

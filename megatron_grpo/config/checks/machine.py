@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.model_source import is_hub_name, local_folder, made_before_the_run
-from megatron_grpo.config.rows import row_problems
+from megatron_grpo.config.rows import examine
 from megatron_grpo.config.schema import Config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -20,7 +21,15 @@ def machine_problems(config: Config) -> list[Problem]:
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return missing_gpus
-    return [*_nodes(config), *_model(config), *_value_model(config), *_data(config), *_folders(config)]
+    return [
+        *_nodes(config),
+        *_driver_gpu(config),
+        *_packages(config),
+        *_model(config),
+        *_value_model(config),
+        *_data(config),
+        *_folders(config),
+    ]
 
 
 def visible_gpus() -> int:
@@ -49,6 +58,17 @@ def _nodes(config: Config) -> Iterator[Problem]:
     if config.cluster.num_nodes > 1 and config.cluster.ray_address is None:
         text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
         yield Problem(f"cluster.num_nodes={config.cluster.num_nodes}", text)
+
+
+def _driver_gpu(config: Config) -> Iterator[Problem]:
+    if config.ppo.calculate_advantages_on_gpu and not visible_gpus():
+        text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
+        yield Problem("ppo.calculate_advantages_on_gpu=True", text)
+
+
+def _packages(config: Config) -> Iterator[Problem]:
+    if config.logger.wandb.enabled and importlib.util.find_spec("wandb") is None:
+        yield Problem("logger.wandb.enabled=True", "needs the wandb package: pip install wandb, or set it to false")
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -114,7 +134,7 @@ def _fetch_config(path: str) -> str | None:
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    data = config.data
+    data, tasks = config.data, {config.data.task_name}
     for key, path in (("data.train_path", data.train_path), ("data.val_path", data.val_path)):
         if path is None or made_before_the_run(config, path):
             continue
@@ -122,25 +142,35 @@ def _data(config: Config) -> Iterator[Problem]:
         if not Path(path).is_file():
             yield Problem(subject, "no such file; give a JSONL file, one object with prompt and answer a line")
             continue
-        rows, wrong = row_problems(Path(path), data, set(config.env))
-        yield from wrong
-        wanted = config.prompts_per_generation_batch
-        if key == "data.train_path" and not wrong and rows < wanted:
-            yield Problem(subject, f"has {rows} rows, fewer than the {wanted} prompts that are sampled together")
-        if key == "data.val_path" and not wrong and rows == 0:
+        report = examine(Path(path), data, set(config.env))
+        yield from report.problems
+        tasks |= report.tasks
+        wanted, whole = config.prompts_per_generation_batch, not report.problems
+        if key == "data.train_path" and whole and report.rows < wanted:
+            text = f"has {report.rows} rows, fewer than the {wanted} prompts that are sampled together"
+            yield Problem(subject, text)
+        if key == "data.val_path" and whole and report.rows == 0:
             yield Problem(subject, "has no rows")
+    for name in sorted(config.env.keys() - tasks):
+        text = f"no prompt is for it: data.task_name is {data.task_name}, and no row has task_name {name}; mistyped?"
+        yield Problem(f"env.{name}", text)
 
 
 def _folders(config: Config) -> Iterator[Problem]:
+    if not config.run_dir.strip():
+        yield Problem("run_dir=", "is empty; give a folder")
     yield from _writable("run_dir", Path(config.run_dir))
     if config.prepare.name is not None:
         yield from _writable("prepare.folder", Path(config.prepare.folder))
-    resume = config.checkpointing.resume
-    if resume not in ("auto", "none") and not Path(resume).is_dir():
+    resume, own = config.checkpointing.resume, Path(config.run_dir, "checkpoints").glob("step_*")
+    if resume not in ("auto", "none") and not Path(resume).is_dir() and not any(own):
         yield Problem(f"checkpointing.resume={resume}", "no such folder; give auto, none or the path of a checkpoint")
 
 
 def _writable(key: str, folder: Path) -> Iterator[Problem]:
+    if folder.is_symlink() and not folder.exists():
+        yield Problem(f"{key}={folder}", "is a link that leads nowhere; delete it, or choose another folder")
+        return
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         yield Problem(f"{key}={folder}", f"{existing} is a file, not a folder")

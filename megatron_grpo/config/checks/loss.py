@@ -1,0 +1,90 @@
+"""Checks of what the loss is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.schema import Config
+
+_SURROGATES = ("use_cispo", "use_sapo", "disable_ppo_ratio")
+"""Keys that put another surrogate in the place of the clipped one."""
+
+
+def loss_problems(config: Config) -> Iterator[Problem]:
+    """Keys of the loss that exclude each other or lack what they need."""
+    yield from _surrogates(config.loss_fn)
+    yield from _averages(config.loss_fn)
+    yield from _kl(config.loss_fn)
+    yield from _correction(config.loss_fn)
+    if config.loss_fn.force_on_policy_ratio and config.optimizer_steps_per_step > 1:
+        text = (
+            f"holds for the first optimizer step on a sample only, and there are {config.optimizer_steps_per_step}; "
+            f"use {config.passes_key}=1 and one minibatch"
+        )
+        yield Problem("loss_fn.force_on_policy_ratio=True", text)
+
+
+def _surrogates(loss: LossConfig) -> Iterator[Problem]:
+    chosen = [name for name in _SURROGATES if getattr(loss, name)]
+    if len(chosen) > 1:
+        text = f"excludes {' and '.join(f'loss_fn.{name}' for name in chosen[1:])}: each is a surrogate of its own"
+        yield Problem(f"loss_fn.{chosen[0]}=True", text)
+    if chosen and loss.ratio_clip_c is not None:
+        text = f"bounds the clipped surrogate, which loss_fn.{chosen[0]} replaces; use null"
+        yield Problem(f"loss_fn.ratio_clip_c={loss.ratio_clip_c:g}", text)
+    if loss.force_on_policy_ratio and loss.disable_ppo_ratio:
+        text = "excludes loss_fn.disable_ppo_ratio: there is no ratio left to be forced to 1"
+        yield Problem("loss_fn.force_on_policy_ratio=True", text)
+    if chosen and loss.sequence_level_importance_ratios:
+        why = "has no ratio" if loss.disable_ppo_ratio else "weighs every token by its own ratio"
+        text = f"excludes loss_fn.{chosen[0]}, which {why}"
+        yield Problem("loss_fn.sequence_level_importance_ratios=True", text)
+
+
+def _averages(loss: LossConfig) -> Iterator[Problem]:
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        text = "needs loss_fn.token_level_loss=false: an average over tokens would weigh a response by its length"
+        yield Problem("loss_fn.sequence_level_importance_ratios=True", text)
+    if loss.constant_normalizer_tokens is not None and not loss.token_level_loss:
+        text = "excludes loss_fn.token_level_loss=false: both say what a response's tokens are divided by"
+        yield Problem(f"loss_fn.constant_normalizer_tokens={loss.constant_normalizer_tokens}", text)
+
+
+def _kl(loss: LossConfig) -> Iterator[Problem]:
+    unweighted = loss.kl_in_loss > 0 and not loss.use_on_policy_kl_approximation
+    if loss.reference_policy_kl_type == "k1" and unweighted:
+        text = (
+            "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation, or "
+            "loss_fn.use_kl_in_reward"
+        )
+        yield Problem("loss_fn.reference_policy_kl_type=k1", text)
+    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
+        text = "subtracts nothing while loss_fn.reference_policy_kl_penalty is 0"
+        yield Problem("loss_fn.use_kl_in_reward=True", text)
+    if loss.use_kl_in_reward and loss.use_on_policy_kl_approximation:
+        text = "weighs the KL of the loss, and loss_fn.use_kl_in_reward leaves none there"
+        yield Problem("loss_fn.use_on_policy_kl_approximation=True", text)
+
+
+def _correction(loss: LossConfig) -> Iterator[Problem]:
+    kind, low = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio_min
+    high = loss.truncated_importance_sampling_ratio
+    prefix = "loss_fn.truncated_importance_sampling"
+    if kind is None:
+        for name, value in (("ratio", high), ("ratio_min", low)):
+            if value is not None:
+                yield Problem(f"{prefix}_{name}={value:g}", f"needs {prefix}_type: tis, icepop or seq-mask-tis")
+        return
+    if not loss.use_importance_sampling_correction:
+        text = "needs loss_fn.use_importance_sampling_correction=true, whose weights it limits"
+        yield Problem(f"{prefix}_type={kind}", text)
+    if high is None:
+        yield Problem(f"{prefix}_type={kind}", f"needs {prefix}_ratio, the upper limit")
+    if kind == "tis" and low is not None:
+        yield Problem(f"{prefix}_ratio_min={low:g}", "tis has no lower limit; use null, or icepop or seq-mask-tis")
+    if kind != "tis" and low is None:
+        yield Problem(f"{prefix}_type={kind}", f"needs {prefix}_ratio_min, the lower limit")
+    if low is not None and high is not None and low >= high:
+        yield Problem(f"{prefix}_ratio_min={low:g}", f"must be below {prefix}_ratio={high:g}")

@@ -1,0 +1,75 @@
+"""The keys of prompts and of what scores the responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_grpo.config.section import MISSING, Positive, Seconds, Section
+
+
+@dataclass(kw_only=True)
+class DataConfig(Section):
+    """Prompts."""
+
+    train_path: str = MISSING
+    """JSONL file of training rows."""
+
+    val_path: str | None = None
+    """JSONL file of validation rows; null: no validation."""
+
+    prompt_key: str = "prompt"
+    """Column with the prompt: a text, or a list of {role, content} messages."""
+
+    answer_key: str | None = "answer"
+    """Column with the reference answer that the environment gets; null: there is none, for reward functions."""
+
+    task_name: str = "math"
+    """Environment of rows that have no task_name column."""
+
+    apply_chat_template: bool = True
+    """Render prompts with the tokenizer's chat template (true) or use the text as it is (false)."""
+
+    system_prompt: str | None = None
+    """System message put before every prompt; needs apply_chat_template."""
+
+    max_input_seq_length: Positive = 1024
+    """Rows whose prompt has more tokens are left out, and counted."""
+
+    shuffle: bool = True
+    """Visit training rows in an order drawn anew each epoch."""
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig(Section):
+    """One environment: what scores the responses."""
+
+    type: Literal["math", "addition", "reward_functions"] = "math"
+    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer;
+    reward_functions: the functions in reward_funcs."""
+
+    reward_funcs: list[str] = field(default_factory=list)
+    """Functions by import path (package.module.function), called with prompts, completions and the data's columns."""
+
+    reward_weights: list[float] | None = None
+    """Weight of each function's reward in the sum; null: 1 each."""
+
+    correct_func: str | None = None
+    """Name of the function in reward_funcs whose reward above 0 makes a response correct (accuracy, imitation); null:
+    the only function there is. With several and null, nothing says what is correct, and there is no accuracy."""
+
+    num_workers: Positive = 1
+    """Ray actors that score in parallel."""
+
+    timeout_s: Seconds = 60.0
+    """Deadline for scoring one batch."""
+
+    def weights_by_function(self) -> dict[str, float]:
+        """Weight of each reward function, by the last part of its path."""
+        names = [path.rpartition(".")[2] for path in self.reward_funcs]
+        return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
+
+    def correctness_function(self) -> str | None:
+        """The reward function that says whether a response is correct; None: none does, or the type has none."""
+        names = list(self.weights_by_function())
+        return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func

@@ -1,0 +1,164 @@
+"""The keys of the models that are trained: layout, optimizer, batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_grpo.config.section import MISSING, NonNegative, Positive, Seconds, Section
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: str = MISSING
+    """What the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Section):
+    """How a model is laid out over ranks: world size = tensor * pipeline * context * data."""
+
+    tensor: Positive = 1
+    """Ranks that split every weight matrix (TP). Must divide attention heads and key/value heads."""
+
+    pipeline: Positive = 1
+    """Ranks that split the layers (PP). Must divide the number of layers."""
+
+    context: Positive = 1
+    """Ranks that split each sequence (CP)."""
+
+    expert: Positive = 1
+    """Ranks that split the experts of a mixture-of-experts model (EP)."""
+
+    data: Positive = 1
+    """Replicas of the model, each training on its share of the samples (DP)."""
+
+    sequence: bool = False
+    """Also split the activations between tensor-parallel regions along the sequence. Needs tensor > 1."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the model."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What padded lengths are a multiple of: sequence parallelism splits them over the tensor-parallel ranks."""
+        return self.tensor if self.sequence else 1
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay."""
+
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0 to lr."""
+
+    decay_steps: Positive | None = None
+    """Optimizer steps until min_lr is reached, warm-up included; null: those of max_num_steps steps."""
+
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after the warm-up."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay, applied to matrices only (not to biases and norms)."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of the update."""
+
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(Section):
+    """The Megatron-Core model that is trained."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; gradients are accumulated and reduced in float32."""
+
+    max_total_sequence_length: Positive = 2048
+    """Longest prompt plus response in tokens; generation stops there too."""
+
+    microbatch_tokens: Positive = 8192
+    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+
+    train_global_batch_samples: Positive | None = None
+    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
+
+    logprob_microbatch_tokens: Positive | None = None
+    """The same for passes that only compute log-probabilities; null: microbatch_tokens."""
+
+    logprob_chunk_size: Positive | None = None
+    """Tokens whose log-probabilities are computed at once; smaller needs less memory, null is all at once."""
+
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+
+    threads: Positive | None = None
+    """CPU threads of each rank; null: the machine's cores shared out evenly. Not used on GPUs."""
+
+    timeout_s: Seconds = 1800.0
+    """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""
+
+
+@dataclass(kw_only=True)
+class ValueModelConfig(Section):
+    """What the value model starts from."""
+
+    path: str | None = None
+    """A model of the policy's format, whose value head starts at zero; or a reward model (ForSequenceClassification or
+    ForTokenClassification with one label), whose score is the head; null: policy.model.path."""
+
+
+@dataclass(kw_only=True)
+class ValueConfig(Section):
+    """The value model of PPO: what is null is as in the policy."""
+
+    model: ValueModelConfig = field(default_factory=ValueModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Type of weights and activations."""
+
+    microbatch_tokens: Positive | None = None
+    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+
+    train_global_batch_samples: Positive | None = None
+    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
+
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(Section):
+    """The frozen reference policy: the starting weights in the policy's layout. GRPO loads it for a KL penalty only,
+    PPO also to report the distance to it."""
+
+    offload: bool = False
+    """Keep the reference weights in host memory and move them to the device only while they are needed."""

@@ -1,0 +1,96 @@
+"""The keys of a run that no algorithm looks at: machines, checkpoints, reports, preparation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_grpo.config.section import NonNegative, Positive, Seconds, Section
+
+
+@dataclass(kw_only=True)
+class ClusterConfig(Section):
+    """The machines of the run."""
+
+    num_nodes: Positive = 1
+    """Machines."""
+
+    gpus_per_node: NonNegative = 0
+    """GPUs of each machine; 0: run on CPU."""
+
+    ray_address: str | None = None
+    """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
+
+    startup_timeout_s: Seconds = 900.0
+    """Deadline for all processes to be up."""
+
+    peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
+    """Peak of one policy rank's device, for model_flop_utilization; null: known for common GPUs, else not reported."""
+
+
+@dataclass(kw_only=True)
+class CheckpointingConfig(Section):
+    """Checkpoints under run_dir/checkpoints/step_N."""
+
+    enabled: bool = True
+    """Whether checkpoints are written."""
+
+    save_period: Positive = 10
+    """Steps between checkpoints; the last step is always saved."""
+
+    keep_top_k: Positive | None = None
+    """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
+
+    metric_name: str = "val_accuracy"
+    """Metric that ranks checkpoints."""
+
+    higher_is_better: bool = True
+    """Direction of metric_name."""
+
+    resume: str = "auto"
+    """auto: the newest complete checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
+    else the path of a checkpoint, from which a run_dir begins that has none of its own yet. A job that may be queued
+    again needs auto or such a path."""
+
+
+@dataclass(kw_only=True)
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Whether metrics go to W&B (needs the wandb package)."""
+
+    project: str = "megatron_grpo"
+    """Project name."""
+
+    name: str | None = None
+    """Run name; null: the name of the run directory."""
+
+
+@dataclass(kw_only=True)
+class LoggerConfig(Section):
+    """What is reported where; metrics.jsonl, summary.json and the plot are always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events to run_dir/tensorboard."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    num_val_samples_to_print: NonNegative = 5
+    """Validation responses printed each time."""
+
+    progress: bool = True
+    """Show the live progress line."""
+
+
+@dataclass(kw_only=True)
+class PrepareConfig(Section):
+    """Model and data made before the run, for recipes that need no download."""
+
+    name: Literal["addition"] | None = None
+    """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; null: nothing."""
+
+    folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
+    """Where it is made, once; later runs reuse it."""

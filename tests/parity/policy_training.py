@@ -1,0 +1,108 @@
+"""Training the policy on ranks, and the same step in transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
+from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.policy.interface import GlobalCounts
+from megatron_grpo.policy.policy_engine import PolicyEngine
+from tests.parity.ranks import Layout
+from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
+from tests.tiny_models import VOCAB, TinyModel
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-2, warmup_steps=2)
+"""A large epsilon keeps the update a smooth function of the gradient, so that rounding does not flip its sign."""
+MAX_GRAD_NORM = 0.5
+
+
+def make_batch() -> SequenceBatch:
+    """Eight sequences of different lengths with random masks, advantages and sampling log-probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    mask, total = random_mask(generator), sum(LENGTHS)
+    return SequenceBatch(
+        lengths=LENGTHS,
+        token_ids=torch.randint(0, VOCAB, (total,), generator=generator),
+        tokens={
+            "loss_mask": mask,
+            "advantages": torch.randn(total, generator=generator),
+            "generation_logprobs": -torch.rand(total, generator=generator),
+        },
+    )
+
+
+def make_engine(
+    layout: Layout, model: TinyModel, *, distributed: bool = True, precision: str = "float32"
+) -> PolicyEngine:
+    config = PolicyConfig(
+        model=ModelConfig(path=str(model.path)),
+        parallel=layout.parallel,
+        precision=precision,
+        optimizer=replace(OPTIMIZER, distributed=distributed),
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+    return PolicyEngine(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
+
+
+def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], ClippedPGLossFn, GlobalCounts]:
+    """This rank's share of `make_batch`, its microbatches, a loss without KL, and the counts of the whole step."""
+    share, microbatches, _ = rank_share(make_batch(), layout)
+    loss_fn = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
+    return share, microbatches, loss_fn, GlobalCounts.of(make_batch())
+
+
+def whole_gradients(engine: PolicyEngine) -> dict[str, Tensor]:
+    """Gradients under the names and in the shapes of transformers: exported the way weights are."""
+    weights = [parameter.detach().clone() for parameter in engine.model.parameters()]
+    for parameter in engine.model.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    gradients = whole_tensors(engine)
+    for parameter, weight in zip(engine.model.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    return gradients
+
+
+def gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
+    found = []
+    for model in models:
+        engine = make_engine(layout, model, distributed=False)
+        engine.compute_gradients(*train_arguments(layout))
+        gradients = whole_gradients(engine)
+        found.append((gradients, engine.optimizer.grad_norm()))
+    return found
+
+
+def hf_loss(model: torch.nn.Module) -> Tensor:
+    """The policy-gradient loss at ratio 1, one sequence at a time."""
+    batch = make_batch()
+    total = torch.zeros(())
+    columns = (batch.token_ids, batch.tokens["loss_mask"], batch.tokens["advantages"])
+    for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+        logits = model(ids[None]).logits[0, :-1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - (logprobs * advantages[1:] * mask[1:]).sum()
+    return total / batch.tokens["loss_mask"].sum()
+
+
+def expect_gradients_of_transformers(
+    by_rank: list[list[tuple[dict[str, Tensor], float]]], models: list[TinyModel], tolerance: float
+) -> None:
+    """What `gradients_on_rank` returned on every rank against backward() in transformers, relative to each norm."""
+    for index, tiny in enumerate(models):
+        model = tiny.load()
+        hf_loss(model).backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        actual = merged([found[index][0] for found in by_rank])
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (actual[name] - gradient).norm() / gradient.norm()
+            assert error < tolerance, f"{tiny.name} {name}: relative error {error:.1e}"
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        for found in by_rank:
+            assert found[index][1] == pytest.approx(norm, rel=tolerance), tiny.name

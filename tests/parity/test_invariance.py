@@ -1,0 +1,82 @@
+"""Loss and gradients of the real model do not depend on how a step is cut up: order, microbatches, padding, ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
+from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.policy.interface import GlobalCounts
+from tests.loss_oracle import CONFIGS
+from tests.parity.policy_training import make_batch, make_engine, whole_gradients
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.parity.training import LENGTHS, merged
+from tests.tiny_models import TinyModel
+
+LAYOUTS = [Layout(), Layout(data=2), Layout(pipeline=2)]
+Gradients = dict[str, Tensor]
+"""By the names of transformers."""
+
+
+def learning_batch() -> SequenceBatch:
+    """`make_batch` with all that any loss asks for, and ratios well away from 1."""
+    batch, generator = make_batch(), torch.Generator().manual_seed(5)
+    for name in ("prev_logprobs", "reference_logprobs"):
+        batch.tokens[name] = -3 - torch.randn(len(batch.token_ids), generator=generator)
+    batch.tokens["generation_logprobs"] = batch.tokens["prev_logprobs"] + 0.2 * batch.tokens["generation_logprobs"]
+    batch.tokens["positive"] = torch.cat([torch.full((n,), float(i % 2)) for i, n in enumerate(batch.lengths)])
+    return batch
+
+
+Cut = tuple[list[int], int]
+"""The order of the sequences, and the tokens of a microbatch."""
+AS_IT_COMES: Cut = (list(range(len(LENGTHS))), sum(LENGTHS))
+CUTS = st.tuples(st.permutations(AS_IT_COMES[0]), st.integers(1, 12 * len(LENGTHS)))
+
+
+def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) -> dict[str, tuple[float, Gradients]]:
+    """For each loss this rank's share of it, and its part of the whole step's gradient."""
+    engine, found = make_engine(layout, model, distributed=False), {}
+    for name, (order, microbatch_tokens) in cuts.items():
+        batch = learning_batch().select(order)
+        plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=microbatch_tokens)
+        share = plan[parallel_state.get_data_parallel_rank()]
+        loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), GlobalCounts.of(batch)
+        metrics = engine.compute_gradients(batch, share, loss_fn, counts)
+        found[name] = sum(float(one["loss"]) for one in metrics), whole_gradients(engine)
+    return found
+
+
+def whole_steps(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) -> dict[str, tuple[float, Gradients]]:
+    by_rank = run_on_ranks(layout, gradients_on_rank, model, cuts)
+    return {name: (sum(r[name][0] for r in by_rank), merged([r[name][1] for r in by_rank])) for name in cuts}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_models: dict[str, TinyModel]) -> dict[str, tuple[float, Gradients]]:
+    """On one rank, in one microbatch."""
+    return whole_steps(Layout(), tiny_models["qwen3_tied"], dict.fromkeys(CONFIGS, AS_IT_COMES))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_and_gradients_are_those_of_the_step(
+    layout: Layout, tiny_models: dict[str, TinyModel], expected: dict[str, tuple[float, Gradients]]
+) -> None:
+    """Of every loss in every layout."""
+
+    @settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(cuts=st.fixed_dictionaries(dict.fromkeys(CONFIGS, CUTS)))
+    def check(cuts: dict[str, Cut]) -> None:
+        for name, (loss, gradients) in whole_steps(layout, tiny_models["qwen3_tied"], cuts).items():
+            assert loss == pytest.approx(expected[name][0], rel=1e-5, abs=1e-6), name
+            for parameter, gradient in expected[name][1].items():
+                error = (gradients[parameter] - gradient).norm() / gradient.norm()
+                assert error < 1e-4, f"{name} {parameter}: relative error {error:.1e}"
+
+    check()

@@ -1,0 +1,47 @@
+"""Training on ranks, of the policy or the value model: who works on what, and what all ranks export together."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.models.hf_weights import iter_hf_tensors
+from megatron_grpo.policy.policy_engine import PolicyEngine
+from megatron_grpo.policy.value.engine import ValueEngine
+from tests.parity.ranks import Layout
+
+LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]
+
+
+def random_mask(generator: torch.Generator) -> Tensor:
+    """[sum(LENGTHS)]: a loss mask over sequences of these lengths."""
+    mask = (torch.rand(sum(LENGTHS), generator=generator) < 0.7).float()
+    for start in torch.tensor([0, *LENGTHS]).cumsum(0)[:-1].tolist():
+        mask[start] = 0.0  # nothing comes before a first token
+    return mask
+
+
+def rank_share(batch: SequenceBatch, layout: Layout) -> tuple[SequenceBatch, list[list[int]], list[int]]:
+    """This replica's sequences, its microbatches, and which sequences of the batch they are, as the driver plans it."""
+    plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=30, pad_to_multiple=2)
+    mine = plan[parallel_state.get_data_parallel_rank()]
+    order = [index for microbatch in mine for index in microbatch]
+    return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order
+
+
+def whole_tensors(engine: PolicyEngine | ValueEngine) -> dict[str, Tensor]:
+    """This rank's part of the weights, under the names and in the shapes of transformers."""
+    tensors = iter_hf_tensors(engine.model, engine.shape, 2**20)
+    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the ranks export together; ranks that export the same tensor export the same values."""
+    whole: dict[str, Tensor] = {}
+    for found in by_rank:
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, whole.setdefault(name, tensor), atol=0, rtol=0)
+    return whole

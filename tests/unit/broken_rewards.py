@@ -1,0 +1,3 @@
+"""A module of reward functions that fails while it is imported."""
+
+reward = 1 / 0

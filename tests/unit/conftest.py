@@ -1,0 +1,33 @@
+"""What tests of the configuration share: a model and rows that a run could have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config_problems import SMALL
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(40)))
+    return file
+
+
+@pytest.fixture
+def given(model: Path, rows: Path, tmp_path: Path) -> list[str]:
+    """The least that a run needs."""
+    return [f"policy.model.path={model}", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]

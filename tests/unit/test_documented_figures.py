@@ -1,0 +1,42 @@
+"""The tables of docs/algorithms.md are those of the committed results, and every preset reaches the goal in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.overrides import config_groups
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def newest(pattern: str) -> dict[str, Any]:
+    """The last of the dated results."""
+    result: dict[str, Any] = json.loads(max((ROOT / "benchmarks" / "results").glob(pattern)).read_text())
+    return result
+
+
+@pytest.mark.parametrize("pattern", ["*_variants_cpu.json", "*_variants_minibatches_cpu.json"])
+def test_every_row_is_in_the_table(pattern: str) -> None:
+    result = newest(pattern)
+    assert f"Measured {result['date']} on a CPU ({result['machine']})." in PAGE
+    for run in result["runs"]:
+        accuracies = " | ".join(f"{accuracy:.3f}" for accuracy in run["curve"].values())
+        clipped = f"{100 * run['clip_fraction_mean']:.1f} %"
+        assert f"| `{run['name']}` | {accuracies} | {clipped} |" in PAGE
+
+
+def test_defaults_every_preset_and_ppo_learn_to_add() -> None:
+    reached = {run["name"]: run["accuracy_after"] for run in newest("*_variants_cpu.json")["runs"]}
+    assert reached.keys() == {"defaults", "ppo", *config_groups()["variant"]}
+    assert min(reached.values()) >= 0.8
+
+
+def test_what_is_said_of_the_critic() -> None:
+    (ppo,) = (run for run in newest("*_variants_cpu.json")["runs"] if run["name"] == "ppo")
+    explained = ppo["explained_variance"]
+    assert f"{explained['mean']:.2f} on average, {explained['max']:.2f} at most" in PAGE
