@@ -39,10 +39,10 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
 
 def group_std(rewards: Tensor) -> Tensor:
     """Standard deviation of each group, divisor n - 1: [groups, samples], NaN where there is none, to [groups, 1]."""
-    given, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
-    squares = torch.where(given, exact - group_mean(exact), torch.zeros_like(exact)).square()
+    given = ~rewards.isnan()
+    squares = torch.where(given, rewards - group_mean(rewards), torch.zeros_like(rewards)).square()
     variance = squares.sum(dim=1, keepdim=True) / (given.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    return variance.sqrt().to(rewards.dtype)
+    return variance.sqrt()
 
 
 def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, over_batch: bool = False) -> Tensor:
@@ -71,11 +71,12 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
         raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
     if rewards.shape[1] < 2:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {rewards.shape[1]}")
-    advantages = rewards - (leave_one_out_baseline(rewards) if leave_one_out else group_mean(rewards))
+    exact = rewards.double()  # in float32 the mean of large rewards that hardly differ may be one of them
+    advantages = exact - (leave_one_out_baseline(exact) if leave_one_out else group_mean(exact))
     if normalize:
-        std = group_std(rewards.view(1, -1)) if over_batch else group_std(rewards)
+        std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
-    return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages))
+    return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages)).to(rewards.dtype)
 
 
 def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
@@ -156,11 +157,11 @@ def reinforce_plus_plus_advantages(
     Returns:
         [sum(lengths)], the responses laid end to end.
     """
-    scored = ~rewards.isnan()
+    scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
     if minus_baseline:
-        rewards = group_advantages(rewards, leave_one_out=False, normalize=False)
+        exact = group_advantages(exact, leave_one_out=False, normalize=False)
     counts = torch.tensor(lengths, device=rewards.device)
-    returns = _known(rewards).flatten().repeat_interleave(counts)
+    returns = _known(exact).flatten().repeat_interleave(counts)
     if token_penalty is not None:
         returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
     part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
@@ -168,4 +169,4 @@ def reinforce_plus_plus_advantages(
     if (inside != inside[:1]).any():
         centered = inside - inside.mean()
         out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
-    return out
+    return out.to(rewards.dtype)

@@ -83,10 +83,17 @@ class Checkpointer:
         (temporary / _STATE_FILE).write_text(json.dumps(dict(state), indent=1))
         for file in (temporary / _LOADER_FILE, temporary / _STATE_FILE):
             _sync(file)
-        shutil.rmtree(self.path(step), ignore_errors=True)
+        self._remove(step)
         temporary.rename(self.path(step))
         _sync(self.folder)
         self._prune()
+
+    def update(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace what the driver keeps of a checkpoint, in one piece."""
+        temporary = self.path(step) / f".{_STATE_FILE}.tmp"
+        temporary.write_text(json.dumps(dict(state), indent=1))
+        _sync(temporary)
+        temporary.replace(self.path(step) / _STATE_FILE)
 
     @staticmethod
     def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,9 +102,10 @@ class Checkpointer:
         return state, torch.load(path / _LOADER_FILE, weights_only=True)
 
     def remove_leftovers(self) -> None:
-        """Delete what an interrupted write left behind."""
-        for entry in self.folder.glob(".writing_step_*"):
-            shutil.rmtree(entry, ignore_errors=True)
+        """Delete what an interrupted write or removal left behind."""
+        for pattern in (".writing_step_*", ".removing_step_*"):
+            for entry in self.folder.glob(pattern):
+                shutil.rmtree(entry, ignore_errors=True)
 
     def _prune(self) -> None:
         if self.config.keep_top_k is None:
@@ -105,7 +113,15 @@ class Checkpointer:
         steps = self.steps()
         ranked = sorted(steps, key=lambda step: (self._score(step), step), reverse=True)
         for step in set(steps) - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
-            shutil.rmtree(self.path(step))
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, if it is there: first its name, so that one that can be found is complete."""
+        if self.path(step).exists():
+            temporary = self.folder / f".removing_step_{step}"
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.path(step).rename(temporary)
+            shutil.rmtree(temporary)
 
     def _score(self, step: int) -> float:
         """Higher is better; a checkpoint without the metric ranks last."""

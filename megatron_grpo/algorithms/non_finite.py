@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -67,12 +68,26 @@ def require_finite_tokens(
     wrong = ~batch.tokens[name].isfinite() & looked_at
     if wrong.any():
         pieces = wrong.split(batch.lengths)
-        bad = [trajectory for trajectory, piece in zip(trajectories, pieces, strict=True) if piece.any()]
-        stop_step(f"an entry of {name}", bad, run_dir, step)
+        entries = batch.tokens[name].split(batch.lengths)
+        wrong_ones = [index for index, piece in enumerate(pieces) if piece.any()]
+        rows = {name: [entries[index].tolist() for index in wrong_ones]}
+        stop_step(f"an entry of {name}", [trajectories[index] for index in wrong_ones], run_dir, step, more=rows)
 
 
-def stop_step(what: str, bad: Sequence[Trajectory], run_dir: Path, step: int, data: str = "training") -> NoReturn:
+def stop_step(
+    what: str,
+    bad: Sequence[Trajectory],
+    run_dir: Path,
+    step: int,
+    data: str = "training",
+    more: Mapping[str, Sequence[object]] | None = None,
+) -> NoReturn:
     """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
+
+    In the file the values are the strings NaN, Infinity and -Infinity: JSON has no such numbers.
+
+    Args:
+        more: further entries of the file by name, an item for each response.
 
     Raises:
         RunError: always; names the prompts, as rows of the data.
@@ -80,7 +95,8 @@ def stop_step(what: str, bad: Sequence[Trajectory], run_dir: Path, step: int, da
     file = run_dir / f"non_finite_step_{step}.json"
     prompts = sorted({trajectory.prompt_idx for trajectory in bad})
     rows = [trajectory.to_row() for trajectory in bad]
-    write_json(file, {"step": step, "what": what, "data": data, "prompt_ids": prompts, "trajectories": rows})
+    found = {"step": step, "what": what, "data": data, "prompt_ids": prompts, "trajectories": rows, **(more or {})}
+    write_json(file, json.loads(json.dumps(found), parse_constant=str))
     named = ", ".join(map(str, prompts[:_NAMED])) + (", ..." if len(prompts) > _NAMED else "")
     raise RunError(
         f"step {step}: {what} is not finite for {len(bad)} response(s) to prompt(s) {named} of the {data} data; "

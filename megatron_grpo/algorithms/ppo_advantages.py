@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithms.gae import estimate_advantages, token_rewards, whiten
-from megatron_grpo.algorithms.step_advantages import clipped_and_weighted, kl_penalty_of_sampled, to_batch
+from megatron_grpo.algorithms.step_advantages import clipped, kl_penalty_of_sampled, to_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.rollouts.batch import sampled_mask
@@ -38,5 +38,5 @@ def add_advantages(config: Config, trajectories: Sequence[Trajectory], rewards: 
     advantages = estimate.advantages
     if ppo.adv_estimator.normalize_advantages:
         advantages = whiten(advantages, (batch.tokens["loss_mask"][sampled] > 0).to(device))
-    advantages = clipped_and_weighted(advantages.cpu(), trajectories, ppo)
+    advantages = clipped(advantages.cpu(), ppo)
     batch.tokens |= {"advantages": to_batch(advantages, sampled), "returns": to_batch(estimate.returns, sampled)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from megatron_grpo.config.changes import leaves
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 
 CONFIG_FILE = "config.yaml"
@@ -48,7 +48,7 @@ def record_start(folder: Path, config: Config) -> list[str]:
         What differs from the configuration that the run was last started with, one line per key.
 
     Raises:
-        RunError: the folder belongs to another run.
+        ConfigError: the folder belongs to another run.
     """
     changes = _changes(folder / CONFIG_FILE, config)
     temporary = folder / (CONFIG_FILE + ".tmp")
@@ -65,10 +65,8 @@ def _changes(file: Path, config: Config) -> list[str]:
     now = dict(leaves(dataclasses.asdict(config)))
     for key in IDENTITY:
         if before.get(key) != now[key]:
-            raise RunError(
-                f"run_dir={file.parent} holds another run: its {key} is {before.get(key)}, this one's is {now[key]}; "
-                "choose another run_dir"
-            )
+            text = f"holds another run: its {key} is {before.get(key)}, this one's is {now[key]}"
+            raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]
 

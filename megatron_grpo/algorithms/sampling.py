@@ -9,7 +9,7 @@ from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.non_finite import require_finite_samples
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.step_advantages import groups_with_signal
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.observability.timers import StepTimer
@@ -42,8 +42,16 @@ def sample_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTim
     What dynamic sampling has by then stays in run.batch_cache, for a run that is continued with more epochs.
 
     Raises:
-        RunError: dynamic sampling did not fill the step within its limit, or a reward is not finite.
+        SamplingError: sampling or scoring failed, a reward is not finite, or dynamic sampling did not fill the step
+            within its limit.
     """
+    try:
+        return _fill_step(run, batches, timer)
+    except RunError as error:
+        raise SamplingError(str(error)) from error
+
+
+def _fill_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     step, dynamic = StepSamples(), run.config.loop.use_dynamic_sampling
     without_signal = surplus = gen_batches = 0
     while prompts := next(batches, None):

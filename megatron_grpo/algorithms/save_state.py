@@ -24,6 +24,8 @@ class GRPOSaveState(TypedDict):
     """Tokens that losses were taken over."""
     early_stop: EarlyStopState
     """What decides whether training ends early."""
+    val_step: NotRequired[int]
+    """Steps before the last validation."""
     val_reward: NotRequired[float | None]
     """Mean reward of the last validation; None: no response got one."""
     val_accuracy: NotRequired[float | None]

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_grpo.algorithms.checkpointer import Checkpointer
+from megatron_grpo.algorithms.load_data import load_prompt_data
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun, PPORun
 from megatron_grpo.algorithms.run_directory import POLICY_FOLDER, VALUE_FOLDER, claimed_run_directory, record_start
@@ -20,14 +20,10 @@ from megatron_grpo.algorithms.value_loss import MseValueLossFn
 from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.checks.idle import cautions, idle_settings
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.model_source import is_prepared, model_folder
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
-from megatron_grpo.data.jsonl import read_prompts
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.processors import math_data_processor
 from megatron_grpo.environments.registry import build_environments, check_reward_functions
 from megatron_grpo.generation.interface import SamplingSettings
 from megatron_grpo.observability.run_logger import RunLogger
@@ -68,7 +64,8 @@ def setup(config: Config) -> Iterator[GRPORun]:
 def _start_from(checkpointer: Checkpointer, config: Config) -> Path | None:
     path = checkpointer.find()
     if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
-        raise RunError(f"{path} is not a checkpoint of PPO: it has no value model")
+        text = f"{path} is not a checkpoint of PPO: it has no value model"
+        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
     return path
 
 
@@ -85,25 +82,27 @@ def _bring_up(
     environments = build_environments(config.env)
     for environment in environments.values():
         stack.callback(environment.shutdown)
-    loader, val_prompts, tokenizer = _load_data(config, folder)
+    data = load_prompt_data(config, folder)
     for model in (policy, value, generation):
         if model is not None:
             model.wait_ready()
     transport = BroadcastTransport(policy, generation, config.refit)
     transport.connect()
     checkpointer.remove_leftovers()
-    state, batch_cache = _resume(start_from, config, policy, value, loader)
+    state, batch_cache = _resume(start_from, config, policy, value, data.loader)
     transport.publish(state["total_steps"])
-    logger = RunLogger(run_dir, config, resume_step=state["total_steps"])
+    logger = RunLogger(run_dir, config, resume_step=None if start_from is None else state["total_steps"])
     stack.callback(logger.close)
+    for note in data.notes:
+        logger.note(note)
     run = GRPORun(
         config=config,
         policy=policy,
         transport=transport,
         collector=RolloutCollector(generation, environments, config.policy.max_total_sequence_length),
-        sampling=_sampling(config, tokenizer),
-        loader=loader,
-        val_prompts=val_prompts,
+        sampling=_sampling(config, data.eos_token_id),
+        loader=data.loader,
+        val_prompts=data.val_prompts,
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
         checkpointer=checkpointer,
@@ -129,51 +128,14 @@ def _resume(
     groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
     # Those of another size cannot be trained on beside the groups of this run.
     waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
-    return state["save_state"], waiting
+    return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
 
 
-def _load_data(config: Config, folder: Path) -> tuple[PromptLoader, list[DatumSpec], Any]:
-    """The training loader, the validation prompts and the tokenizer."""
-    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = config.data
-    spec = TaskDataSpec(
-        task_name=data.task_name,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        apply_chat_template=data.apply_chat_template,
-        system_prompt=data.system_prompt,
-    )
-    processors = dict.fromkeys(config.env, (spec, math_data_processor))
-
-    def dataset(path: str) -> AllTaskProcessedDataset:
-        rows = read_prompts(path, spec, task_names=set(config.env))
-        return AllTaskProcessedDataset(rows, tokenizer, spec, processors, data.max_input_seq_length)
-
-    training, wanted = dataset(data.train_path), config.prompts_per_generation_batch
-    if len(training) < wanted:
-        text = f"has {len(training)} rows, fewer than the {wanted} prompts that are sampled together"
-        raise RunError(f"data.train_path={data.train_path} {text}")
-    loader = PromptLoader(
-        training,
-        prompts_per_batch=wanted,
-        shuffle=data.shuffle,
-        seed=config.loop.seed,
-    )
-    val_prompts: list[DatumSpec] = []
-    if data.val_path is not None:
-        held_out = dataset(data.val_path)
-        prompts = (held_out[idx] for idx in range(len(held_out)))
-        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
-    return loader, val_prompts, tokenizer
-
-
-def _sampling(config: Config, tokenizer: Any) -> SamplingSettings:
+def _sampling(config: Config, eos_token_id: int | None) -> SamplingSettings:
     generation = config.generation
     stops = set(generation.stop_token_ids)
-    if tokenizer.eos_token_id is not None:
-        stops.add(tokenizer.eos_token_id)
+    if eos_token_id is not None:
+        stops.add(eos_token_id)
     return SamplingSettings(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,

@@ -73,7 +73,7 @@ def token_advantages(
         batch: of the same trajectories; with use_kl_in_reward it has prev_logprobs and reference_logprobs.
 
     Returns:
-        [sum(batch.lengths)], float32, clipped as configured and times the loss multiplier of the trajectory.
+        [sum(batch.lengths)], float32, clipped as configured.
     """
     sampled, estimator = sampled_mask(trajectories), config.grpo.adv_estimator
     lengths = [trajectory.response_tokens for trajectory in trajectories]
@@ -85,7 +85,7 @@ def token_advantages(
     else:
         by_response = _group_relative(config, trajectories, rewards, penalty).flatten()
         by_token = by_response.repeat_interleave(torch.tensor(lengths))
-    return to_batch(clipped_and_weighted(by_token, trajectories, config.loop), sampled)
+    return to_batch(clipped(by_token, config.loop), sampled)
 
 
 def kl_penalty_of_sampled(config: Config, batch: SequenceBatch, sampled: Tensor) -> Tensor | None:
@@ -106,13 +106,11 @@ def kl_penalty_of_sampled(config: Config, batch: SequenceBatch, sampled: Tensor)
     return penalty[sampled]
 
 
-def clipped_and_weighted(by_token: Tensor, trajectories: Sequence[Trajectory], loop: LoopConfig) -> Tensor:
-    """Advantages of the sampled tokens, clipped as configured, then times the loss multiplier of their trajectory."""
-    if loop.advantage_clip_low is not None or loop.advantage_clip_high is not None:
-        by_token = by_token.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
-    multipliers = torch.tensor([trajectory.loss_multiplier for trajectory in trajectories])
-    lengths = torch.tensor([trajectory.response_tokens for trajectory in trajectories])
-    return by_token * multipliers.repeat_interleave(lengths).to(by_token)
+def clipped(by_token: Tensor, loop: LoopConfig) -> Tensor:
+    """Advantages, clipped as configured."""
+    if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
+        return by_token
+    return by_token.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
 
 
 def to_batch(by_token: Tensor, sampled: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_grpo.algorithms.early_stop import observe, reason_to_stop
+from megatron_grpo.algorithms.progress import Progress, progress_of, save_checkpoint, save_validation
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.sampling import prompt_batches
-from megatron_grpo.algorithms.step import StepReport
+from megatron_grpo.algorithms.step import StepReport, sometimes_absent
 from megatron_grpo.algorithms.validation import validate
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
@@ -20,14 +20,24 @@ StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
 
 
 def train_steps(run: GRPORun, step: StepFunction) -> None:
-    """Train until a limit is reached, early stopping ends it or the prompts are used up."""
+    """Train until a limit is reached, early stopping ends it or the prompts are used up.
+
+    Raises:
+        SamplingError: after a checkpoint of the steps that were finished.
+        RunError: see the algorithm's step.
+    """
     limits, state = run.config.loop, run.state
-    if limits.val_at_start and state["total_steps"] == 0:
+    if limits.val_at_start and state["total_steps"] == 0 and "val_step" not in state:
         _validated(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        report = step(batches)
+        before = progress_of(run)
+        try:
+            report = step(batches)
+        except SamplingError:
+            _save_finished_steps(run, metrics, before)
+            raise
         if report is None:
             run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
             break
@@ -54,34 +64,66 @@ def _advance(run: GRPORun, report: StepReport) -> None:
 
 
 def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
-    """Log a step, after validating and before saving if they are due; its metrics, those of the validation included."""
-    step = run.state["total_steps"]
-    metrics = {**report.metrics, **(_validated(run) if _validation_due(run) else {})}
+    """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
+
+    Raises:
+        SamplingError: the validation failed; the step was logged and saved.
+    """
+    step, metrics = run.state["total_steps"], dict(report.metrics)
+    failure: SamplingError | None = None
+    if _validation_due(run):
+        try:
+            metrics |= _validated(run)
+        except SamplingError as error:
+            failure = error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     run.logger.dump_rollouts(step, report.trajectories)
     _require_ranking_metric(run.config, metrics)
+    if failure is not None:
+        _save_finished_steps(run, metrics, progress_of(run))
+        raise failure
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
-        save_checkpoint(run, metrics)
+        save_checkpoint(run, metrics, progress_of(run))
     return metrics
 
 
 def _require_ranking_metric(config: Config, metrics: Mapping[str, float]) -> None:
     checkpointing = config.checkpointing
     name, ranked = checkpointing.metric_name, checkpointing.enabled and checkpointing.keep_top_k is not None
-    if not metrics["optimizer_steps"]:
-        return  # of such a step, in the critic's warm-up for one, much is not known
-    if ranked and not name.startswith(VALIDATION_PREFIX) and name not in metrics:
+    if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
+        return  # of a step that trains no policy, in the critic's warm-up for one, much is not known
+    if ranked and name not in metrics and name not in sometimes_absent(config):
         known = ", ".join(sorted(metrics))
         raise RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
 
 
+def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], progress: Progress) -> None:
+    """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
+    step = run.state["total_steps"]
+    if step == 0 or not run.config.checkpointing.enabled or step in run.checkpointer.steps():
+        return
+    try:
+        save_checkpoint(run, metrics, progress)
+    except RunError as error:
+        run.logger.note(f"step {step} could not be saved: {error}")
+
+
 def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
     """Validate and save after the last step, whose metrics these are, unless that step did."""
-    step = run.state["total_steps"]
-    if run.config.loop.val_at_end and not _validation_due(run):
-        metrics = {**metrics, **_validated(run)}
-    if run.config.checkpointing.enabled and step not in run.checkpointer.steps():
-        save_checkpoint(run, metrics)
+    step, saved = run.state["total_steps"], run.checkpointer.steps()
+    validated: dict[str, float] = {}
+    if run.config.loop.val_at_end and run.state.get("val_step") != step:
+        try:
+            validated = _validated(run)
+        except SamplingError:
+            _save_finished_steps(run, metrics, progress_of(run))
+            raise
+    if not run.config.checkpointing.enabled:
+        return
+    if step not in saved:
+        save_checkpoint(run, {**metrics, **validated}, progress_of(run))
+    elif validated:
+        save_validation(run, validated)
 
 
 def _validation_due(run: GRPORun) -> bool:
@@ -93,18 +135,8 @@ def _validation_due(run: GRPORun) -> bool:
 def _validated(run: GRPORun) -> dict[str, float]:
     metrics = validate(run)
     if metrics:
+        run.state["val_step"] = run.state["total_steps"]
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
         observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics)
     return metrics
-
-
-def save_checkpoint(run: GRPORun, metrics: Mapping[str, float]) -> None:
-    """Write everything a resumed run needs as checkpoints/step_N."""
-    started = time.monotonic()
-    step = run.state["total_steps"]
-    cache = [[trajectory.to_row() for trajectory in group] for group in run.batch_cache]
-    state = {"save_state": run.state, "metrics": dict(metrics), "batch_cache": cache}
-    with run.checkpointer.writing(step, state, run.loader.state_dict()) as folder:
-        run.save_models(folder)
-    run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_grpo.algorithms.non_finite import require_finite_samples
 from megatron_grpo.algorithms.run import GRPORun
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import rollout_metrics
@@ -19,10 +20,21 @@ def validate(run: GRPORun) -> dict[str, float]:
         Metrics whose names start with val_; empty without validation data.
 
     Raises:
-        RunError: a reward or a log-probability is not finite.
+        SamplingError: sampling or scoring failed, or a reward or a log-probability is not finite.
     """
     if not run.val_prompts:
         return {}
+    try:
+        trajectories = _respond(run)
+    except RunError as error:
+        raise SamplingError(str(error)) from error
+    run.logger.show_samples(run.val_prompts, trajectories)
+    measured = rollout_metrics(trajectories)
+    return {f"{VALIDATION_PREFIX}{name}": measured[name] for name in VALIDATION_METRICS if name in measured}
+
+
+def _respond(run: GRPORun) -> list[Trajectory]:
+    """A response to each validation prompt, scored."""
     timer = StepTimer()
     trajectories: list[Trajectory] = []
     size = run.config.loop.val_batch_size
@@ -36,6 +48,4 @@ def validate(run: GRPORun) -> dict[str, float]:
             timer=timer,
         )
     require_finite_samples(trajectories, run.logger.run_dir, run.state["total_steps"], "validation")
-    run.logger.show_samples(run.val_prompts, trajectories)
-    measured = rollout_metrics(trajectories)
-    return {f"{VALIDATION_PREFIX}{name}": measured[name] for name in VALIDATION_METRICS if name in measured}
+    return trajectories

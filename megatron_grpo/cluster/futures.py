@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from megatron_grpo.config.errors import RunError
 
@@ -28,6 +28,7 @@ def gather(
     """
     end = time.monotonic() + deadline_s
     index = {ref: i for i, ref in enumerate(refs)}
+    results: dict[ray.ObjectRef, Any] = {}
     pending = list(refs)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
@@ -35,10 +36,10 @@ def gather(
             waiting = ", ".join(name(index[ref]) for ref in pending)
             raise RunError(f"{what}: no answer from {waiting} within {deadline_s:g} s")
         try:
-            ray.get(done[0])
-        except (RayTaskError, RayActorError) as error:
+            results[done[0]] = ray.get(done[0])
+        except RayError as error:
             raise RunError(f"{what}: {name(index[done[0]])} {explain(error)}") from error
-    return list(ray.get(list(refs)))
+    return [results[ref] for ref in refs]
 
 
 def explain(error: Exception) -> str:
@@ -48,6 +49,8 @@ def explain(error: Exception) -> str:
         return f"failed with {type(cause).__name__}: {cause}" if cause is not None else f"failed: {error}"
     if isinstance(error, RayActorError):
         return "died (its process is gone)"
+    if isinstance(error, OutOfMemoryError):
+        return f"was ended by Ray because its node ran out of memory: {error}"
     if isinstance(error, GetTimeoutError):
         return "did not answer in time"
     return f"failed: {error}"

@@ -34,7 +34,7 @@ class DataConfig(Section):
     """System message put before every prompt; needs apply_chat_template."""
 
     max_input_seq_length: Positive = 1024
-    """Rows whose prompt has more tokens are left out, and counted."""
+    """Rows whose prompt has more tokens are left out; the run says how many."""
 
     shuffle: bool = True
     """Visit training rows in an order drawn anew each epoch."""
@@ -61,7 +61,7 @@ class EnvironmentConfig(Section):
     num_workers: Positive = 1
     """Ray actors that score in parallel."""
 
-    timeout_s: Seconds = 60.0
+    timeout_s: Seconds = 600.0
     """Deadline for scoring one batch."""
 
     def weights_by_function(self) -> dict[str, float]:

@@ -34,6 +34,10 @@ class RunError(RuntimeError):
     """A failure of a run that the user can understand and act on; its text is the whole message."""
 
 
+class SamplingError(RunError):
+    """Responses could not be sampled or scored; what is trained is as it was before."""
+
+
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

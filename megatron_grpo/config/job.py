@@ -190,6 +190,8 @@ def _read_environment(job: Job, value: Any) -> None:
             _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
         elif part != "name":
             job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
+    if "dataset" in described:  # the recipe's held-out prompts are of another task
+        job.settings.setdefault("data.val_path", None)
 
 
 def _set(job: Job, name: str, setting: str, value: Any) -> None:

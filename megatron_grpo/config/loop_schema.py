@@ -59,7 +59,8 @@ class LoopConfig(Section):
     """Model turns of one rollout. Only 1 so far."""
 
     overlong_filtering: bool = False
-    """Leave truncated responses out of the loss; they still count in the baseline."""
+    """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO also out of
+    the value model's loss, and of what advantages are normalised over."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
     """Advantages below are raised to this; null is no bound."""
@@ -77,7 +78,7 @@ class LoopConfig(Section):
     """Prompts sampled together = num_prompts_per_step * this, rounded down; needs use_dynamic_sampling."""
 
     dynamic_sampling_max_gen_batches: Positive = 10
-    """Most generation batches of one step with use_dynamic_sampling; past them the run stops with an error."""
+    """Most generation batches of one step with use_dynamic_sampling; past them the run saves and ends with an error."""
 
     seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
     """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""

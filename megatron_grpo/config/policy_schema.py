@@ -136,20 +136,20 @@ class ValueModelConfig(Section):
 
 @dataclass(kw_only=True)
 class ValueConfig(Section):
-    """The value model of PPO: what is null is as in the policy."""
+    """The value model of PPO."""
 
     model: ValueModelConfig = field(default_factory=ValueModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     precision: Literal["float32", "bfloat16"] | None = None
-    """Type of weights and activations."""
+    """Type of weights and activations; null: as in the policy."""
 
     microbatch_tokens: Positive | None = None
-    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""
+    """Most tokens, padding included, in one forward/backward pass of one data-parallel rank; null: as in the policy."""
 
     train_global_batch_samples: Positive | None = None
-    """Samples of one optimizer step; null: all samples of the step. Must divide them."""
+    """Samples of one optimizer step; null: all samples of the step, whatever the policy has. Must divide them."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""

@@ -47,7 +47,7 @@ class AllTaskProcessedDataset:
     def __getitem__(self, idx: int) -> DatumSpec:
         """
         Raises:
-            ValueError: nothing processes the row's task.
+            ValueError: nothing processes the row's task, or its loss_multiplier is neither 0 nor 1.
             IndexError: there is no such row.
         """
         row = self.dataset[idx]
@@ -57,4 +57,10 @@ class AllTaskProcessedDataset:
         except KeyError:
             known = ", ".join(sorted(self.task_data_processors)) or "none"
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {known}') from None
-        return process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        datum = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        if datum["loss_multiplier"] not in (0, 1):
+            given = datum["loss_multiplier"]
+            raise ValueError(
+                f"row {idx}: loss_multiplier={given:g}: a prompt is left out (0) or counts like others (1)"
+            )
+        return datum

@@ -28,7 +28,7 @@ class DatumSpec(TypedDict):
     extra_env_info: dict[str, Any]
     """What the environment needs: the row's columns, and REFERENCE."""
     loss_multiplier: float
-    """0 leaves the example out of the loss."""
+    """1, or 0 for a prompt that is left out."""
     idx: int
     """Row number in the dataset: the identity of the prompt in seeds, logs and dumps."""
     task_name: str

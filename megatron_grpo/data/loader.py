@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.data.interfaces import DatumSpec
 
 
@@ -118,10 +118,11 @@ class PromptLoader:
         """Continue from `state`.
 
         Raises:
-            RunError: the state is that of a dataset with another number of rows.
+            ConfigError: the state is that of a dataset with another number of rows.
         """
         if state["rows"] != self._rows:
-            raise RunError(f"the checkpoint's data had {state['rows']} rows, this run's has {self._rows}")
+            text = f"has {self._rows} rows, and had {state['rows']} when the checkpoint was written"
+            raise ConfigError([Problem("data.train_path", text)])
         self.epoch = state["epoch"]
         self.left_out = state["left_out"]
         self._batches = state["batches"]

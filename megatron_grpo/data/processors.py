@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.config.errors import RunError
+from jinja2 import TemplateError
+
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
 
 
@@ -29,13 +30,13 @@ def math_data_processor(
         that as text under REFERENCE, and as it is under "answer" unless a column has that name.
 
     Raises:
-        RunError: the prompt has no tokens, or the tokenizer has no chat template although one is asked for.
+        ValueError: the prompt has no tokens, or the tokenizer has no chat template, or one that refuses the prompt.
     """
     prompt = datum_dict[task_data_spec.prompt_key]
-    text = _render_chat(prompt, task_data_spec, tokenizer) if task_data_spec.apply_chat_template else prompt
+    text = _render_chat(prompt, task_data_spec, tokenizer, idx) if task_data_spec.apply_chat_template else prompt
     token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
     if not token_ids:
-        raise RunError(f"row {idx}: the prompt {text!r} has no tokens")
+        raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
     extra = {key: value for key, value in datum_dict.items() if key != task_data_spec.prompt_key}
     if task_data_spec.answer_key is not None:
         answer = datum_dict[task_data_spec.answer_key]
@@ -51,11 +52,14 @@ def math_data_processor(
     )
 
 
-def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any) -> str:
+def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
     if tokenizer.chat_template is None:
-        raise RunError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
+        raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
     return text

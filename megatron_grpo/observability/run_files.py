@@ -20,18 +20,20 @@ class RunFiles:
     run that was never interrupted.
     """
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         """
         Args:
             run_dir: folder of the run; made when it is missing.
-            resume_step: last step that counts; 0 for a run from the start, whose validation of step 0 is still to come.
+            resume_step: last step that counts; None for a run from the start, whose validation of step 0 is still to
+                come.
         """
         self._rollouts = run_dir / ROLLOUTS_FOLDER
         self._rollouts.mkdir(parents=True, exist_ok=True)
-        _keep_steps(run_dir / METRICS_FILE, resume_step)
-        _keep_steps(run_dir / VALIDATION_FILE, resume_step if resume_step else -1)
+        last_step = -1 if resume_step is None else resume_step
+        _keep_steps(run_dir / METRICS_FILE, last_step)
+        _keep_steps(run_dir / VALIDATION_FILE, last_step)
         for file in self._rollouts.glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > resume_step:
+            if int(file.stem.removeprefix("step_")) > last_step:
                 file.unlink()
         # Line-buffered: a line is on its way to the disk before the next step begins.
         self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)

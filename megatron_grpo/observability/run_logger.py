@@ -26,12 +26,12 @@ TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
 class RunLogger:
     """Reports a run to its directory, to trackers and to the terminal."""
 
-    def __init__(self, run_dir: str | Path, config: Config, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: str | Path, config: Config, resume_step: int | None = None) -> None:
         """
         Args:
             run_dir: folder of the run; made when it is missing.
             config: of the run.
-            resume_step: step that the run continues from; what the files hold beyond it is dropped.
+            resume_step: step that the run continues from; what the files hold beyond it is dropped. None: it starts.
 
         Raises:
             RunError: a tracker is enabled whose package is missing.
@@ -63,7 +63,7 @@ class RunLogger:
         self._startup_s = startup_s
         self._started = time.monotonic()
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
-        if self._resume_step:
+        if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
         for change in changes:
             self.note(f"  changed: {change}")

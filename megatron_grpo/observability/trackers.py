@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +23,12 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Events under run_dir/tensorboard."""
 
-    def __init__(self, run_dir: Path, resume_step: int) -> None:
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard itself hides what an interrupted run wrote at later steps.
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar for each value."""
@@ -44,7 +46,7 @@ class WandbTracker:
     def __init__(self, run_dir: Path, config: Config) -> None:
         """
         Raises:
-            RunError: the wandb package is missing.
+            RunError: the wandb package is missing, or it cannot start a run.
         """
         try:
             import wandb
@@ -53,15 +55,18 @@ class WandbTracker:
                 "logger.wandb.enabled=true needs the wandb package: pip install wandb, or set it to false"
             ) from None
         settings = config.logger.wandb
-        name = settings.name or run_dir.resolve().name
-        self._run: Any = wandb.init(
-            project=settings.project,
-            name=name,
-            id=name,
-            resume="allow",
-            dir=str(run_dir),
-            config=dataclasses.asdict(config),
-        )
+        folder = run_dir.resolve()
+        try:
+            self._run: Any = wandb.init(
+                project=settings.project,
+                name=settings.name or folder.name,
+                id=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(run_dir),
+                config=dataclasses.asdict(config),
+            )
+        except wandb.errors.Error as error:
+            raise RunError(f"logger.wandb.enabled=true, and W&B does not start: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """All values in one call."""

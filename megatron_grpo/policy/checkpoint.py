@@ -46,9 +46,7 @@ def load_engine(engine: TokenEngine, folder: str) -> None:
         assert engine.reference is not None
         engine.reference.load_state_dict(loaded["reference"])
         engine.reference_moved = True
-    engine.optimizer.optimizer.load_state_dict(loaded["optimizer"])
-    engine.optimizer.scheduler.num_steps = loaded["schedule_steps"]
-    engine.optimizer.scheduler.step(0)
+    engine.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
     if "random" in loaded:
         torch.set_rng_state(loaded["random"]["torch"])
         get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])

@@ -52,6 +52,7 @@ class ModelOptimizer:
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
+        self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -92,7 +93,23 @@ class ModelOptimizer:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self.max_grad_norm, total_norm=grad_norm)
         self.scheduler.step(1)
         self.optimizer.step_with_ready_grads()
-        return float(self.scheduler.get_lr({}))
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
+        """Continue from a checkpoint's moments and place in the schedule, with the settings of this run.
+
+        Megatron's parameter groups carry their settings, and loading brings back those of the run that saved.
+        """
+        self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group.update(
+                max_lr=self.settings.lr,
+                min_lr=self.settings.min_lr,
+                betas=(self.settings.adam_beta1, self.settings.adam_beta2),
+                eps=self.settings.adam_eps,
+            )
+        self.scheduler.num_steps = schedule_steps
+        self.scheduler.step(0)
 
 
 def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:

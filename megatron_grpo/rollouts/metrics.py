@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev, stdev
+from statistics import fmean, stdev
 
 import torch
 
@@ -67,7 +67,7 @@ def group_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -
 
 
 def reward_function_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """reward/NAME and reward_std/NAME: mean and standard deviation over the responses that the function scored.
+    """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) over what the function scored.
 
     With reward functions also unscored_rate: the share of the responses that none of them scored.
     """
@@ -77,5 +77,5 @@ def reward_function_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
             values.setdefault(name, []).append(reward)
     unscored = fmean(trajectory.reward is None for trajectory in trajectories)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
-    deviations = {f"reward_std/{name}": pstdev(scored) for name, scored in values.items()}
+    deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})

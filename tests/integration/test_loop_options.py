@@ -112,6 +112,43 @@ def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes
     assert trained == read_jsonl(straight.run_dir / "rollouts" / "step_1.jsonl")
 
 
+def test_a_reward_function_that_breaks_costs_no_step(tmp_path: Path) -> None:
+    """It fails in step 3, long before a checkpoint is due; with it repaired the run goes on as if nothing had been."""
+    rows = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}", "broken": n >= 28} for n in range(10, 42)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = (
+        "data.shuffle=false",
+        "grpo.max_num_steps=4",
+        "grpo.num_prompts_per_step=8",
+        "checkpointing.keep_top_k=null",
+    )
+
+    def run_with(function: str, folder: str) -> TrainingRun:
+        funcs = [f"tests.integration.{function}"]
+        environment = {"name": "sums", "type": "reward_functions", "reward_funcs": funcs, "dataset": str(data)}
+        job = tmp_path / f"{function}.yaml"
+        job.write_text(yaml.safe_dump({"environment": environment}))
+        return TrainingRun(tmp_path / folder, f"job={job}", *limits)
+
+    straight = run_with("example_rewards.right", "straight")
+    assert straight.finish() == 0, straight.log()
+    broken = run_with("bad_rewards.right_unless_broken", "run")
+    assert broken.finish() == 1, broken.log()
+    assert "run failed: environment sums: worker 0 failed with" in broken.log()
+    assert [row["step"] for row in broken.metrics()] == [1, 2]
+    repaired = run_with("example_rewards.right", "run")
+    assert repaired.finish() == 0, repaired.log()
+    assert "resumed after step 2" in repaired.log()
+    renamed = {"reward/right_unless_broken", "reward_std/right_unless_broken", "reward/right", "reward_std/right"}
+    after, expected = (
+        [{key: row[key] for key in row.keys() - renamed} for row in without_timing(run.metrics())]
+        for run in (repaired, straight)
+    )
+    assert after == expected
+    assert not (straight.run_dir / "validation.jsonl").read_text(), "the recipe's held-out prompts are of another task"
+
+
 def test_responses_that_nothing_scores_are_left_out(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     function = "tests.integration.example_rewards.right_if_even"

@@ -69,5 +69,5 @@ def test_a_checkpoint_of_grpo_is_refused(straight: TrainingRun, tmp_path: Path) 
     )
     assert grpo.finish() == 0, grpo.log()
     run = ppo_run(tmp_path / "run", f"checkpointing.resume={grpo.run_dir}/checkpoints/step_1")
-    assert run.finish() == 1
+    assert run.finish() == 2
     assert "is not a checkpoint of PPO: it has no value model" in run.log()

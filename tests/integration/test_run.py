@@ -157,5 +157,5 @@ def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
 
 def test_a_run_directory_is_for_one_run_at_a_time(straight: TrainingRun) -> None:
     other = TrainingRun(straight.run_dir, *SHORT, "grpo.seed=7")
-    assert other.finish() == 1
+    assert other.finish() == 2
     assert "holds another run: its grpo.seed is 42, this one's is 7" in other.log()

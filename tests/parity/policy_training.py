@@ -38,13 +38,18 @@ def make_batch() -> SequenceBatch:
 
 
 def make_engine(
-    layout: Layout, model: TinyModel, *, distributed: bool = True, precision: str = "float32"
+    layout: Layout,
+    model: TinyModel,
+    *,
+    distributed: bool = True,
+    precision: str = "float32",
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> PolicyEngine:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
         precision=precision,
-        optimizer=replace(OPTIMIZER, distributed=distributed),
+        optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
     )
     return PolicyEngine(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)

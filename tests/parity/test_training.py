@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_grpo.config.schema import OptimizerConfig
 from megatron_grpo.policy.checkpoint import load_engine, save_engine
 from tests.parity.policy_training import (
     MAX_GRAD_NORM,
+    OPTIMIZER,
     expect_gradients_of_transformers,
     gradients_on_rank,
     hf_loss,
@@ -45,25 +47,33 @@ def test_optimizer_steps_equal_torch_adamw(layout: Layout, tiny_models: dict[str
     """Clipping, warm-up, decay of matrices only, with the optimizer state sharded over data-parallel ranks."""
     by_rank = run_on_ranks(layout, steps_on_rank, list(tiny_models.values()), 3)
     for index, tiny in enumerate(tiny_models.values()):
-        model = tiny.load()
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-2)
         rates = [0.5e-2, 1e-2, 1e-2]
-        for rate in rates:
-            adamw.zero_grad()
-            hf_loss(model).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            for group in adamw.param_groups:
-                group["lr"] = rate
-            adamw.step()
-        actual = merged([found[index][0] for found in by_rank])
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                actual[name], parameter.data, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        expected = adamw_steps(tiny, [(OPTIMIZER, rate) for rate in rates])
+        expect_equal(merged([found[index][0] for found in by_rank]), expected)
         assert by_rank[0][index][1] == pytest.approx(rates)
+
+
+def adamw_steps(tiny: TinyModel, steps: list[tuple[OptimizerConfig, float]]) -> dict[str, Tensor]:
+    """The weights of transformers after steps of torch's AdamW, each with these settings at this learning rate."""
+    model = tiny.load()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW([{"params": matrices}, {"params": others}])
+    for settings, rate in steps:
+        adamw.zero_grad()
+        hf_loss(model).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        for group, decay in zip(adamw.param_groups, (settings.weight_decay, 0.0), strict=True):
+            group.update(lr=rate, betas=betas, eps=settings.adam_eps, weight_decay=decay)
+        adamw.step()
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def expect_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Up to rounding of float32."""
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -108,3 +118,32 @@ def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
         exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else tolerance
         for key, tensor in expected.items():
             torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+
+
+OTHER_SETTINGS = OptimizerConfig(
+    lr=3e-3, min_lr=1e-3, weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, adam_eps=2e-2, warmup_steps=2
+)
+
+
+def continue_with_other_settings(
+    layout: Layout, model: TinyModel, folder: Path, distributed: bool
+) -> tuple[dict[str, Tensor], float]:
+    engine = make_engine(layout, model, optimizer=OTHER_SETTINGS, distributed=distributed)
+    load_engine(engine, str(folder))
+    rate = engine.train(*train_arguments(layout)).learning_rate
+    return whole_tensors(engine), rate
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_changed_optimizer_settings_take_effect_on_loading(
+    distributed: bool, tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    """Two steps, a checkpoint, a third step with every setting changed: torch's AdamW says where that leads."""
+    model = tiny_models["qwen3_tied"]
+    (tmp_path / "checkpoint").mkdir()
+    run_on_ranks(Layout(), save_on_rank, model, tmp_path / "checkpoint", {"distributed": distributed})
+    expected = adamw_steps(model, [(OPTIMIZER, 0.5e-2), (OPTIMIZER, 1e-2), (OTHER_SETTINGS, 3e-3)])
+    for layout in (Layout(), Layout(data=2), Layout(tensor=2, pipeline=2)):
+        by_rank = run_on_ranks(layout, continue_with_other_settings, model, tmp_path / "checkpoint", distributed)
+        expect_equal(merged([weights for weights, _ in by_rank]), expected)
+        assert [rate for _, rate in by_rank] == pytest.approx([3e-3] * layout.ranks)

@@ -67,6 +67,19 @@ def test_a_lone_success_keeps_its_signal_with_leave_one_out() -> None:
 def test_large_rewards_keep_their_advantages() -> None:
     huge = group_advantages(torch.tensor([[1e20, 0.0, 0.0, 0.0]]), leave_one_out=False, normalize=True)
     torch.testing.assert_close(huge, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
+    by_step = reinforce_plus_plus_advantages(
+        torch.tensor([[1e20, 0.0, 0.0, 0.0]]), [1, 1, 1, 1], token_penalty=None, minus_baseline=False
+    )
+    torch.testing.assert_close(by_step, torch.tensor([3.0, -1.0, -1.0, -1.0]) / 3**0.5)
+
+
+def test_large_rewards_that_hardly_differ_keep_their_advantages() -> None:
+    """Float32 has these rewards exactly, and rounds their mean to the reward of the failures."""
+    close = torch.tensor([[1e8 + 8, 1e8, 1e8, 1e8]])
+    normalized = group_advantages(close, leave_one_out=False, normalize=True)
+    torch.testing.assert_close(normalized, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
+    left_out = group_advantages(close, leave_one_out=True, normalize=False)
+    torch.testing.assert_close(left_out, torch.tensor([[8.0, -8 / 3, -8 / 3, -8 / 3]]))
 
 
 @pytest.mark.parametrize("leave_one_out", [True, False])

@@ -164,7 +164,25 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
                 "loss_fn.truncated_importance_sampling_ratio_min=3",
             ],
             "loss_fn.truncated_importance_sampling_ratio_min=3",
-            "must be below loss_fn.truncated_importance_sampling_ratio=2",
+            "must be below 1",
+        ),
+        (
+            [
+                *ICEPOP,
+                "loss_fn.truncated_importance_sampling_ratio=1",
+                "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+            ],
+            "loss_fn.truncated_importance_sampling_ratio=1",
+            "must be above 1",
+        ),
+        (
+            [
+                "loss_fn.use_importance_sampling_correction=true",
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.truncated_importance_sampling_ratio=0.5",
+            ],
+            "loss_fn.truncated_importance_sampling_ratio=0.5",
+            "must be at least 1",
         ),
         (["grpo.adv_estimator.minus_baseline=true"], "grpo.adv_estimator.minus_baseline=True", "has a baseline anyway"),
         (

@@ -52,6 +52,24 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
 
 
+def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_off(folder: Path, **_: object) -> None:
+        if folder.exists():
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9}, keep_top_k=1)
+    assert checkpointer.steps() == [2]
+    monkeypatch.setattr("shutil.rmtree", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, {3: 0.5, 4: 0.4}, keep_top_k=1)
+    monkeypatch.undo()
+    assert checkpointer.steps() == [2, 4]
+    checkpointer.remove_leftovers()
+    saved(tmp_path, {5: 0.3}, keep_top_k=1)
+    assert sorted(entry.name for entry in checkpointer.folder.iterdir()) == ["step_2", "step_5"]
+
+
 @pytest.mark.parametrize(("higher_is_better", "kept"), [(True, [2, 4, 5]), (False, [1, 3, 5])])
 def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
     scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}

@@ -111,6 +111,19 @@ def test_reward_models_are_read_only_where_they_are_asked_for(tmp_path: Path) ->
         ModelShape.from_folder(tmp_path / "3", reward_models=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "loaded"),
+    [
+        (PPO, ["ppo.skip_reference_policy_logprobs_calculation=false"], True),
+        (PPO, ["ppo.skip_reference_policy_logprobs_calculation=true"], False),
+        ("+exp=quickstart", [], False),
+        ("+exp=quickstart", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+    ],
+)
+def test_only_ppo_loads_a_reference_without_a_penalty(recipe: str, overrides: list[str], loaded: bool) -> None:
+    assert compose_config([recipe, *overrides]).uses_reference == loaded
+
+
 def test_the_kl_may_lower_the_reward_with_ppo() -> None:
     """What keeps GRPO from it, the standard deviation of a group, PPO does not have."""
     kl = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"]

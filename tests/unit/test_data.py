@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
 from megatron_grpo.data.jsonl import read_prompts
@@ -126,7 +126,7 @@ def test_a_prompt_that_is_too_long_is_flagged(tokenizer: PreTrainedTokenizerFast
 
 def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(RunError, match="apply_chat_template=false"):
+    with pytest.raises(ValueError, match="apply_chat_template=false"):
         math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 0)
 
 
@@ -152,6 +152,25 @@ def test_the_dataset_chooses_the_processor_by_task(tokenizer: PreTrainedTokenize
     ]
     with pytest.raises(ValueError, match='row 1: no data processor for task_name "loud"'):
         AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)[1]
+
+
+def test_a_fractional_loss_multiplier_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    def halve(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
+        datum = math_data_processor(row, spec, tokenizer, longest, idx)
+        datum["loss_multiplier"] = 0.5
+        return datum
+
+    rows = [{"prompt": "1", "answer": "1"}]
+    with pytest.raises(ValueError, match=r"row 0: loss_multiplier=0\.5"):
+        AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, halve)}, 10)[0]
+
+
+def test_a_chat_template_that_refuses_a_prompt_is_an_error_with_its_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        ValueError, match="row 3: the tokenizer's chat template refuses the prompt: roles must alternate"
+    ):
+        math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 3)
 
 
 class Numbered:
@@ -253,5 +272,5 @@ def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
 
 
 def test_the_state_of_other_data_is_an_error() -> None:
-    with pytest.raises(RunError, match="had 9 rows, this run's has 10"):
+    with pytest.raises(ConfigError, match="has 10 rows, and had 9 when the checkpoint was written"):
         make_loader(Numbered(10)).load_state_dict(make_loader(Numbered(9)).state_dict())

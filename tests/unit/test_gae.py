@@ -151,6 +151,14 @@ def test_raw_reward_is_the_reward_at_every_token() -> None:
     torch.testing.assert_close(estimate.returns, expected.double())
 
 
+def test_raw_reward_is_discounted_token_by_token() -> None:
+    rewards, values = make_case()
+    estimate = estimate_advantages(rewards, values, LENGTHS, PPOAdvantageConfig(name="raw_reward", gae_gamma=0.9))
+    expected = reward_to_go(rewards, LENGTHS, 0.9)
+    torch.testing.assert_close(estimate.advantages, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(estimate.returns, expected, atol=1e-12, rtol=1e-12)
+
+
 def test_whitening_by_hand_leaves_the_rest_out() -> None:
     values = torch.tensor([1.0, math.nan, 2.0, 6.0, 100.0], dtype=torch.float64)
     mask = torch.tensor([True, False, True, True, False])

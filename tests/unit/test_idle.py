@@ -78,6 +78,20 @@ def test_greedy_sampling_is_remarked_on() -> None:
     assert "greedy" in remarks("+exp=quickstart", "generation.temperature=0")["generation.temperature=0"]
 
 
+def test_checkpoints_that_no_validation_ranks_are_remarked_on() -> None:
+    subject = "checkpointing.save_period=15"
+    given = ("+exp=quickstart", subject)
+    assert "every grpo.val_period=10" in remarks(*given, "grpo.val_period=10")[subject]
+    assert remarks(*given, "grpo.val_period=5") == {}
+    assert remarks(*given, "grpo.val_period=10", "checkpointing.metric_name=reward") == {}
+
+
+def test_a_multiplier_that_adds_no_prompt() -> None:
+    dynamic = ("+exp=quickstart", "grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=32")
+    assert "adds no whole prompt" in idle(*dynamic, "grpo.batch_multiplier=1.02")["grpo.batch_multiplier=1.02"]
+    assert idle(*dynamic, "grpo.batch_multiplier=1.25") == {}
+
+
 def test_a_forced_ratio_needs_another_one_to_replace() -> None:
     forced = "loss_fn.force_on_policy_ratio=true"
     assert "loss_fn.force_on_policy_ratio=True" in idle("+exp=quickstart", forced)
@@ -125,7 +139,8 @@ def test_a_responses_ratio_also_weighs_the_sampling_correction() -> None:
 def test_a_reference_that_never_moves() -> None:
     sync = ("grpo.sync_ref_model=true", "loss_fn.reference_policy_kl_penalty=0.1")
     found = idle("+exp=quickstart", *sync)
-    assert found == {"grpo.sync_ref_model=True": "needs grpo.ref_model_sync_steps of at most grpo.max_num_steps"}
+    assert found == {"grpo.sync_ref_model=True": "needs grpo.ref_model_sync_steps below grpo.max_num_steps"}
+    assert "grpo.sync_ref_model=True" in idle("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=400")
     assert idle("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=100") == {}
 
 

@@ -113,6 +113,13 @@ def test_an_environment_of_the_jobs_own(tmp_path: Path) -> None:
     assert config.data.answer_key == "solution"
 
 
+def test_data_of_its_own_is_not_validated_with_the_recipes(tmp_path: Path) -> None:
+    described = {"name": "mine", "type": "reward_functions", "reward_funcs": ["a.b"], "dataset": "rows.jsonl"}
+    job, recipe = write(tmp_path, {"environment": described}), ["+exp=quickstart", "checkpointing=none"]
+    assert compose_config([*recipe, job]).data.val_path is None
+    assert compose_config([*recipe, job, "data.val_path=mine.jsonl"]).data.val_path == "mine.jsonl"
+
+
 def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
     job = {
         "generation_top_p": 0.0,

@@ -206,6 +206,23 @@ def test_gspo_weighs_a_response_as_the_probability_of_its_text() -> None:
     torch.testing.assert_close((drawn.sum(1).exp() * weights * worth).sum(), (prev.sum(1).exp() * worth).sum())
 
 
+@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (0.5, 1.0)])
+def test_limits_of_the_sampling_correction_are_inside(kind: str, low: float, high: float) -> None:
+    """Where both frameworks agree every weight is exactly 1, and so is the mean of a response."""
+    config = LossConfig(
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type=kind,
+        truncated_importance_sampling_ratio=high,
+        truncated_importance_sampling_ratio_min=low,
+    )
+    logprobs = random_batch(19)[1]["generation_logprobs"]
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    correction = sampling_correction(logprobs, logprobs, mask, config)
+    assert (correction.weights == 1).all()
+    assert not correction.out_of_bounds.any()
+
+
 def test_on_policy_kl_has_the_gradient_of_the_exact_divergence() -> None:
     """In expectation over all tokens of a small vocabulary, at ratio 1 and away from it."""
     generator = torch.Generator().manual_seed(7)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn, add_derived_metrics
+from megatron_grpo.config.schema import LossConfig
 from tests.loss_oracle import CONFIGS, counts_of, random_batch
 
 
@@ -65,6 +66,20 @@ def test_metrics_match_a_loop_over_tokens() -> None:
     kish = math.fsum(t.weight for t in rows) ** 2 / (len(rows) * math.fsum(t.weight**2 for t in rows))
     assert actual["effective_sample_size"] == pytest.approx(kish)
     assert actual.keys().isdisjoint({"positive_nll_share", "sampling_importance_ratio_squared"})
+
+
+def test_cispo_counts_every_ratio_beyond_its_bounds() -> None:
+    """Whatever the sign of the advantage: its weight is bounded on either side."""
+    curr, tokens = random_batch(14, sequences=16)
+    config = LossConfig(reference_policy_kl_penalty=0.0, use_cispo=True, ratio_clip_min=0.3, ratio_clip_max=0.2)
+    _, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
+    inside = tokens["loss_mask"] > 0
+    ratios = [math.exp(value) for value in (curr - tokens["prev_logprobs"])[inside].tolist()]
+    low, high = sum(ratio < 0.7 for ratio in ratios), sum(ratio > 1.2 for ratio in ratios)
+    assert 0 < low < high < len(ratios) / 2, "the batch has to tell the two from each other and from their opposites"
+    assert metrics["clip_fraction_low"].item() == pytest.approx(low / len(ratios))
+    assert metrics["clip_fraction_high"].item() == pytest.approx(high / len(ratios))
+    assert metrics["clip_fraction_dual"].item() == 0
 
 
 def test_log_ratios_without_bounds_stay_numbers() -> None:

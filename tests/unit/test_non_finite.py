@@ -42,6 +42,9 @@ def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> Non
     assert written["prompt_ids"] == [3, 9]
     assert [row["prompt_idx"] for row in written["trajectories"]] == [9, 3]
     assert written["trajectories"][0]["token_ids"] == [0, 1, 2]
+    row = written["trajectories"][0]
+    bad = row["reward"] if field == "reward" else row["reward_parts"]["style"]
+    assert bad == {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}.get(str(value), value)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -75,6 +78,8 @@ def test_only_what_is_looked_at_has_to_be_finite(tmp_path: Path) -> None:
     batch.tokens["prev_logprobs"][4] = -math.inf
     with pytest.raises(RunError, match=r"an entry of prev_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"):
         require_finite_tokens(batch, "prev_logprobs", looked_at, samples, tmp_path, step=1)
+    written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
+    assert written["prev_logprobs"] == [["-Infinity", "-Infinity", "NaN"]]
 
 
 def test_fine_samples_pass(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,10 @@ class FakeModel:
         return torch.full((len(batch.token_ids),), self.number)
 
     get_values = get_logprobs = of_tokens
+
+    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
+        self.log.append("reference says")
+        return torch.full((len(batch.token_ids),), self.number - 0.25)
 
     def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
         self.log.append(f"{self.name} learns")
@@ -101,6 +106,23 @@ def test_the_policy_waits_for_the_value_model(tmp_path: Path, monkeypatch: pytes
         run.state["total_steps"] += 1
 
 
+def test_without_a_penalty_the_distance_to_the_reference_is_only_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """k3 at a log ratio of 0.25 throughout."""
+    learning = "ppo.policy_training_start_step=0"
+    run, _ = make_run(tmp_path, monkeypatch, learning)
+    without = ppo.ppo_step(run, iter([]))
+    run, log = make_run(tmp_path, monkeypatch, learning, "ppo.skip_reference_policy_logprobs_calculation=false")
+    report = ppo.ppo_step(run, iter([]))
+    assert without is not None
+    assert report is not None
+    assert log[:2] == ["reference says", "value says"]
+    assert report.metrics["kl_penalty"] == pytest.approx(math.exp(-0.25) - 0.75, rel=1e-5)
+    assert "kl_penalty" not in without.metrics
+    assert report.metrics["loss"] == without.metrics["loss"]
+
+
 def test_values_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, log = make_run(tmp_path, monkeypatch)
     run.value.number = float("nan")
@@ -108,6 +130,18 @@ def test_values_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: p
         ppo.ppo_step(run, iter([]))
     assert "policy learns" not in log
     assert (tmp_path / "non_finite_step_1.json").exists()
+
+
+def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that float32 can hold, and whose distance to the reward it cannot."""
+    run, log = make_run(tmp_path, monkeypatch, "ppo.adv_estimator.normalize_advantages=false")
+    run.value.number = 3e38
+    trajectories = make_trajectories()
+    trajectories[1].reward = -3e38
+    monkeypatch.setattr(step, "sample_step", lambda *_: StepSamples(trajectories, trajectories))
+    with pytest.raises(RunError, match=r"an entry of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
+        ppo.ppo_step(run, iter([]))
+    assert log == ["value says"]
 
 
 def test_a_gradient_of_the_value_model_that_is_not_finite_names_its_prompts(

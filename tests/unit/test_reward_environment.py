@@ -43,6 +43,10 @@ def coding_reward(prompts: list[str], completions: list[str], task: list[str], *
     ]
 
 
+def reward_len(completions, **kwargs):  # as it stands in the documentation: no annotations, whole numbers
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
 not_a_function = 3
 
 
@@ -62,6 +66,12 @@ def test_a_function_over_texts() -> None:
     scores = environment("length_reward").step(requests)
     assert [score.reward for score in scores] == [6.0, 12.0]
     assert [score.parts for score in scores] == [{"length_reward": 6.0}, {"length_reward": 12.0}]
+
+
+def test_whole_numbers_are_rewards_too() -> None:
+    scores = environment("reward_len").step([request("a", "x" * 17), request("b", "x" * 24)])
+    assert [score.reward for score in scores] == [-3.0, -4.0]
+    assert {type(score.parts["reward_len"]) for score in scores} == {float}
 
 
 def test_a_function_over_conversations() -> None:

@@ -58,11 +58,16 @@ def test_rewards_by_function_leave_out_what_a_function_did_not_score() -> None:
     )
     assert metrics == {
         "reward/a": 0.5,
-        "reward_std/a": pytest.approx(float(np.std([1.0, 0.0, 0.5]))),
+        "reward_std/a": pytest.approx(float(np.std([1.0, 0.0, 0.5], ddof=1))),
         "reward/b": 3.0,
-        "reward_std/b": 1.0,
+        "reward_std/b": pytest.approx(2**0.5),
         "unscored_rate": 0.25,
     }
+
+
+def test_the_only_response_that_a_function_scored_has_no_spread() -> None:
+    metrics = reward_function_metrics([make_trajectory(reward=1.0, reward_parts={"a": 1.0})])
+    assert metrics["reward_std/a"] == 0.0
 
 
 def test_a_trajectory_survives_json() -> None:

@@ -22,6 +22,7 @@ from megatron_grpo.config.model_source import known_shape
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.observability.throughput import forward_flops
 from megatron_grpo.policy.interface import GlobalCounts, LossFunction, TrainResult
+from megatron_grpo.rollouts.trajectory import Trajectory
 from tests.documented import undocumented
 from tests.trajectories import make_trajectory
 
@@ -82,7 +83,11 @@ class Run:
             make_trajectory(3, prompt_idx=i // 2, group=i // 2, sample=i % 2, reward=reward)
             for i, reward in enumerate(REWARDS)
         ]
-        monkeypatch.setattr(step, "sample_step", lambda *_: StepSamples(self.trajectories, self.trajectories))
+        self.dropped: list[Trajectory] = []
+        """Sampled besides these, and not trained on."""
+        monkeypatch.setattr(
+            step, "sample_step", lambda *_: StepSamples(self.trajectories, self.trajectories + self.dropped)
+        )
 
     def step(self) -> StepReport:
         report = grpo.grpo_step(self, iter([]))  # type: ignore[arg-type]
@@ -157,6 +162,26 @@ def test_a_penalty_in_the_reward_has_to_be_finite_also_where_there_is_no_loss(
     assert run.policy.batches == []
 
 
+def test_a_reference_that_is_not_finite_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch, "loss_fn.reference_policy_kl_penalty=0.1")
+    run.policy.logprobs = {3: -math.inf}
+    with pytest.raises(
+        RunError, match=r"an entry of reference_logprobs is not finite for 1 response\(s\) to prompt\(s\) 1"
+    ):
+        run.step()
+    assert run.policy.asked == ["reference"]
+    assert run.policy.batches == []
+
+
+def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that float32 can hold, and whose difference it cannot."""
+    run = Run(tmp_path, monkeypatch, "grpo.normalize_rewards=false")
+    run.trajectories[2].reward, run.trajectories[3].reward = 3e38, -3e38
+    with pytest.raises(RunError, match=r"an entry of advantages is not finite for 2 response\(s\) to prompt\(s\) 1"):
+        run.step()
+    assert run.policy.batches == []
+
+
 def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch)
     run.trajectories[1].reward = None
@@ -165,6 +190,36 @@ def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path, monkeypatch
     assert report.metrics["groups_without_signal"] == 0.5
     assert report.metrics["unscored_rate"] == 0.25
     assert report.metrics["valid_tokens"] == 9
+
+
+def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: two pairs of three tokens, one right in each, are trained on; a right pair of five was dropped."""
+    run = Run(tmp_path, monkeypatch, "grpo.use_dynamic_sampling=true")
+    run.dropped = [make_trajectory(5, group=2, sample=i, reward=1.0, stop_reason="length") for i in range(2)]
+    for trajectory in run.trajectories + run.dropped:
+        trajectory.correct, trajectory.reward_parts = trajectory.reward == 1.0, {"right": trajectory.reward or 0.0}
+    metrics = run.step().metrics
+    expected = {
+        "reward": 4 / 6,
+        "reward/right": 4 / 6,
+        "reward_std": 2 * math.sqrt(0.5) / 3,
+        "accuracy": 4 / 6,
+        "groups_all_wrong": 0,
+        "groups_mixed": 2 / 3,
+        "groups_all_right": 1 / 3,
+        "response_length": 22 / 6,
+        "response_length_max": 5,
+        "response_length_p50": 3,
+        "response_length_p90": 5,
+        "truncation_rate": 2 / 6,
+        "natural_termination_rate": 4 / 6,
+        "filtered_reward": 0.5,
+        "groups_without_signal": 0,
+        "valid_tokens": 12,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("right", [True, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -88,10 +89,6 @@ def test_advantages_are_clipped_after_normalising() -> None:
     assert [tokens[-1] for tokens in clipped] == pytest.approx([0.2, -0.1, -0.1, 0.2])
 
 
-def test_an_excluded_prompt_has_no_advantage() -> None:
-    assert advantages_of(config(), step(loss_multiplier=0.0))[3] == [0.0] * 4
-
-
 def test_scaling_comes_before_shaping() -> None:
     scaling = RewardScalingConfig(enabled=True, source_max=0.5, target_max=10.0)
     shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5)
@@ -148,6 +145,36 @@ def test_kl_in_the_reward_lowers_it_by_the_sum_over_the_response() -> None:
     prev = advantages_of(keys, trajectories, reference_logprobs=reference, prev_logprobs=exact)
     without = group_advantages(torch.tensor(REWARDS).view(2, 2), leave_one_out=True, normalize=False)
     assert [tokens[-1] for tokens in prev] == pytest.approx(without.flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    ("keys", "kl"),
+    [
+        ({"reference_policy_kl_type": "k1"}, [0.5, 0.0, -0.5]),
+        ({"reference_policy_kl_type": "k2"}, [0.125, 0.0, 0.125]),
+        ({"reference_policy_kl_type": "k3"}, [math.exp(-0.5) - 0.5, 0.0, math.exp(0.5) - 1.5]),
+        ({"reference_policy_kl_type": "k1", "kl_input_clamp_value": 0.2}, [0.2, 0.0, -0.2]),
+        ({"reference_policy_kl_type": "k2", "kl_input_clamp_value": 0.2}, [0.02, 0.0, 0.02]),
+        ({"reference_policy_kl_type": "k1", "kl_output_clamp_value": 0.3}, [0.3, 0.0, -0.3]),
+        ({"reference_policy_kl_type": "k2", "kl_output_clamp_value": 0.1}, [0.1, 0.0, 0.1]),
+        (
+            {"reference_policy_kl_type": "k2", "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.05},
+            [0.05, 0.0, 0.05],
+        ),
+    ],
+)
+def test_kl_in_the_reward_is_the_configured_estimate(keys: dict[str, Any], kl: list[float]) -> None:
+    """By hand at log ratios 0.5, 0, -0.5; in a pair, the advantage is what the mate has less."""
+    loss = LossConfig(reference_policy_kl_penalty=0.5, use_kl_in_reward=True, **keys)
+    policy = to_sequence_batch(step(), overlong_filtering=False).tokens["generation_logprobs"]
+    actual = advantages_of(
+        config(loss, normalize_rewards=False),
+        step(),
+        reference_logprobs=torch.full_like(policy, -1.0),
+        prev_logprobs=policy,
+    )
+    a, b, c, d = (reward - 0.5 * sum(kl[:length]) for reward, length in zip(REWARDS, LENGTHS, strict=True))
+    assert [tokens[-1] for tokens in actual] == pytest.approx([a - b, b - a, c - d, d - c])
 
 
 @pytest.mark.parametrize("minus_baseline", [True, False])

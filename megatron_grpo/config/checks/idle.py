@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_grpo.config.changes import changed
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 
 _Check = tuple[tuple[str, ...], Callable[[Config], bool], str]
@@ -67,13 +68,18 @@ _CHECKS: tuple[_Check, ...] = (
     ),
     (
         ("LOOP.sync_ref_model",),
-        lambda config: config.loop.ref_model_sync_steps > config.loop.max_num_steps,
-        "needs LOOP.ref_model_sync_steps of at most LOOP.max_num_steps",
+        lambda config: config.loop.ref_model_sync_steps >= config.loop.max_num_steps,
+        "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps",
     ),
     (
         ("LOOP.dynamic_sampling_max_gen_batches",),
         lambda config: not config.loop.use_dynamic_sampling,
         "needs LOOP.use_dynamic_sampling=true",
+    ),
+    (
+        ("LOOP.batch_multiplier",),
+        lambda config: config.prompts_per_generation_batch == config.loop.num_prompts_per_step,
+        "adds no whole prompt to LOOP.num_prompts_per_step",
     ),
     (
         ("LOOP.normalize_rewards_over",),
@@ -175,6 +181,20 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"taken on the same samples; REINFORCE takes one: {config.passes_key}=1 and one minibatch"
         )
         yield Problem("loss_fn.disable_ppo_ratio=True", text)
+    yield from _rarely_ranked(config)
+
+
+def _rarely_ranked(config: Config) -> Iterator[Problem]:
+    checkpointing, period = config.checkpointing, config.loop.val_period
+    ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
+    if not ranked or not checkpointing.metric_name.startswith(VALIDATION_PREFIX):
+        return
+    if period == 0 or checkpointing.save_period % period:
+        text = (
+            f"saves steps without a validation, of which there is one every {config.algorithm}.val_period={period}; "
+            f"they rank last by checkpointing.metric_name={checkpointing.metric_name}"
+        )
+        yield Problem(f"checkpointing.save_period={checkpointing.save_period}", text)
 
 
 def _covers(name: str, key: str) -> bool:

@@ -56,15 +56,19 @@ def _early_stop(config: Config) -> Iterator[Problem]:
         text = f"nothing says when; give {section}.early_stop.threshold or {section}.early_stop.patience"
         yield Problem(f"{section}.early_stop.enabled=True", text)
     yield from _validation_metric(config, f"{section}.early_stop.metric_name", stop.metric_name)
-    if config.data.val_path is None or config.loop.val_period == 0:
-        text = f"decides after a validation; needs data.val_path and {section}.val_period"
+    if config.data.val_path is None or not 0 < config.loop.val_period < config.loop.max_num_steps:
+        text = f"decides after a validation; needs data.val_path and a {section}.val_period below max_num_steps"
         yield Problem(f"{section}.early_stop.enabled=True", text)
 
 
 def _checkpointing(config: Config) -> Iterator[Problem]:
     checkpointing = config.checkpointing
     key, name = "checkpointing.metric_name", checkpointing.metric_name
-    if not checkpointing.enabled or checkpointing.keep_top_k is None or not name.startswith(VALIDATION_PREFIX):
+    if not checkpointing.enabled or checkpointing.keep_top_k is None:
+        return
+    if name == "accuracy" and not config.knows_correctness:
+        yield _nothing_is_correct(config, key, name)
+    if not name.startswith(VALIDATION_PREFIX):
         return
     unknown = list(_validation_metric(config, key, name))
     yield from unknown
@@ -79,9 +83,13 @@ def _validation_metric(config: Config, key: str, name: str) -> Iterator[Problem]
     if name not in names:
         yield Problem(f"{key}={name}", f"is no validation metric; there is {', '.join(names)}")
     elif name == f"{VALIDATION_PREFIX}accuracy" and not config.knows_correctness:
-        text = "the reward functions do not say which responses are correct; name one in"
-        keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
-        yield Problem(f"{key}={name}", f"{text} {keys}, or take {VALIDATION_PREFIX}reward")
+        yield _nothing_is_correct(config, key, name)
+
+
+def _nothing_is_correct(config: Config, key: str, name: str) -> Problem:
+    keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
+    text = f"the reward functions do not say which responses are correct; name one in {keys}"
+    return Problem(f"{key}={name}", f"{text}, or take {name.replace('accuracy', 'reward')}")
 
 
 def _validates(config: Config) -> bool:

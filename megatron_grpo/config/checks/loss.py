@@ -86,5 +86,10 @@ def _correction(loss: LossConfig) -> Iterator[Problem]:
         yield Problem(f"{prefix}_ratio_min={low:g}", "tis has no lower limit; use null, or icepop or seq-mask-tis")
     if kind != "tis" and low is None:
         yield Problem(f"{prefix}_type={kind}", f"needs {prefix}_ratio_min, the lower limit")
-    if low is not None and high is not None and low >= high:
-        yield Problem(f"{prefix}_ratio_min={low:g}", f"must be below {prefix}_ratio={high:g}")
+    if kind != "tis" and low is not None and low >= 1:
+        text = "must be below 1, the weight of a token that both frameworks agree about, which is to stay in the loss"
+        yield Problem(f"{prefix}_ratio_min={low:g}", text)
+    if high is not None and (high < 1 or (kind != "tis" and high == 1)):
+        bound = "at least" if kind == "tis" else "above"
+        text = f"must be {bound} 1, the weight of a token that both frameworks agree about, which is to stay as it is"
+        yield Problem(f"{prefix}_ratio={high:g}", text)

@@ -44,7 +44,10 @@ def _misplaced(key: str, algorithm: str) -> str:
         return "is for algorithm=ppo, and this run has algorithm=grpo"
     name = key.removeprefix("grpo.")
     shared = {field.name for field in dataclasses.fields(LoopConfig)}
-    text = f"give ppo.{name}" if name.partition(".")[0] in shared else "the value model is PPO's baseline"
+    if name.partition(".")[0] in shared:
+        text = f"give ppo.{name}"
+    else:
+        text = "give ppo.ppo_epochs" if name == "num_iterations" else "the value model is PPO's baseline"
     return f"is for algorithm=grpo, and this run has algorithm=ppo; {text}"
 
 
