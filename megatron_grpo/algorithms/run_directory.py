@@ -41,24 +41,21 @@ def claimed_run_directory(path: str) -> Iterator[Path]:
         yield folder
 
 
-def record_start(folder: Path, config: Config) -> list[str]:
-    """Write the configuration into the folder of its run, and point `latest` beside the folder at it.
-
-    Returns:
-        What differs from the configuration that the run was last started with, one line per key.
-
-    Raises:
-        ConfigError: the folder belongs to another run.
-    """
-    changes = _changes(folder / CONFIG_FILE, config)
+def record_start(folder: Path, config: Config) -> None:
+    """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
     temporary = folder / (CONFIG_FILE + ".tmp")
     temporary.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     temporary.rename(folder / CONFIG_FILE)
     _link_latest(folder)
-    return changes
 
 
-def _changes(file: Path, config: Config) -> list[str]:
+def changes_since_last_start(folder: Path, config: Config) -> list[str]:
+    """What differs from the configuration that the folder's run was last started with, one line per key.
+
+    Raises:
+        ConfigError: the folder belongs to another run.
+    """
+    file = folder / CONFIG_FILE
     if not file.exists():
         return []
     before = dict(leaves(yaml.safe_load(file.read_text())))

@@ -13,7 +13,13 @@ from megatron_grpo.algorithms.checkpointer import Checkpointer
 from megatron_grpo.algorithms.load_data import load_prompt_data
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun, PPORun
-from megatron_grpo.algorithms.run_directory import POLICY_FOLDER, VALUE_FOLDER, claimed_run_directory, record_start
+from megatron_grpo.algorithms.run_directory import (
+    POLICY_FOLDER,
+    VALUE_FOLDER,
+    changes_since_last_start,
+    claimed_run_directory,
+    record_start,
+)
 from megatron_grpo.algorithms.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.algorithms.start_models import start_models
 from megatron_grpo.algorithms.value_loss import MseValueLossFn
@@ -49,8 +55,9 @@ def setup(config: Config) -> Iterator[GRPORun]:
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         start_from = _start_from(checkpointer, config)
-        changes = record_start(run_dir, config)
+        changes = changes_since_last_start(run_dir, config)
         run = _bring_up(config, run_dir, checkpointer, start_from, stack)
+        record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         stack.callback(gc.unfreeze)
         run.logger.started(startup_s=time.monotonic() - started, changes=changes)
