@@ -261,6 +261,22 @@ def test_a_resumed_loader_continues_exactly(stop_after: int) -> None:
     resumed = make_loader(dataset)
     resumed.load_state_dict(state)
     assert first + batches(resumed, 3) == straight
+    unused = make_loader(dataset)
+    unused.load_state_dict(state)
+    again = make_loader(dataset)
+    again.load_state_dict(json.loads(json.dumps(unused.state_dict())))
+    assert first + batches(again, 3) == straight, "a loader that was resumed and saved without use is where it was"
+
+
+def test_looking_at_the_position_does_not_move_it() -> None:
+    looked_at, left_alone = make_loader(Numbered(11)), make_loader(Numbered(11))
+    seen = []
+    for _ in range(2):
+        looked_at.state_dict()
+        for batch in looked_at:
+            looked_at.state_dict()
+            seen.append([datum["idx"] for datum in batch])
+    assert seen == epoch(left_alone) + epoch(left_alone)
 
 
 def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
