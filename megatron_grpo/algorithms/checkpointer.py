@@ -89,11 +89,13 @@ class Checkpointer:
         self._prune()
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
-        """Replace what the driver keeps of a checkpoint, in one piece."""
+        """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""
         temporary = self.path(step) / f".{_STATE_FILE}.tmp"
         temporary.write_text(json.dumps(dict(state), indent=1))
         _sync(temporary)
         temporary.replace(self.path(step) / _STATE_FILE)
+        _sync(self.path(step))
+        self._prune()
 
     @staticmethod
     def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
-from megatron_grpo.config.errors import RunError
-
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import EarlyStopConfig
 
@@ -28,18 +26,9 @@ def default_early_stop_state() -> EarlyStopState:
 
 
 def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
-    """Take a validation into account.
-
-    Raises:
-        RunError: validation has no such metric; the message lists those it has.
-    """
-    if not config.enabled:
+    """Take a validation into account; one without the metric (no response could be judged) counts for nothing."""
+    if not config.enabled or config.metric_name not in metrics:
         return
-    if config.metric_name not in metrics:
-        raise RunError(
-            f"early_stop.metric_name={config.metric_name} is not among the validation metrics: "
-            f"{', '.join(sorted(metrics))}"
-        )
     value = metrics[config.metric_name]
     sign = 1.0 if config.higher_is_better else -1.0
     improved = state["best"] is None or sign * (value - state["best"]) > config.min_delta

@@ -34,8 +34,7 @@ def load_prompt_data(config: Config, model: Path) -> PromptData:
         model: folder with the tokenizer.
 
     Raises:
-        ConfigError: a row has no usable prompt, or too few rows are short enough.
-        ValueError: see `read_prompts`.
+        ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
     from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
 
@@ -67,10 +66,10 @@ def _read(config: Config, key: str, tokenizer: Any, notes: list[str]) -> tuple[A
         apply_chat_template=data.apply_chat_template,
         system_prompt=data.system_prompt,
     )
-    rows = read_prompts(path, spec, task_names=set(config.env))
     processors = dict.fromkeys(config.env, (spec, math_data_processor))
-    dataset = AllTaskProcessedDataset(rows, tokenizer, spec, processors, data.max_input_seq_length)
     try:
+        rows = read_prompts(path, spec, task_names=set(config.env))
+        dataset = AllTaskProcessedDataset(rows, tokenizer, spec, processors, data.max_input_seq_length)
         usable = sum(dataset[idx]["loss_multiplier"] > 0 for idx in range(len(dataset)))
     except ValueError as error:
         raise ConfigError([Problem(f"data.{key}={path}", str(error))]) from error

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.observability.json_files import write_json
 from megatron_grpo.rollouts.trajectory import Trajectory
@@ -33,18 +33,21 @@ def require_finite_samples(
         data: which data the prompts are rows of, for the message.
 
     Raises:
-        RunError: see `stop_step`.
+        SamplingError: a reward is not finite; see `stop_step`.
+        RunError: a log-probability is not.
     """
+    logprobs = [t for t in trajectories if not all(map(math.isfinite, t.logprobs))]
+    if logprobs:  # the weights themselves may be broken
+        stop_step("a sampling log-probability", logprobs, run_dir, step, data)
     for what, bad in (
         ("the reward", [t for t in trajectories if t.reward is not None and not _fits_float32(t.reward)]),
         (
             "a reward function's reward",
             [t for t in trajectories if not all(map(_fits_float32, t.reward_parts.values()))],
         ),
-        ("a sampling log-probability", [t for t in trajectories if not all(map(math.isfinite, t.logprobs))]),
     ):
         if bad:
-            stop_step(what, bad, run_dir, step, data)
+            stop_step(what, bad, run_dir, step, data, error=SamplingError)
 
 
 def _fits_float32(value: float) -> bool:
@@ -81,6 +84,7 @@ def stop_step(
     step: int,
     data: str = "training",
     more: Mapping[str, Sequence[object]] | None = None,
+    error: type[RunError] = RunError,
 ) -> NoReturn:
     """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
 
@@ -88,6 +92,7 @@ def stop_step(
 
     Args:
         more: further entries of the file by name, an item for each response.
+        error: what to raise.
 
     Raises:
         RunError: always; names the prompts, as rows of the data.
@@ -98,7 +103,7 @@ def stop_step(
     found = {"step": step, "what": what, "data": data, "prompt_ids": prompts, "trajectories": rows, **(more or {})}
     write_json(file, json.loads(json.dumps(found), parse_constant=str))
     named = ", ".join(map(str, prompts[:_NAMED])) + (", ..." if len(prompts) > _NAMED else "")
-    raise RunError(
+    raise error(
         f"step {step}: {what} is not finite for {len(bad)} response(s) to prompt(s) {named} of the {data} data; "
         f"no weights were changed by it and nothing of this step was saved; {file} has the responses"
     )

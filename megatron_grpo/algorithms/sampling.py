@@ -9,7 +9,7 @@ from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.non_finite import require_finite_samples
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.step_advantages import groups_with_signal
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.observability.timers import StepTimer
@@ -42,16 +42,10 @@ def sample_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTim
     What dynamic sampling has by then stays in run.batch_cache, for a run that is continued with more epochs.
 
     Raises:
-        SamplingError: sampling or scoring failed, a reward is not finite, or dynamic sampling did not fill the step
-            within its limit.
+        SamplingError: an engine or an environment failed, a reward is not finite, or dynamic sampling did not fill the
+            step within its limit.
+        RunError: a sampling log-probability is not finite.
     """
-    try:
-        return _fill_step(run, batches, timer)
-    except RunError as error:
-        raise SamplingError(str(error)) from error
-
-
-def _fill_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     step, dynamic = StepSamples(), run.config.loop.use_dynamic_sampling
     without_signal = surplus = gen_batches = 0
     while prompts := next(batches, None):
@@ -117,7 +111,7 @@ def _renumbered(groups: list[Group]) -> list[Trajectory]:
 def _require_within_limit(run: GRPORun, gen_batches: int) -> None:
     limit, section = run.config.loop.dynamic_sampling_max_gen_batches, run.config.algorithm
     if gen_batches >= limit:
-        raise RunError(
+        raise SamplingError(
             f"dynamic sampling found {len(run.batch_cache)} of the {run.config.loop.num_prompts_per_step} prompts of a "
             f"step in {section}.dynamic_sampling_max_gen_batches={limit} generation batches: the samples of nearly "
             f"every prompt get the same reward; choose easier or harder prompts, more "

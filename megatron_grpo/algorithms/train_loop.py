@@ -27,8 +27,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
         RunError: see the algorithm's step.
     """
     limits, state = run.config.loop, run.state
-    if limits.val_at_start and state["total_steps"] == 0 and "val_step" not in state:
-        _validated(run)
+    _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
@@ -44,6 +43,17 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
         _advance(run, report)
         metrics = _finish_step(run, report)
     _finish_training(run, metrics)
+
+
+def _catch_up_on_validation(run: GRPORun) -> None:
+    """Validate before the next step where that is due: at the start, or since a validation that failed."""
+    step = run.state["total_steps"]
+    due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
+    if not due or run.state.get("val_step") == step:
+        return
+    validated = _validated(run)
+    if validated and step in run.checkpointer.steps():
+        save_validation(run, validated)
 
 
 def _stopped_early(run: GRPORun) -> bool:
@@ -67,10 +77,10 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
 
     Raises:
-        SamplingError: the validation failed; the step was logged and saved.
+        RunError: the validation failed, or checkpoints cannot be ranked; the step was logged and saved.
     """
     step, metrics = run.state["total_steps"], dict(report.metrics)
-    failure: SamplingError | None = None
+    failure: RunError | None = None
     if _validation_due(run):
         try:
             metrics |= _validated(run)
@@ -78,7 +88,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
             failure = error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     run.logger.dump_rollouts(step, report.trajectories)
-    _require_ranking_metric(run.config, metrics)
+    failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         _save_finished_steps(run, metrics, progress_of(run))
         raise failure
@@ -87,14 +97,16 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     return metrics
 
 
-def _require_ranking_metric(config: Config, metrics: Mapping[str, float]) -> None:
+def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
+    """What to say when no step has the metric that ranks checkpoints."""
     checkpointing = config.checkpointing
     name, ranked = checkpointing.metric_name, checkpointing.enabled and checkpointing.keep_top_k is not None
     if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
-        return  # of a step that trains no policy, in the critic's warm-up for one, much is not known
-    if ranked and name not in metrics and name not in sometimes_absent(config):
-        known = ", ".join(sorted(metrics))
-        raise RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
+        return None  # of a step that trains no policy, in the critic's warm-up for one, much is not known
+    if not ranked or name in metrics or name in sometimes_absent(config):
+        return None
+    known = ", ".join(sorted(metrics))
+    return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
 
 
 def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], progress: Progress) -> None:
@@ -104,7 +116,7 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], progress: P
         return
     try:
         save_checkpoint(run, metrics, progress)
-    except RunError as error:
+    except (OSError, RuntimeError) as error:
         run.logger.note(f"step {step} could not be saved: {error}")
 
 
@@ -127,9 +139,13 @@ def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
 
 
 def _validation_due(run: GRPORun) -> bool:
-    step, limits = run.state["total_steps"], run.config.loop
-    periodic = limits.val_period > 0 and step % limits.val_period == 0
-    return periodic or (limits.val_at_end and step == limits.max_num_steps)
+    last = run.config.loop.val_at_end and run.state["total_steps"] == run.config.loop.max_num_steps
+    return _periodic_validation_due(run) or last
+
+
+def _periodic_validation_due(run: GRPORun) -> bool:
+    period = run.config.loop.val_period
+    return period > 0 and run.state["total_steps"] % period == 0
 
 
 def _validated(run: GRPORun) -> dict[str, float]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from megatron_grpo.algorithms.non_finite import require_finite_samples
 from megatron_grpo.algorithms.run import GRPORun
-from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import rollout_metrics
@@ -20,14 +19,12 @@ def validate(run: GRPORun) -> dict[str, float]:
         Metrics whose names start with val_; empty without validation data.
 
     Raises:
-        SamplingError: sampling or scoring failed, or a reward or a log-probability is not finite.
+        SamplingError: an engine or an environment failed, or a reward is not finite.
+        RunError: a sampling log-probability is not finite.
     """
     if not run.val_prompts:
         return {}
-    try:
-        trajectories = _respond(run)
-    except RunError as error:
-        raise SamplingError(str(error)) from error
+    trajectories = _respond(run)
     run.logger.show_samples(run.val_prompts, trajectories)
     measured = rollout_metrics(trajectories)
     return {f"{VALIDATION_PREFIX}{name}": measured[name] for name in VALIDATION_METRICS if name in measured}

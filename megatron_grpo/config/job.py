@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import keys, known_key
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 
 SETTING_OF_FIELD = {
     "generation_batch_size": "generation.engine.max_num_seqs",
@@ -60,8 +61,12 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each setting came from."""
+    unvalidated: bool = False
+    """Whether it brings data of its own without held-out prompts."""
     only_named: bool = False
     """Whether the environment is given by its name alone."""
+    overruled: set[str] = field(default_factory=set)
+    """Keys that stand on the command line itself."""
     problems: list[Problem] = field(default_factory=list)
 
     def environment_override(self, options: Sequence[str]) -> list[str]:
@@ -81,9 +86,17 @@ class Job:
                 return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
             if not self.only_named:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
-        for key, value in self.settings.items():
+        for key, value in {**self._without_validation(composed), **self.settings}.items():
             OmegaConf.update(composed, key, value, force_add=True)
         return []
+
+    def _without_validation(self, composed: DictConfig) -> dict[str, Any]:
+        """What takes the place of the recipe's held-out prompts, which are of another task."""
+        if not self.unvalidated or "data.val_path" in self.overruled:
+            return {}
+        by_validation = composed.checkpointing.metric_name.startswith(VALIDATION_PREFIX)
+        ranked = by_validation and "checkpointing.metric_name" not in self.overruled
+        return {"data.val_path": None, **({"checkpointing.metric_name": "reward"} if ranked else {})}
 
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
@@ -113,6 +126,7 @@ def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
     if len(given) > 1:
         job.problems.append(Problem(" ".join(given), "one run takes one job"))
     taken = _keys_of(others)
+    job.overruled = set(taken)
     job.settings = {key: value for key, value in job.settings.items() if key not in taken}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
     if "env" in taken:
@@ -190,8 +204,7 @@ def _read_environment(job: Job, value: Any) -> None:
             _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
         elif part != "name":
             job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
-    if "dataset" in described:  # the recipe's held-out prompts are of another task
-        job.settings.setdefault("data.val_path", None)
+    job.unvalidated = "dataset" in described and "validation_dataset" not in described
 
 
 def _set(job: Job, name: str, setting: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.policy.engine import TokenEngine
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
@@ -33,9 +34,15 @@ def load_engine(engine: TokenEngine, folder: str) -> None:
 
     Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
     draws from it as long as the model has no dropout.
+
+    Raises:
+        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed.
     """
     state = _sharded_state(engine, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(folder)
+    if common["distributed_optimizer"] != state["distributed_optimizer"]:
+        was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
+        raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
     if common["layout"] == state["layout"]:
         state["random"] = _random_state_shard()
     if common["reference_moved"] and engine.reference is not None:
@@ -62,6 +69,7 @@ def _sharded_state(engine: TokenEngine, *, is_loading: bool) -> dict[str, Any]:
         "optimizer": optimizer,
         "schedule_steps": engine.optimizer.scheduler.num_steps,
         "reference_moved": engine.reference_moved,
+        "distributed_optimizer": engine.optimizer.settings.distributed,
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.environments.interface import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.generation.interface import GenerationInterface, GenerationRequest, SamplingSettings
@@ -37,6 +38,15 @@ def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
+@contextmanager
+def _sampling_only() -> Iterator[None]:
+    """What fails here leaves the models as they are."""
+    try:
+        yield
+    except RunError as error:
+        raise SamplingError(str(error)) from error
+
+
 class RolloutCollector:
     """Samples and scores responses.
 
@@ -53,6 +63,7 @@ class RolloutCollector:
         self.environments = environments
         self.max_total_sequence_length = max_total_sequence_length
 
+    @_sampling_only()
     def collect(
         self,
         prompts: Sequence[DatumSpec],
@@ -66,6 +77,9 @@ class RolloutCollector:
         """Sample `samples_per_prompt` responses to each prompt; samples of a prompt are neighbours in the result.
 
         `run_seed`, `step`, the prompt's row and the sample's number decide what is drawn.
+
+        Raises:
+            SamplingError: an engine or an environment failed.
         """
         pairs = [(group, sample) for group in range(len(prompts)) for sample in range(samples_per_prompt)]
         prompt_ids = [[token for turn in datum["message_log"] for token in turn["token_ids"]] for datum in prompts]

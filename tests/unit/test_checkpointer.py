@@ -52,6 +52,14 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
 
 
+def test_a_late_validation_ranks_a_checkpoint_anew(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, {1: 0.3, 2: None}, keep_top_k=1)
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.update(2, state_of(2, 0.9))
+    assert checkpointer.steps() == [2]
+    assert Checkpointer.load(checkpointer.path(2)) == (state_of(2, 0.9), {"position": 2})
+
+
 def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken_off(folder: Path, **_: object) -> None:
         if folder.exists():

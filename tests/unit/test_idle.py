@@ -86,6 +86,14 @@ def test_checkpoints_that_no_validation_ranks_are_remarked_on() -> None:
     assert remarks(*given, "grpo.val_period=10", "checkpointing.metric_name=reward") == {}
 
 
+def test_early_stopping_that_never_decides() -> None:
+    on = ("+exp=quickstart", "grpo.early_stop.enabled=true", "grpo.val_period=400")
+    subject = "grpo.early_stop.enabled=True"
+    assert subject in idle(*on, "grpo.early_stop.patience=1")
+    assert idle(*on, "grpo.early_stop.threshold=0.9") == {}
+    assert subject in idle(*on, "grpo.early_stop.threshold=0.9", "grpo.val_at_start=false")
+
+
 def test_a_multiplier_that_adds_no_prompt() -> None:
     dynamic = ("+exp=quickstart", "grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=32")
     assert "adds no whole prompt" in idle(*dynamic, "grpo.batch_multiplier=1.02")["grpo.batch_multiplier=1.02"]

@@ -115,9 +115,14 @@ def test_an_environment_of_the_jobs_own(tmp_path: Path) -> None:
 
 def test_data_of_its_own_is_not_validated_with_the_recipes(tmp_path: Path) -> None:
     described = {"name": "mine", "type": "reward_functions", "reward_funcs": ["a.b"], "dataset": "rows.jsonl"}
-    job, recipe = write(tmp_path, {"environment": described}), ["+exp=quickstart", "checkpointing=none"]
-    assert compose_config([*recipe, job]).data.val_path is None
-    assert compose_config([*recipe, job, "data.val_path=mine.jsonl"]).data.val_path == "mine.jsonl"
+    job = write(tmp_path, {"environment": described})
+    for recipe in ("+exp=quickstart", "+exp=quickstart_ppo"):
+        config = compose_config([recipe, job])
+        assert (config.data.val_path, config.checkpointing.metric_name) == (None, "reward")
+        own = compose_config([recipe, job, "data.val_path=mine.jsonl"])
+        assert (own.data.val_path, own.checkpointing.metric_name) == ("mine.jsonl", "val_accuracy")
+        with pytest.raises(ConfigError, match=r"metric_name=val_reward +ranks checkpoints, but there is no validation"):
+            compose_config([recipe, job, "checkpointing.metric_name=val_reward"])
 
 
 def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:

@@ -56,12 +56,7 @@ FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[p
         (
             ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.val_period=0"],
             "grpo.early_stop.enabled=True",
-            "needs data.val_path and a grpo.val_period below",
-        ),
-        (
-            ["grpo.early_stop.enabled=true", "grpo.early_stop.patience=1", "grpo.val_period=400"],
-            "grpo.early_stop.enabled=True",
-            "needs data.val_path and a grpo.val_period below",
+            "needs data.val_path and grpo.val_period",
         ),
         (
             ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.1", "generation.parallel.data=16"],

@@ -15,7 +15,7 @@ from megatron_grpo.algorithms.non_finite import require_finite_samples, require_
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.compose import compose_config
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.generation.interface import SamplingSettings
 from megatron_grpo.rollouts.trajectory import Trajectory
@@ -36,7 +36,7 @@ def trajectory(prompt: int, reward: float | None = 1.0, logprob: float = -0.5, *
 )
 def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> None:
     samples = [trajectory(7), trajectory(9, **{field: value}), trajectory(3, **{field: value}), trajectory(9)]
-    with pytest.raises(RunError, match=rf"step 5: {what} for 2 response\(s\) to prompt\(s\) 3, 9"):
+    with pytest.raises(SamplingError, match=rf"step 5: {what} for 2 response\(s\) to prompt\(s\) 3, 9"):
         require_finite_samples(samples, tmp_path, step=5)
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["prompt_ids"] == [3, 9]
@@ -49,8 +49,12 @@ def test_bad_samples(tmp_path: Path, field: str, what: str, value: float) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_bad_sampling_logprobs(tmp_path: Path, value: float) -> None:
-    with pytest.raises(RunError, match=r"step 5: a sampling log-probability is not finite for 1 .* prompt\(s\) 9"):
-        require_finite_samples([trajectory(7), trajectory(9, logprob=value)], tmp_path, step=5)
+    """Not a matter of sampling alone, whatever the rewards are: the weights may be broken, and are not to be saved."""
+    with pytest.raises(
+        RunError, match=r"step 5: a sampling log-probability is not finite for 1 .* prompt\(s\) 9"
+    ) as bad:
+        require_finite_samples([trajectory(7, reward=math.nan), trajectory(9, logprob=value)], tmp_path, step=5)
+    assert not isinstance(bad.value, SamplingError)
 
 
 def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,48 @@ def test_wandb_without_its_package_is_one_clear_message(
     config.logger.wandb.enabled = True
     with pytest.raises(RunError, match=r"logger\.wandb\.enabled"):
         RunLogger(tmp_path, config)
+
+
+def test_each_run_directory_is_a_wandb_run_of_its_own(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's side is played: what it is asked for, and what it answers when nobody is logged in."""
+    asked: list[dict[str, Any]] = []
+
+    class Error(Exception):
+        pass
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise Error("no API key")
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    played = SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", played)
+    config.logger.wandb.enabled = True
+    for folder in ("a/run", "b/run", "a/run"):
+        RunLogger(tmp_path / folder, config).close()
+    first, second, again = asked
+    assert first["id"] == again["id"] != second["id"]
+    assert {one["name"] for one in asked} == {"run"}
+    assert {one["resume"] for one in asked} == {"allow"}
+    with pytest.raises(RunError, match=r"logger\.wandb\.enabled=true, and W&B does not start: no API key"):
+        RunLogger(tmp_path / "c", config)
+
+
+def test_a_run_that_starts_anew_hides_the_events_of_the_one_before(tmp_path: Path, config: Config) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.logger.tensorboard = True
+    for steps in (range(1, 7), range(1, 3)):
+        logger = RunLogger(tmp_path, config)
+        run_steps(logger, steps)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2]
+    assert [event.step for event in events.Scalars("validation/val_accuracy")] == [0, 2]
 
 
 def test_the_live_line_shows_what_people_watch() -> None:

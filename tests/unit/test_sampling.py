@@ -12,7 +12,7 @@ import pytest
 
 from megatron_grpo.algorithms.sampling import sample_step
 from megatron_grpo.algorithms.save_state import default_grpo_save_state
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.trajectory import Trajectory
@@ -114,5 +114,5 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path) 
 
 def test_a_step_that_does_not_fill_up_ends_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
-    with pytest.raises(RunError, match=r"found 1 of the 3 prompts of a step in .*max_gen_batches=2"):
+    with pytest.raises(SamplingError, match=r"found 1 of the 3 prompts of a step in .*max_gen_batches=2"):
         sample_step(run, batches([0, 1, 3], [5, 7, 9], [2, 4, 6]), StepTimer())

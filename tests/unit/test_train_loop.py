@@ -99,16 +99,17 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     assert run.checkpointer.steps() == []
 
 
-def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RunError("rank 0 died"), OSError(28, "No space left on device")])
+def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Exception) -> None:
     run = Run(tmp_path)
 
     def fail(_: Path) -> None:
-        raise RunError("rank 0 died")
+        raise error
 
     run.models = fail
     with pytest.raises(SamplingError, match="the engine died"):
         run.train(steps=1, error=SamplingError("the engine died"))
-    assert "step 1 could not be saved: rank 0 died" in run.logged
+    assert f"step 1 could not be saved: {error}" in run.logged
 
 
 def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +119,12 @@ def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pyte
         run.train()
     assert [line for line in run.logged if line.startswith("step")] == ["step 1", "step 2", "step 3"]
     assert run.checkpointer.steps() == [2, 3]
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    repaired = Run(tmp_path, run.config.grpo)
+    repaired.state = run.saved(3)[0]["save_state"]
+    repaired.train(steps=4)
+    assert repaired.logged[:2] == ["validation 3", "step 4"]
+    assert repaired.saved(3)[0]["metrics"]["val_accuracy"] == 0.4
 
 
 def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +170,7 @@ def test_a_ranking_metric_that_no_step_has_ends_the_run(tmp_path: Path) -> None:
     run.config.checkpointing = replace(CHECKPOINTING, metric_name="los", keep_top_k=2)
     with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* no metric of a step: loss"):
         run.train()
+    assert run.checkpointer.steps() == [1]
 
 
 def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> None:

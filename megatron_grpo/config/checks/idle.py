@@ -128,6 +128,14 @@ _CHECKS: tuple[_Check, ...] = (
         lambda config: config.loop.reward_shaping.overlong_buffer_penalty == 0,
         "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0",
     ),
+    (
+        ("LOOP.early_stop.enabled",),
+        lambda config: (
+            config.loop.val_period >= config.loop.max_num_steps
+            and (config.loop.early_stop.threshold is None or not config.loop.val_at_start)
+        ),
+        "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps",
+    ),
     (("LOOP.early_stop.",), lambda config: not config.loop.early_stop.enabled, "needs LOOP.early_stop.enabled=true"),
     (
         ("LOOP.early_stop.min_delta",),

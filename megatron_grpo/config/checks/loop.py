@@ -56,8 +56,8 @@ def _early_stop(config: Config) -> Iterator[Problem]:
         text = f"nothing says when; give {section}.early_stop.threshold or {section}.early_stop.patience"
         yield Problem(f"{section}.early_stop.enabled=True", text)
     yield from _validation_metric(config, f"{section}.early_stop.metric_name", stop.metric_name)
-    if config.data.val_path is None or not 0 < config.loop.val_period < config.loop.max_num_steps:
-        text = f"decides after a validation; needs data.val_path and a {section}.val_period below max_num_steps"
+    if config.data.val_path is None or config.loop.val_period == 0:
+        text = f"decides after a validation; needs data.val_path and {section}.val_period"
         yield Problem(f"{section}.early_stop.enabled=True", text)
 
 
