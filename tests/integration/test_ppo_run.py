@@ -79,6 +79,7 @@ def test_the_options_of_the_loop_are_those_of_grpo(tmp_path: Path) -> None:
         "ppo.reward_shaping.stop_properly_penalty_coef=0.5",
         "ppo.seq_logprob_error_threshold=1.1",
         "loss_fn.reference_policy_kl_penalty=0.02",
+        "ppo.skip_reference_policy_logprobs_calculation=false",
         "ppo.sync_ref_model=true",
         "ppo.ref_model_sync_steps=2",
     )
