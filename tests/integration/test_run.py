@@ -69,6 +69,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     assert not (first.run_dir / "checkpoints" / ".writing_step_5").exists()
 
 
+@pytest.mark.slow  # tests/parity/test_training.py loads checkpoints in other layouts with every `make test`
 def test_another_layout_continues_the_run(straight: TrainingRun, tmp_path: Path) -> None:
     """From the PP2 run's third step on, TP2 and two generation engines: the same numbers up to rounding."""
     run = TrainingRun(
