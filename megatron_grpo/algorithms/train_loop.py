@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_grpo.algorithms.early_stop import observe, reason_to_stop
-from megatron_grpo.algorithms.progress import Progress, progress_of, save_checkpoint, save_validation
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.sampling import prompt_batches
+from megatron_grpo.algorithms.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
 from megatron_grpo.algorithms.step import StepReport, sometimes_absent
 from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.errors import RunError, SamplingError
@@ -31,7 +31,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        before = progress_of(run)
+        before = snapshot_of(run)
         try:
             report = step(batches)
         except SamplingError:
@@ -90,10 +90,10 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     run.logger.dump_rollouts(step, report.trajectories)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
-        _save_finished_steps(run, metrics, progress_of(run))
+        _save_finished_steps(run, metrics, snapshot_of(run))
         raise failure
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
-        save_checkpoint(run, metrics, progress_of(run))
+        save_checkpoint(run, metrics, snapshot_of(run))
     return metrics
 
 
@@ -109,13 +109,13 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
     return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
 
 
-def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], progress: Progress) -> None:
+def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.checkpointing.enabled or step in run.checkpointer.steps():
         return
     try:
-        save_checkpoint(run, metrics, progress)
+        save_checkpoint(run, metrics, snapshot)
     except (OSError, RuntimeError) as error:
         run.logger.note(f"step {step} could not be saved: {error}")
 
@@ -128,12 +128,12 @@ def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
         try:
             validated = _validated(run)
         except SamplingError:
-            _save_finished_steps(run, metrics, progress_of(run))
+            _save_finished_steps(run, metrics, snapshot_of(run))
             raise
     if not run.config.checkpointing.enabled:
         return
     if step not in saved:
-        save_checkpoint(run, {**metrics, **validated}, progress_of(run))
+        save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
     elif validated:
         save_validation(run, validated)
 

@@ -1,4 +1,4 @@
-"""How far a run has come, and writing that down as a checkpoint."""
+"""How far the driver has come at one moment, and writing that down with the models as a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_grpo.algorithms.save_state import GRPOSaveState
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Snapshot:
     """The driver's part of a checkpoint, as it was at one moment."""
 
     state: GRPOSaveState
@@ -23,29 +23,29 @@ class Progress:
     """Rows of the groups that dynamic sampling keeps for the next step."""
 
 
-def progress_of(run: GRPORun) -> Progress:
+def snapshot_of(run: GRPORun) -> Snapshot:
     """A copy, which later steps do not change."""
-    return Progress(
+    return Snapshot(
         state=copy.deepcopy(run.state),
         loader=copy.deepcopy(run.loader.state_dict()),
         batch_cache=[[trajectory.to_row() for trajectory in group] for group in run.batch_cache],
     )
 
 
-def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], progress: Progress) -> None:
+def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Write everything a resumed run needs as checkpoints/step_N.
 
     Args:
         metrics: of the last step, which rank the checkpoint.
-        progress: of the run, after the last update of its models.
+        snapshot: of the run, after the last update of its models.
 
     Raises:
         RunError: a process of a model failed.
     """
     started = time.monotonic()
-    step = progress.state["total_steps"]
-    state = {"save_state": progress.state, "metrics": dict(metrics), "batch_cache": progress.batch_cache}
-    with run.checkpointer.writing(step, state, progress.loader) as folder:
+    step = snapshot.state["total_steps"]
+    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": snapshot.batch_cache}
+    with run.checkpointer.writing(step, state, snapshot.loader) as folder:
         run.save_models(folder)
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
 
