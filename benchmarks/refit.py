@@ -20,7 +20,6 @@ import torch
 from header import header
 
 from megatron_grpo.cluster.rendezvous import open_store
-from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import (
     EngineConfig,
     GenerationConfig,
@@ -31,9 +30,10 @@ from megatron_grpo.config.schema import (
     RefitConfig,
 )
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.broadcast import BroadcastTransport
-from megatron_grpo.refit.channel import Rendezvous, join
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
+from megatron_grpo.refit.broadcast.channel import Rendezvous, join
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.refit.interface import TransferReport
 
 START_S = 600.0
@@ -112,7 +112,7 @@ def _refits(folder: Path, options: argparse.Namespace) -> list[TransferReport]:
     layout = ParallelConfig(tensor=options.policy_tensor, pipeline=options.policy_pipeline)
     settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
-        shape=ModelShape.from_folder(folder),
+        shape=shape_of_folder(folder),
         folder=str(folder),
         reference=None,
         temperature=1.0,

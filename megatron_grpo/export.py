@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_grpo.algorithms.run_directory import CONFIG_FILE, POLICY_FOLDER
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.config.model_source import model_folder
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import model_folder
+from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH
@@ -85,7 +86,7 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
     if source is None or precision not in ("float32", "bfloat16"):
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
     folder = model_folder(source)
-    return ExportPlan(weights, folder, precision, ModelShape.from_folder(folder), output)
+    return ExportPlan(weights, folder, precision, shape_of_folder(folder), output)
 
 
 def export(plan: ExportPlan) -> None:
@@ -103,8 +104,8 @@ def export(plan: ExportPlan) -> None:
     from megatron_grpo.config.schema import ParallelConfig
     from megatron_grpo.models.hf_folder import write_hf_folder
     from megatron_grpo.models.hf_weights import iter_hf_tensors
-    from megatron_grpo.policy.model import build_model
-    from megatron_grpo.policy.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.policy.modeling.build import build_model
+    from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
 
     parallel = ParallelConfig()
     initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
-from megatron_grpo.cluster.environment import prepare_ray_environment
-from megatron_grpo.config.compose import compose_values, load_config
+from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.config.compose import compose_values
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import help_text
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import load_config
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""

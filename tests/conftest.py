@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiny_models import BUILDERS, TinyModel, make_tiny_model
+from tests.support.tiny_models import BUILDERS, TinyModel, make_tiny_model
 
 
 @pytest.fixture(scope="session")

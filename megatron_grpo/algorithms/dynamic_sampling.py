@@ -28,23 +28,6 @@ class DynamicBatch(Generic[Group]):
     """Groups with a signal that were cut off because the step was full without them."""
 
 
-def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups can teach anything: those whose rewards are not all the same.
-
-    Decided from the whole group. The standard deviation that a leave-one-out baseline pairs with a sample, that of the
-    *other* samples, is 0 for a lone success, the sample that matters most.
-
-    Args:
-        rewards: [groups, samples], as the advantages are to see them; NaN where there is none, which is no difference.
-
-    Returns:
-        [groups], bool.
-    """
-    given = ~rewards.isnan()
-    lowest = torch.where(given, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1, keepdim=True)
-    return (given & (rewards != lowest)).any(dim=1)
-
-
 def dynamic_sampling(
     groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
 ) -> DynamicBatch[Group]:

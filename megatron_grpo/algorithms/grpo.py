@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn
-from megatron_grpo.algorithms.reward_functions import scale_rewards
-from megatron_grpo.algorithms.run import GRPORun
-from megatron_grpo.algorithms.save_state import GRPOSaveState
-from megatron_grpo.algorithms.setup import setup
-from megatron_grpo.algorithms.step import StepReport, begin_step, finish_step, refit_policy_generation, require_finite
+from megatron_grpo.algorithms.step import begin_step, finish_step, refit_policy_generation, require_finite
 from megatron_grpo.algorithms.step_advantages import token_advantages
-from megatron_grpo.algorithms.train_loop import train_steps
-from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.losses.reward_shaping import scale_rewards
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.save_state import GRPOSaveState
+from megatron_grpo.run.setup import setup
+from megatron_grpo.run.validation import validate
 
 __all__ = [
     "GRPORun",

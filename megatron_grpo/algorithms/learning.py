@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from megatron_grpo.algorithms.loss_functions import add_derived_metrics
-from megatron_grpo.algorithms.non_finite import stop_step
-from megatron_grpo.algorithms.run import GRPORun, PPORun
 from megatron_grpo.algorithms.step import Step
-from megatron_grpo.algorithms.value_loss import add_explained_variance
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.policy.interface import (
-    LossFunction,
-    NonFiniteGradientError,
-    TrainedModel,
-    TrainResult,
-    combine_metrics,
-    is_extreme,
-)
+from megatron_grpo.losses.interface import LossFunction, combine_metrics, is_extreme
+from megatron_grpo.losses.policy_loss import add_derived_metrics
+from megatron_grpo.losses.value_loss import add_explained_variance
+from megatron_grpo.policy.interface import NonFiniteGradientError, TrainedModel, TrainResult
+from megatron_grpo.run.context import GRPORun, PPORun
+from megatron_grpo.run.non_finite import stop_step
 
 
 def learn(run: GRPORun, step: Step) -> TrainResult | None:

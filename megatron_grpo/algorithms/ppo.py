@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn, learn_values
 from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.algorithms.run import PPORun
-from megatron_grpo.algorithms.save_state import PPOSaveState
-from megatron_grpo.algorithms.setup import setup
-from megatron_grpo.algorithms.step import StepReport, begin_step, finish_step, require_finite
-from megatron_grpo.algorithms.train_loop import train_steps
-from megatron_grpo.algorithms.validation import validate
+from megatron_grpo.algorithms.step import begin_step, finish_step, require_finite
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.run.context import PPORun
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.save_state import PPOSaveState
+from megatron_grpo.run.setup import setup
+from megatron_grpo.run.validation import validate
 
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
 

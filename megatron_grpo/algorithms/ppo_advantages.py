@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.gae import estimate_advantages, token_rewards, whiten
 from megatron_grpo.algorithms.step_advantages import clipped, kl_penalty_of_sampled, to_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.losses.gae import estimate_advantages, token_rewards, whiten
 from megatron_grpo.rollouts.batch import sampled_mask
-from megatron_grpo.rollouts.trajectory import Trajectory
 
 
 def add_advantages(config: Config, trajectories: Sequence[Trajectory], rewards: Tensor, batch: SequenceBatch) -> None:

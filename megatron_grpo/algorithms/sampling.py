@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
-from megatron_grpo.algorithms.non_finite import require_finite_samples
-from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.step_advantages import groups_with_signal
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.trajectory import Trajectory
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.non_finite import require_finite_samples
 
 Group = list[Trajectory]
 """The samples of one prompt."""
@@ -28,12 +27,6 @@ class StepSamples:
     sampled: list[Trajectory] = field(default_factory=list)
     """Everything that was sampled, also what dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def prompt_batches(loader: PromptLoader, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
-    """Batches of prompts from where the loader stands to the end of the last epoch."""
-    while loader.epoch < max_num_epochs:
-        yield from loader
 
 
 def sample_step(run: GRPORun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:

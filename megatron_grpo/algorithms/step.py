@@ -7,21 +7,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_grpo.algorithms.consistency import mask_inconsistent_sequences
-from megatron_grpo.algorithms.non_finite import require_finite_tokens
-from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.sampling import StepSamples, sample_step
 from megatron_grpo.algorithms.step_advantages import learning_rewards, signal_metrics
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.losses.consistency import mask_inconsistent_sequences
 from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.interface import TrainResult
 from megatron_grpo.refit.interface import TransferReport, WeightTransport
 from megatron_grpo.rollouts.batch import sampled_mask, to_sequence_batch
 from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
-from megatron_grpo.rollouts.trajectory import Trajectory
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.non_finite import require_finite_tokens
+from megatron_grpo.run.report import StepReport
 
 
 @dataclass(kw_only=True)
@@ -43,17 +44,6 @@ class Step:
     def trajectories(self) -> list[Trajectory]:
         """What is trained on, a sequence of the batch each; samples of a prompt are neighbours."""
         return self.samples.trajectories
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did."""
-
-    metrics: dict[str, float]
-    timing: dict[str, float]
-    throughput: dict[str, float]
-    trajectories: list[Trajectory]
-    """Those that were trained on."""
 
 
 def begin_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> Step | None:
@@ -164,19 +154,6 @@ def _sampling_metrics(config: Config, step: Step) -> dict[str, float]:
     if config.loop.use_dynamic_sampling:
         metrics["filtered_reward"] = rollout_metrics(step.trajectories)["reward"]
     return metrics
-
-
-def sometimes_absent(config: Config) -> set[str]:
-    """Metrics that some steps of this run have and others may not: nothing in such a step says what they are."""
-    functions = {name for environment in config.env.values() for name in environment.weights_by_function()}
-    names = {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}
-    if functions:
-        names.add("reward_std")
-    if config.knows_correctness:
-        names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
-    if config.loss_fn.positive_example_nll_weight > 0:
-        names.add("positive_nll")
-    return names
 
 
 def _learning_metrics(learned: TrainResult | None, batch: SequenceBatch) -> dict[str, float]:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import (
+from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.losses.advantages import (
     gdpo_advantages,
     gdpo_scores,
     group_advantages,
     reinforce_plus_plus_advantages,
 )
-from megatron_grpo.algorithms.dynamic_sampling import has_signal
-from megatron_grpo.algorithms.kl import kl_estimate
-from megatron_grpo.algorithms.reward_functions import scale_rewards, shape_rewards
-from megatron_grpo.config.loop_schema import LoopConfig
-from megatron_grpo.config.schema import Config
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.losses.kl import kl_estimate
+from megatron_grpo.losses.reward_shaping import scale_rewards, shape_rewards
+from megatron_grpo.losses.signal import has_signal
 from megatron_grpo.rollouts.batch import reward_parts_by_group, rewards_by_group, sampled_mask
-from megatron_grpo.rollouts.trajectory import Trajectory
 
 
 def learning_rewards(config: Config, trajectories: Sequence[Trajectory]) -> Tensor:

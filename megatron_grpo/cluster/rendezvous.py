@@ -9,7 +9,7 @@ from datetime import timedelta
 import ray
 from torch.distributed import TCPStore
 
-from megatron_grpo.cluster.environment import LOCAL_MARKER
+from megatron_grpo.cluster.ray_settings import LOCAL_MARKER
 
 
 def node_address() -> str:

@@ -1,4 +1,4 @@
-"""From a command line to a checked Config: Hydra composes conf/ over the schema's defaults, mistakes are collected."""
+"""From a command line to a typed Config: Hydra composes conf/ over the schema's defaults, mistakes are collected."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.changes import leaves
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.machine import machine_problems
 from megatron_grpo.config.checks.ppo import misplaced_keys
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.job import Job, given_keys, split_job
 from megatron_grpo.config.keys import keys, known_key
-from megatron_grpo.config.model_source import known_shape
 from megatron_grpo.config.overrides import RECIPES, VARIANTS, config_groups, keys_of_option, read_overrides, unknown_key
 from megatron_grpo.config.schema import MISSING, Config
 
@@ -37,46 +34,34 @@ def _fifth_of(length: Any) -> int:
 OmegaConf.register_new_resolver("fifth_of", _fifth_of, replace=True)
 
 
-def load_config(overrides: Sequence[str]) -> Config:
-    """The configuration of a run that can start on this machine.
-
-    Args:
-        overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
-
-    Raises:
-        ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
-            every problem.
-    """
-    job, arguments = split_job(overrides)
-    config = _checked(job, arguments)
-    problems = machine_problems(config)
-    if problems:
-        raise ConfigError(job.named(problems))
-    return config
-
-
-def compose_config(overrides: Sequence[str]) -> Config:
-    """The configuration, checked by itself: names, types, ranges, layout and batch arithmetic, but no file and no GPU.
-
-    Raises:
-        ConfigError: names every problem.
-    """
-    return _checked(*split_job(overrides))
-
-
 def compose_values(overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The resolved values as plain containers, and what was wrong on the way; required keys may still be "???"."""
     values, problems, overruled = _composed(*split_job(overrides))
     return values, problems + overruled
 
 
-def _checked(job: Job, arguments: list[str]) -> Config:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Composed:
+    """What a command line and its job make, before it is checked as a whole."""
+
+    config: Config | None
+    """None: nothing could be made of the values."""
+    job: Job
+    problems: list[Problem]
+    already: set[str]
+    """Keys that the problems name; complaints about them, or against their defaults, would be about nothing."""
+    defaulted: set[str]
+    """Keys of the schema that stand at their default because what was given is wrong."""
+
+
+def compose_typed(overrides: Sequence[str]) -> Composed:
+    """The configuration of a command line: names, types and ranges checked, but not yet how its parts fit together."""
+    job, arguments = split_job(overrides)
     values, problems, overruled = _composed(job, arguments)
     problems += _booleans(values)
     config, wrong = _typed(values)
     unresolved = {problem.key for problem in problems}
     problems += [problem for problem in wrong if problem.key not in unresolved]
-    # What is known to be wrong stands at its default now: complaints about that, or against it, would be about nothing.
     already = {problem.key for problem in problems}
     defaulted = {key for key in already if known_key(key)}
     problems += [problem for problem in overruled if problem.key not in already]
@@ -86,12 +71,7 @@ def _checked(job: Job, arguments: list[str]) -> Config:
         misplaced = list(misplaced_keys(config.algorithm, given_keys(job, arguments), already))
         already |= {problem.key for problem in misplaced}
         problems += misplaced
-        others = config_problems(config, known_shape(config))
-        problems += [p for p in others if p.key not in already and not any(key in p.text for key in defaulted)]
-    if problems:
-        raise ConfigError(job.named(problems))
-    assert config is not None
-    return config
+    return Composed(config, job, problems, already, defaulted)
 
 
 def _composed(job: Job, arguments: list[str]) -> tuple[dict[str, Any], list[Problem], list[Problem]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.rows import read_rows
 from megatron_grpo.data.interfaces import TaskDataSpec
+from megatron_grpo.data.rows import read_rows
 
 
 def read_prompts(path: str | Path, spec: TaskDataSpec, *, task_names: set[str]) -> list[dict[str, Any]]:

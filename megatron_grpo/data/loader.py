@@ -132,3 +132,9 @@ class PromptLoader:
 
 def _as_it_is(datum: DatumSpec) -> DatumSpec:
     return datum
+
+
+def prompt_batches(loader: PromptLoader, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
+    """Batches of prompts from where the loader stands to the end of the last epoch."""
+    while loader.epoch < max_num_epochs:
+        yield from loader

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import EnvironmentInterface
 
 
 class AdditionEnvironment(EnvironmentInterface):

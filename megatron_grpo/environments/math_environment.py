@@ -10,7 +10,8 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import EnvironmentInterface
 
 ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""

@@ -10,7 +10,8 @@ import ray
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import EnvironmentConfig
-from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import EnvironmentInterface
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
 Columns = tuple[tuple[Any, ...], ...]

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.environments.interface import EnvironmentInterface, EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import EnvironmentInterface
 
 RewardFunction = Callable[..., Sequence[float | None]]
 """(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
 
@@ -212,7 +212,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_grpo.refit.receiver.RefitWorker",
+        "worker_extension_cls": "megatron_grpo.refit.broadcast.receiver.RefitWorker",
     }
     if current_platform.is_cpu():
         return arguments | _cpu_arguments(settings)

@@ -10,13 +10,8 @@ import ray
 
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.generation.interface import (
-    EngineEndpoint,
-    GenerationInterface,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingSettings,
-)
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
 
 ENGINE_NAME = "generation engine {}".format

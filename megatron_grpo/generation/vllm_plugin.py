@@ -33,7 +33,7 @@ def register() -> None:
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(
-        WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.receiver", "BucketReceiver"
+        WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
     )
     _sleep_instead_of_spinning_on_cpu()
     threading.Thread(target=_exit_with_parent, args=(_parent(),), name="parent-watchdog", daemon=True).start()

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.hf_folder import HFFolderReader
+from megatron_grpo.models.merge import merge_slices, split_parameter
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, global_entries, is_per_layer
 
 
@@ -74,7 +75,7 @@ def load_hf_weights(model: Any, shape: ModelShape, folder: str | Path) -> None:
             bound.parameter.zero_()
             continue
         parts = [reader.read(wanted) for wanted in slices]
-        merged = bound.entry.merge_slices(parts, shape, rows=bound.parameter.shape[0])
+        merged = merge_slices(bound.entry, parts, shape, rows=bound.parameter.shape[0])
         assert merged.shape == bound.parameter.shape, (bound.entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
 
@@ -158,7 +159,7 @@ def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) ->
     if entry.axis is None:
         return [shards[0]]
     parts = [
-        entry.split_parameter(shard, entry.slices(shape, bound.layer, rank, size), shape)
+        split_parameter(entry, shard, entry.slices(shape, bound.layer, rank, size), shape)
         for rank, shard in enumerate(shards)
     ]
     if size == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry
 
 OUTPUT_LAYER = "output_layer.weight"

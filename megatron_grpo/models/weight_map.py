@@ -2,7 +2,7 @@
 
 One entry covers one Megatron parameter (of every layer, when its name has a `{layer}`). Whatever the merge, a
 tensor-parallel rank's parameter is made of one contiguous slice of each Hugging Face tensor: `WeightEntry.slices` gives
-them, `merge` and `split` go from the slices to the parameter and back. Reading, writing, gathering and shard-to-shard
+them, and `models.merge` goes from the slices to the parameter and back. Reading, writing, gathering and shard-to-shard
 plans need nothing else.
 """
 
@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.shape import ModelShape
 
 Dim = Literal["vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "score"]
 """A dimension of a tensor; "heads" and "kv_heads" are in units of features: heads * head_dim; "score" is 1."""
@@ -88,36 +85,6 @@ class WeightEntry:
             found.append(WeightSlice(tensor.name.format(layer=layer), shape, self.axis, start, stop))
         return found
 
-    def merge_slices(self, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
-        """Slices of the tensors -> the rank's parameter.
-
-        Args:
-            parts: in the order of `hf`.
-            rows: of the parameter; more than the slice has only where the vocabulary is padded.
-        """
-        if self.merge == "qkv":
-            group_parts = [
-                part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)
-            ]
-            return torch.cat(group_parts, dim=1).flatten(0, 1)
-        if self.merge == "gate_up":
-            return torch.cat(parts)
-        if self.merge == "vocab":
-            return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
-        return parts[0]
-
-    def split_parameter(self, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
-        """The inverse of `merge_slices`; the results are contiguous and may share memory with `local`."""
-        if self.merge == "qkv":
-            widths = _group(model)
-            grouped = local.view(-1, sum(widths), *local.shape[1:])
-            return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
-        if self.merge == "gate_up":
-            return list(local.chunk(2))
-        if self.merge == "vocab":
-            return [local[: slices[0].stop - slices[0].start]]
-        return [local]
-
 
 def dim_size(dim: Dim, model: ModelShape) -> int:
     """Size of a dimension in a model of this shape."""
@@ -140,12 +107,6 @@ def padded_vocab(model: ModelShape, tp_size: int) -> int:
 def is_per_layer(name: str) -> bool:
     """Whether a name stands for one tensor per layer."""
     return "{layer}" in name
-
-
-def _group(model: ModelShape) -> list[int]:
-    """Rows of one key/value group: its queries, its key, its value."""
-    heads_per_group = model.attention_heads // model.key_value_heads
-    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
 
 
 def global_entries(entries: tuple[WeightEntry, ...], layers: list[int]) -> Iterator[tuple[WeightEntry, int, int]]:

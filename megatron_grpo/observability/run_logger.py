@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.json_files import read_lines
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
@@ -15,7 +16,6 @@ from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
 from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.observability.timers import TOTAL
 from megatron_grpo.observability.trackers import TensorBoardTracker, Tracker, WandbTracker
-from megatron_grpo.rollouts.trajectory import Trajectory
 
 LOGGING = "logging"
 """Phase under which the time spent here is reported, one step late: that of a step is known only after its line."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.families import forward_flops
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.observability.timers import TOTAL
 
 PEAK_TFLOPS_BF16 = {
@@ -23,25 +24,6 @@ PEAK_TFLOPS_BF16 = {
 
 BACKWARD_FACTOR = 3
 """Forward and backward together, in forwards: each matrix product has two in the backward pass."""
-
-
-def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
-
-    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
-    included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
-    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens.
-
-    Args:
-        shape: of the model.
-        lengths: tokens of each sequence.
-    """
-    queries = shape.attention_heads * shape.head_dim
-    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
-    layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
-    weights = shape.layers * layer + shape.hidden * shape.vocab
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return 2.0 * weights * sum(lengths) + 4.0 * shape.layers * queries * pairs
 
 
 def peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:

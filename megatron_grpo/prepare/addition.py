@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.prepared_models import EOS, PAD, PREPARED_MODELS, VOCABULARY
+from megatron_grpo.models.prepared import EOS, PAD, PREPARED_MODELS, VOCABULARY
 
 MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 ANSWER_DIGITS = 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.rollouts.trajectory import Trajectory
+from megatron_grpo.data.trajectory import Trajectory
 
 
 def rewards_by_group(trajectories: Sequence[Trajectory], samples_per_prompt: int) -> Tensor:

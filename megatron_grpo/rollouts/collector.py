@@ -11,9 +11,10 @@ from typing import Protocol
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.environments.interface import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.generation.interface import GenerationInterface, GenerationRequest, SamplingSettings
-from megatron_grpo.rollouts.trajectory import Span, Trajectory
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.generation.interface import GenerationInterface
 
 
 class Scorer(Protocol):

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from megatron_grpo.rollouts.trajectory import Trajectory
+from megatron_grpo.data.trajectory import Trajectory
 
 PERCENTILES = (50, 90, 99)
 

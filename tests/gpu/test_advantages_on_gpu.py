@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ppo_batch import advantages_of, make_config
+from tests.support.ppo_batch import advantages_of, make_config
 
 
 @pytest.mark.parametrize("estimator", [{}, {"length_adaptive_alpha": 0.7}, {"name": "raw_reward"}])

@@ -9,7 +9,7 @@ from megatron_grpo.platform.device import current_platform
 from tests.parity.policy_training import expect_gradients_of_transformers, gradients_on_rank
 from tests.parity.ranks import Layout
 from tests.parity.test_logprobs import logprobs_on_rank, microbatches
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

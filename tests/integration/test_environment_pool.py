@@ -14,7 +14,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.environments.interface import EnvironmentRequest
+from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.registry import EnvironmentPool, EnvironmentWorker, build_environments
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import CPU_BATCH_TOKENS, cores_of_ranks
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration import generation_driver

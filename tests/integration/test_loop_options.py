@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.documented import undocumented
-from tests.grpo_parameters import GRPO_PARAMETERS
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.support.documented import undocumented
+from tests.support.grpo_parameters import GRPO_PARAMETERS
 
 pytestmark = pytest.mark.slow
 

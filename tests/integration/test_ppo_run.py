@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import undocumented
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.support.documented import undocumented
 
 pytestmark = pytest.mark.slow
 

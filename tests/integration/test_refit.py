@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
-from megatron_grpo.generation.interface import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.broadcast import BroadcastTransport
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.refit.interface import RefitError
 from tests.integration.vllm_helpers import START_S, Oracle, engines, kill_a_worker, make_model
 
@@ -109,7 +109,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
 def _start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
     settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
-        shape=ModelShape.from_folder(path),
+        shape=shape_of_folder(path),
         folder=str(path),
         reference=None,
         temperature=1.0,
@@ -135,7 +135,7 @@ def _assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> 
 
 def _corrupt_next_refit(engine: Any) -> None:
     """On the rank that sends stage 1: flip one bit of the first bucket after it is sealed, once."""
-    from megatron_grpo.refit import sender
+    from megatron_grpo.refit.broadcast import sender
 
     one = sender._sender
     if one is None or one.stage != 1:

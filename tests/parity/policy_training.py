@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.policy.interface import GlobalCounts
-from megatron_grpo.policy.policy_engine import PolicyEngine
+from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from tests.parity.ranks import Layout
 from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
-from tests.tiny_models import VOCAB, TinyModel
+from tests.support.tiny_models import VOCAB, TinyModel
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-2, warmup_steps=2)
 """A large epsilon keeps the update a smooth function of the gradient, so that rounding does not flip its sign."""
@@ -44,7 +44,7 @@ def make_engine(
     distributed: bool = True,
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
-) -> PolicyEngine:
+) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
@@ -52,7 +52,7 @@ def make_engine(
         optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
     )
-    return PolicyEngine(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
+    return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
 
 def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], ClippedPGLossFn, GlobalCounts]:
@@ -62,7 +62,7 @@ def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], Cli
     return share, microbatches, loss_fn, GlobalCounts.of(make_batch())
 
 
-def whole_gradients(engine: PolicyEngine) -> dict[str, Tensor]:
+def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     """Gradients under the names and in the shapes of transformers: exported the way weights are."""
     weights = [parameter.detach().clone() for parameter in engine.model.parameters()]
     for parameter in engine.model.parameters():

@@ -7,13 +7,13 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.config.schema import LossConfig
-from megatron_grpo.policy.logprobs import token_entropy, vocab_shard
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.policy.modeling.logprobs import token_entropy, vocab_shard
 from tests.parity.policy_training import hf_loss, make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 VOCAB, PADDED, TEMPERATURE = 11, 16, 0.7
 

@@ -13,16 +13,16 @@ from megatron.core import dist_checkpointing
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.export import main
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.policy.model import build_model
+from megatron_grpo.policy.modeling.build import build_model
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 
 def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
-    shape = ModelShape.from_folder(folder)
+    shape = shape_of_folder(folder)
     model = build_model(shape, layout.parallel, precision="float32")
     load_hf_weights(model, shape, folder)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))

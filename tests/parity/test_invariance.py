@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.data.packing import plan_microbatches
 from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.policy.interface import GlobalCounts
-from tests.loss_oracle import CONFIGS
+from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import LENGTHS, merged
-from tests.tiny_models import TinyModel
+from tests.support.loss_oracle import CONFIGS
+from tests.support.tiny_models import TinyModel
 
 LAYOUTS = [Layout(), Layout(data=2), Layout(pipeline=2)]
 Gradients = dict[str, Tensor]

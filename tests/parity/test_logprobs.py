@@ -14,11 +14,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.policy.model import build_model
+from megatron_grpo.policy.modeling.build import build_model
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.tiny_models import VOCAB, TinyModel, logprobs_of_logits
+from tests.support.tiny_models import VOCAB, TinyModel, logprobs_of_logits
 
 LENGTHS = (12, 20, 8)
 """Of the microbatches: different, so that pipeline stages have to tell each other."""
@@ -63,7 +63,7 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
     """Token log-probabilities by model and microbatch; empty lists before the last stage."""
     found = []
     for folder in folders:
-        shape = ModelShape.from_folder(folder)
+        shape = shape_of_folder(folder)
         model = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
         load_hf_weights(model, shape, folder)
         logits = megatron_logits(model, microbatches())

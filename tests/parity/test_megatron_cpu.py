@@ -16,11 +16,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig, build_module
 from torch import Tensor
 
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import iter_hf_tensors, load_hf_weights
-from megatron_grpo.policy.model import build_model
+from megatron_grpo.policy.modeling.build import build_model
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.tiny_models import VOCAB, TinyModel
+from tests.support.tiny_models import VOCAB, TinyModel
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 4, 2
 
@@ -101,7 +101,7 @@ OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1}
 
 def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, Tensor]:
     """One AdamW step on the sum of squared logits of this replica's share of TOKENS; the new weights."""
-    shape = ModelShape.from_folder(folder)
+    shape = shape_of_folder(folder)
     model = build_model(shape, layout.parallel, precision="float32")
     load_hf_weights(model, shape, folder)
     wrapped = DistributedDataParallel(
@@ -133,14 +133,14 @@ def test_optimizer_step(distributed: bool, tiny_models: dict[str, TinyModel]) ->
 
 
 def save_on_rank(layout: Layout, folder: Path, output: Path) -> None:
-    shape = ModelShape.from_folder(folder)
+    shape = shape_of_folder(folder)
     model = build_model(shape, layout.parallel, precision="float32")
     load_hf_weights(model, shape, folder)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))
 
 
 def load_on_rank(layout: Layout, folder: Path, checkpoint: Path) -> dict[str, Tensor]:
-    shape = ModelShape.from_folder(folder)
+    shape = shape_of_folder(folder)
     model = build_model(shape, layout.parallel, precision="float32")
     # Ranks of different replicas read different tensors and exchange them.
     strategy = FullyParallelLoadStrategyWrapper(

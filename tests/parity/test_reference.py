@@ -12,17 +12,17 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
 from megatron_grpo.models.hf_weights import iter_hf_tensors
-from megatron_grpo.policy.checkpoint import load_engine, save_engine
-from megatron_grpo.policy.policy_engine import PolicyEngine
+from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
+from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 ALPHA = 0.6
 
 
-def make_engine(layout: Layout, model: TinyModel) -> PolicyEngine:
+def make_engine(layout: Layout, model: TinyModel) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
@@ -31,10 +31,10 @@ def make_engine(layout: Layout, model: TinyModel) -> PolicyEngine:
     )
     folder = str(model.path)
     reference = ReferenceConfig()
-    return PolicyEngine(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
+    return PolicyRank(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
 
 
-def reference_tensors(engine: PolicyEngine) -> dict[str, Tensor]:
+def reference_tensors(engine: PolicyRank) -> dict[str, Tensor]:
     assert engine.reference is not None
     tensors = iter_hf_tensors(engine.reference, engine.shape, 2**20)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
@@ -46,7 +46,7 @@ def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
     engine.train(*train_arguments(layout))
     first = whole_tensors(engine)
     engine.sync_reference(ALPHA)
-    save_engine(engine, str(folder))
+    save_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return first, whole_tensors(engine), reference_tensors(engine)
@@ -54,7 +54,7 @@ def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
 
 def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, model)
-    load_engine(engine, str(folder))
+    load_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return reference_tensors(engine)
@@ -85,9 +85,9 @@ def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> 
     """A checkpoint of a run whose reference never moved, loaded by one that has a reference."""
     engine = make_engine(layout, model)
     engine.train(*train_arguments(layout))
-    save_engine(engine, str(folder))
+    save_rank(engine, str(folder))
     other = make_engine(layout, model)
-    load_engine(other, str(folder))
+    load_rank(other, str(folder))
     return other.reference_moved, reference_tensors(other)
 
 
@@ -101,7 +101,7 @@ def test_a_reference_that_never_moved_is_the_starting_model(tiny_models: dict[st
         assert torch.equal(tensor, start[name])
 
 
-def weights(engine: PolicyEngine) -> list[Tensor]:
+def weights(engine: PolicyRank) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in engine.model.parameters()]
 
 

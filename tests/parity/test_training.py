@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig
-from megatron_grpo.policy.checkpoint import load_engine, save_engine
+from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
 from tests.parity.policy_training import (
     MAX_GRAD_NORM,
     OPTIMIZER,
@@ -22,7 +22,7 @@ from tests.parity.policy_training import (
 )
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 TRAINING_LAYOUTS = [*LAYOUTS, Layout(data=2)]
 
@@ -80,14 +80,14 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
     engine = make_engine(layout, model, **settings)
     for _ in range(2):
         engine.train(*train_arguments(layout))
-    save_engine(engine, str(folder))
+    save_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
 
 def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     engine = make_engine(layout, model, **settings)
-    load_engine(engine, str(folder))
+    load_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
@@ -129,7 +129,7 @@ def continue_with_other_settings(
     layout: Layout, model: TinyModel, folder: Path, distributed: bool
 ) -> tuple[dict[str, Tensor], float]:
     engine = make_engine(layout, model, optimizer=OTHER_SETTINGS, distributed=distributed)
-    load_engine(engine, str(folder))
+    load_rank(engine, str(folder))
     rate = engine.train(*train_arguments(layout)).learning_rate
     return whole_tensors(engine), rate
 

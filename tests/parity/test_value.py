@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, LlamaForTokenClassification, PreTrainedModel, Qwen3ForSequenceClassification
 
-from megatron_grpo.algorithms.value_loss import MseValueLossFn
-from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.value_head import as_value_model
-from megatron_grpo.policy.checkpoint import load_engine, save_engine
-from megatron_grpo.policy.interface import GlobalCounts
-from megatron_grpo.policy.value.engine import ValueEngine
+from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
+from megatron_grpo.policy.rank.value_rank import ValueRank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
-from tests.tiny_models import VOCAB, TinyModel
+from tests.support.tiny_models import VOCAB, TinyModel
 
 VALUE_LAYOUTS = [*LAYOUTS, Layout(data=2)]
 CLIP = 0.5
@@ -66,13 +66,13 @@ def make_batch() -> SequenceBatch:
     return SequenceBatch(LENGTHS, token_ids, {"loss_mask": mask, "values": values, "returns": returns})
 
 
-def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> ValueEngine:
+def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> ValueRank:
     optimizer = OptimizerConfig(**{**vars(OPTIMIZER), "distributed": distributed})
     config = PolicyConfig(
         model=ModelConfig(path=str(path)), parallel=layout.parallel, precision="float32", optimizer=optimizer
     )
-    shape = as_value_model(ModelShape.from_folder(path, reward_models=True))
-    return ValueEngine(config, shape, str(path), decay_steps=100)
+    shape = as_value_model(shape_of_folder(path, reward_models=True))
+    return ValueRank(config, shape, str(path), decay_steps=100)
 
 
 def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] | None]:
@@ -178,14 +178,14 @@ def save_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, path)
     for _ in range(2):
         engine.train(*train_arguments(layout))
-    save_engine(engine, str(folder))
+    save_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
 
 def load_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, path)
-    load_engine(engine, str(folder))
+    load_rank(engine, str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 

@@ -10,12 +10,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.config.model_shape import ModelShape
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_folder import write_hf_folder
 from megatron_grpo.models.hf_weights import TensorSpec, hf_specs, iter_hf_tensors, load_hf_weights
-from megatron_grpo.policy.model import build_model
+from megatron_grpo.policy.modeling.build import build_model
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.tiny_models import TinyModel
+from tests.support.tiny_models import TinyModel
 
 Given = tuple[bool, list[TensorSpec], list[tuple[str, Tensor | None]]]
 """(whether this is tensor-parallel rank 0, what was announced, what came)."""
@@ -24,7 +24,7 @@ Given = tuple[bool, list[TensorSpec], list[tuple[str, Tensor | None]]]
 def round_trip(layout: Layout, folders: list[Path], precision: str, gather_bytes: int) -> list[Given]:
     found = []
     for folder in folders:
-        shape = ModelShape.from_folder(folder)
+        shape = shape_of_folder(folder)
         model = build_model(shape, layout.parallel, precision=precision)
         load_hf_weights(model, shape, folder)
         tensors = list(iter_hf_tensors(model, shape, gather_bytes))

@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_grpo.data.packing import plan_microbatches
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.models.hf_weights import iter_hf_tensors
-from megatron_grpo.policy.policy_engine import PolicyEngine
-from megatron_grpo.policy.value.engine import ValueEngine
+from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.policy.rank.value_rank import ValueRank
 from tests.parity.ranks import Layout
 
 LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]
@@ -32,7 +32,7 @@ def rank_share(batch: SequenceBatch, layout: Layout) -> tuple[SequenceBatch, lis
     return batch.select(order), [[order.index(index) for index in microbatch] for microbatch in mine], order
 
 
-def whole_tensors(engine: PolicyEngine | ValueEngine) -> dict[str, Tensor]:
+def whole_tensors(engine: PolicyRank | ValueRank) -> dict[str, Tensor]:
     """This rank's part of the weights, under the names and in the shapes of transformers."""
     tensors = iter_hf_tensors(engine.model, engine.shape, 2**20)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}

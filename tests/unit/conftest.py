@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config_problems import SMALL
+from tests.support.config_problems import SMALL
 
 
 @pytest.fixture

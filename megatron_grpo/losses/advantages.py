@@ -1,0 +1,172 @@
+"""From rewards to advantages: relative to the group (GRPO, RLOO), to the step (REINFORCE++), by reward part (GDPO)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.losses.signal import has_signal
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+CANCELLED = 1e-4
+"""GDPO's scores below this share of their terms are the rounding of a sum that is 0."""
+
+VARIANCE_FLOOR = 1e-8
+"""REINFORCE++'s smallest variance."""
+
+
+def group_mean(rewards: Tensor) -> Tensor:
+    """Mean reward of each group: [groups, samples], NaN where there is none, to [groups, 1]."""
+    given = ~rewards.isnan()
+    return _known(rewards).sum(dim=1, keepdim=True) / given.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def leave_one_out_baseline(rewards: Tensor) -> Tensor:
+    """Baseline of each sample from the *other* samples of its group (RLOO, Ahmadian et al. 2024, section 3).
+
+    Args:
+        rewards: [groups, samples], floating point; NaN where there is none.
+
+    Returns:
+        [groups, samples]: the mean reward of the group without the sample itself; 0 when there is no other.
+    """
+    known = _known(rewards)
+    others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+    return (known.sum(dim=1, keepdim=True) - known) / others.clamp(min=1)
+
+
+def group_std(rewards: Tensor) -> Tensor:
+    """Standard deviation of each group, divisor n - 1: [groups, samples], NaN where there is none, to [groups, 1]."""
+    given = ~rewards.isnan()
+    squares = torch.where(given, rewards - group_mean(rewards), torch.zeros_like(rewards)).square()
+    variance = squares.sum(dim=1, keepdim=True) / (given.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return variance.sqrt()
+
+
+def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, over_batch: bool = False) -> Tensor:
+    """Reward minus baseline, optionally divided by a standard deviation (GRPO, Shao et al. 2024).
+
+    The standard deviation is the unbiased one (divisor n - 1) of the *whole* group, also with the leave-one-out
+    baseline: that of the other samples alone would be 0 for a lone success among failures, the sample that matters
+    most. It is a scale shared by the group, so the order of the group's advantages is that of its rewards. Over the
+    batch, it is that of all rewards of the step (Liu et al. 2025, "Tricks or Traps?"), which does not inflate groups
+    whose rewards hardly differ.
+
+    Args:
+        rewards: [groups, samples], floating point; NaN where nobody gave one: such a sample takes no part.
+        leave_one_out: baseline is the mean of the other samples (true) or of the whole group (false).
+        normalize: divide by the standard deviation plus STD_EPSILON.
+        over_batch: the standard deviation is that of all rewards instead of the group's.
+
+    Returns:
+        [groups, samples], the dtype of the rewards; 0 without a reward. A group whose rewards are all equal gets exact
+        zeros, whatever rounding its mean suffers.
+
+    Raises:
+        ValueError: not [groups, samples], or fewer than two samples, which leaves nothing to compare.
+    """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards must be [groups, samples], got shape {tuple(rewards.shape)}")
+    if rewards.shape[1] < 2:
+        raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {rewards.shape[1]}")
+    exact = rewards.double()  # in float32 the mean of large rewards that hardly differ may be one of them
+    advantages = exact - (leave_one_out_baseline(exact) if leave_one_out else group_mean(exact))
+    if normalize:
+        std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
+        advantages = advantages / (std + STD_EPSILON)
+    return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages)).to(rewards.dtype)
+
+
+def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
+    """Each reward function's rewards normalised within the group, weighted and summed: GDPO's advantages up to scale.
+
+    Args:
+        parts: [functions, groups, samples], floating point; NaN where a function gave no reward. It then adds nothing
+            to the sample, and takes no part in the mean and standard deviation of the group.
+        weights: [functions].
+
+    Returns:
+        [groups, samples]; exact zeros in a group that teaches nothing: no function tells its samples apart, or what
+        the functions say of them cancels out up to rounding.
+
+    Raises:
+        ValueError: fewer than two samples.
+    """
+    if parts.shape[2] < 2:
+        raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {parts.shape[2]}")
+    normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
+    terms = normalized * weights[:, None, None]
+    scores, size = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
+    return torch.where(scores.abs().amax(dim=1, keepdim=True) > CANCELLED * size, scores, torch.zeros_like(scores))
+
+
+def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
+    """`gdpo_scores` normalised over the step.
+
+    GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
+    GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
+    spread drown the others.
+
+    Args:
+        parts: see `gdpo_scores`.
+        weights: [functions].
+
+    Returns:
+        [groups, samples], mean 0 and standard deviation 1 over the samples that some function scored, 0 for the
+        others; zeros everywhere when no group teaches anything.
+    """
+    scores, scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
+    whole_step = torch.where(scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
+    return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
+
+
+def _known(values: Tensor) -> Tensor:
+    """The values, 0 in place of NaN."""
+    return torch.where(values.isnan(), torch.zeros_like(values), values)
+
+
+def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
+    """Sum of the rewards of a token and all later ones of its response, undiscounted.
+
+    Args:
+        token_rewards: [sum(lengths)], the responses laid end to end.
+        lengths: tokens of each response.
+
+    Returns:
+        [sum(lengths)], the dtype of the rewards.
+    """
+    return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Tensor, lengths: list[int], *, token_penalty: Tensor | None, minus_baseline: bool
+) -> Tensor:
+    """Returns normalised over all tokens of the step (REINFORCE++, Hu et al. 2025).
+
+    The return of token t is the response's reward minus the KL penalties of t and all later tokens. Mean and variance
+    are taken over the tokens of all responses, the variance with divisor n and not below VARIANCE_FLOOR.
+
+    Args:
+        rewards: [groups, samples], floating point; NaN where nobody gave one: its tokens take no part and get 0.
+        lengths: tokens of each of the groups * samples responses.
+        token_penalty: [sum(lengths)]: what is subtracted for each token, coefficient included; None is nothing.
+        minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
+
+    Returns:
+        [sum(lengths)], the responses laid end to end.
+    """
+    scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
+    if minus_baseline:
+        exact = group_advantages(exact, leave_one_out=False, normalize=False)
+    counts = torch.tensor(lengths, device=rewards.device)
+    returns = _known(exact).flatten().repeat_interleave(counts)
+    if token_penalty is not None:
+        returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
+    part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
+    inside = returns[part]
+    if (inside != inside[:1]).any():
+        centered = inside - inside.mean()
+        out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    return out.to(rewards.dtype)

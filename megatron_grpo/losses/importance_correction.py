@@ -1,0 +1,57 @@
+"""Importance weights between the policy as the training framework and as the generation engine computes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.losses.token_means import bounded_exp, response_mean
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.loss_schema import LossConfig
+
+
+class SamplingCorrection(NamedTuple):
+    """Weights of the policy-gradient term, constants of the sample."""
+
+    weights: Tensor
+    """[sequences, length]."""
+    out_of_bounds: Tensor
+    """[sequences, length], bool: where a limit changed the weight."""
+
+
+def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig) -> SamplingCorrection:
+    """Weights w = training probability / sampling probability, limited as configured.
+
+    Per token, or with sequence_level_importance_ratios of the whole response (the product over its tokens). Then, with
+    limits [m, M]::
+
+        tis            min(w, M)                       (Yao et al. 2025, truncated importance sampling)
+        icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
+        seq-mask-tis   w where m <= g <= M, else 0     with g the geometric mean of the response's token weights
+
+    Tokens of weight 0 still count in what the loss is divided by.
+
+    Args:
+        prev: log-probabilities under the training framework, [sequences, length], 0 outside the mask.
+        generation: under the generation engine, the same.
+        mask: tokens in the loss, bool.
+        config: level, kind and limits.
+    """
+    log_weights = (prev - generation).detach()
+    weights = bounded_exp(log_weights)
+    if config.sequence_level_importance_ratios:
+        weights = bounded_exp((log_weights * mask).sum(dim=1, keepdim=True)).expand_as(log_weights)
+    kind = config.truncated_importance_sampling_type
+    if kind is None:
+        return SamplingCorrection(weights, torch.zeros_like(mask))
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    assert high is not None, "a truncation without an upper limit"
+    if kind == "tis":
+        return SamplingCorrection(weights.clamp(max=high), weights > high)
+    assert low is not None, "a mask without a lower limit"
+    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask)).expand_as(log_weights)
+    out = (judged < low) | (judged > high)
+    return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)

@@ -1,0 +1,62 @@
+"""Sums over a microbatch's tokens that add up, over microbatches and ranks, to means of the whole step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.loss_schema import LossConfig
+    from megatron_grpo.losses.interface import GlobalCounts
+
+
+MAX_LOG_RATIO = 40.0
+"""Where log ratios of probabilities are cut off: e^40 = 2e17 and its square are float32 numbers. Such a ratio is a
+defect, or of a response so long that its weight means nothing; infinite, it would turn an advantage of 0 into NaN."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log ratio limited to +- MAX_LOG_RATIO; beyond, the gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """The ratio of a log ratio, after `bounded`."""
+    return bounded(log_ratio).exp()
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values inside the mask and 0 outside, whatever stands there, infinities and NaN included."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
+    """This microbatch's share of the mean over all tokens of the step."""
+    return (values * mask).sum() / counts.tokens
+
+
+def response_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[sequences, length] -> [sequences, 1]: mean over each response's tokens in the mask, 0 when it has none."""
+    return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def loss_share(loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossConfig) -> Tensor:
+    """This microbatch's part of the step's loss: T tokens, n_i of them in sequence i, in N of all M sequences::
+
+        token_level_loss             sum_it loss_it / T           (DAPO, Yu et al. 2025, eq. 12)
+        token_level_loss=false       sum_i (sum_t loss_it / n_i) / N    (GRPO, Shao et al. 2024, eq. 3)
+        constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
+
+    Args:
+        loss: per token, [sequences, length].
+        mask: tokens in the loss, bool.
+        counts: of the whole step.
+        config: which of the three.
+    """
+    if config.constant_normalizer_tokens is not None:
+        return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
+    if config.token_level_loss:
+        return token_mean(loss, mask, counts)
+    return response_mean(loss, mask).sum() / counts.sequences

@@ -1,0 +1,86 @@
+"""The value model's loss: squared distance to the returns, clipped around what it said before the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.losses.token_means import masked, token_mean
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.ppo_schema import MseValueLossConfig
+    from megatron_grpo.losses.interface import GlobalCounts
+
+_MOMENTS = ("return_squared", "value_error", "value_error_squared")
+"""Metrics from which, with return_mean, the explained variance follows."""
+_RELATIVE_VARIANCE = 1e-6
+"""Returns whose variance is below this share of their mean square are all the same, up to rounding."""
+
+
+class MseValueLossFn:
+    """A loss over values (a `policy.interface.LossFunction` whose first argument is values)::
+
+        loss = token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+    R are the returns, V_old the values before the step, c value_clip: what lies further from V_old than c and has
+    become better loses its gradient (PPO's reference implementation; see Engstrom et al. 2020, section 3). Without
+    value_clip it is the mean of 1/2 (V - R)^2.
+    """
+
+    needs_entropy = False
+    """See `LossFunction`."""
+
+    def __init__(self, config: MseValueLossConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, curr_values: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `LossFunction`.
+
+        Args:
+            curr_values: [sequences, length], float32, with gradient; position t is the value before token t.
+            tokens: "loss_mask" (0 or 1), "values" (before the step) and "returns", each [sequences, length]. What
+                stands outside the mask takes no part.
+            counts: of the whole step.
+
+        Returns:
+            The microbatch's share of the loss, and shares of means over the step's tokens: `loss`,
+            `value_clip_fraction` (tokens where clipping made the loss larger); `value_mean`, `return_mean`, and the
+            moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
+            ones have seen these returns.
+        """
+        mask = tokens["loss_mask"] > 0
+        values, returns = masked(curr_values, mask), masked(tokens["returns"], mask)
+        old = masked(tokens["values"], mask)
+        error, old_error = values - returns, old - returns
+        loss = clipped = error.square()
+        if self.config.value_clip is not None:
+            reach = self.config.value_clip
+            clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
+            loss = torch.maximum(loss, clipped)
+        total = 0.5 * token_mean(loss, mask, counts)
+        metrics = {
+            "loss": total,
+            "value_clip_fraction": token_mean(clipped > error.square(), mask, counts),
+            "value_mean": token_mean(old, mask, counts),
+            "return_mean": token_mean(returns, mask, counts),
+            "return_squared": token_mean(returns.square(), mask, counts),
+            "value_error": token_mean(old_error, mask, counts),
+            "value_error_squared": token_mean(old_error.square(), mask, counts),
+        }
+        return total, metrics
+
+
+def add_explained_variance(metrics: dict[str, float]) -> None:
+    """Replace the moments in a step's metrics by explained_variance = 1 - Var(R - V) / Var(R).
+
+    1: the values are the returns; 0: no better than a constant, also when the returns are all the same.
+    """
+    squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)
+    variance = squared - metrics["return_mean"] ** 2
+    unexplained = error_squared - error**2
+    known = variance > _RELATIVE_VARIANCE * squared
+    metrics["explained_variance"] = 1.0 - unexplained / variance if known else 0.0

@@ -1,0 +1,72 @@
+"""The families that can be trained, and what is read of a model once its family is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.models.families import llama, qwen2, qwen3
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.value_head import with_value_head
+from megatron_grpo.models.weight_map import WeightEntry
+
+FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY)}
+"""By name."""
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+
+_REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of architectures whose output is a score."""
+
+
+def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+    """The weight map of a model, in the order in which tensors are exported."""
+    entries = FAMILIES[shape.family].entries(shape.tied_embeddings)
+    return entries if shape.value_head is None else with_value_head(entries, shape)
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass of a model over sequences of these lengths."""
+    return FAMILIES[shape.family].forward_flops(shape, lengths)
+
+
+def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
+    """Sizes of the model in a folder, from its config.json; reward models are refused unless they are asked for.
+
+    Raises:
+        ValueError: no such file, not JSON, or an architecture or option without support; the message says which.
+    """
+    file = Path(path) / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    return shape_of_config(raw, reward_models=reward_models)
+
+
+def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
+    """Sizes from the contents of a config.json.
+
+    Raises:
+        ValueError: the architecture or one of its options has no support.
+    """
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    scores = reward_models and architecture.endswith(_REWARD_HEADS)
+    base = architecture.split("For")[0] + "ForCausalLM" if scores else architecture
+    family = _BY_ARCHITECTURE.get(base)
+    if family is None:
+        raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
+    if scores:
+        _require_one_label(raw, architecture)
+    shape = family.read(raw)
+    return replace(shape, value_head="stored") if scores else shape
+
+
+def _require_one_label(raw: dict[str, Any], architecture: str) -> None:
+    labels = raw.get("num_labels") or len(raw.get("id2label") or {}) or 2  # what transformers takes without either
+    if labels != 1:
+        raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")

@@ -1,0 +1,149 @@
+"""Llama 2 and 3: sizes, weights and arithmetic of the layout that the other dense families build on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_grpo.models.family import Family
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry
+
+EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+
+_LAYER = "decoder.layers.{layer}."
+_HF = "model.layers.{layer}."
+
+INPUT = (WeightEntry(("embedding.word_embeddings.weight",), (EMBEDDING,), axis=0, merge="vocab"),)
+
+ATTENTION = (
+    WeightEntry(
+        (_LAYER + "self_attention.linear_qkv.layer_norm_weight", _LAYER + "input_layernorm.weight"),
+        (HFTensor(_HF + "input_layernorm.weight", ("hidden",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        (_LAYER + "self_attention.linear_qkv.weight",),
+        (
+            HFTensor(_HF + "self_attn.q_proj.weight", ("heads", "hidden")),
+            HFTensor(_HF + "self_attn.k_proj.weight", ("kv_heads", "hidden")),
+            HFTensor(_HF + "self_attn.v_proj.weight", ("kv_heads", "hidden")),
+        ),
+        axis=0,
+        merge="qkv",
+    ),
+    WeightEntry(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (HFTensor(_HF + "self_attn.o_proj.weight", ("hidden", "heads")),),
+        axis=1,
+    ),
+)
+
+MLP = (
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc1.layer_norm_weight", _LAYER + "pre_mlp_layernorm.weight"),
+        (HFTensor(_HF + "post_attention_layernorm.weight", ("hidden",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        (
+            HFTensor(_HF + "mlp.gate_proj.weight", ("ffn", "hidden")),
+            HFTensor(_HF + "mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        axis=0,
+        merge="gate_up",
+    ),
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc2.weight",),
+        (HFTensor(_HF + "mlp.down_proj.weight", ("hidden", "ffn")),),
+        axis=1,
+    ),
+)
+
+OUTPUT_NORM = (
+    WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), axis=None),
+)
+
+
+def head(tied: bool) -> tuple[WeightEntry, ...]:
+    """The output layer. Tied to the embedding it has weights of its own only on a last stage that is not the first."""
+    tensor = EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
+    return (WeightEntry(("output_layer.weight",), (tensor,), axis=0, merge="vocab", copy=tied),)
+
+
+def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelShape:
+    """Sizes of a dense decoder from a config.json, with the RoPE settings as transformers 4 or 5 spells them.
+
+    Args:
+        raw: contents of config.json.
+        family: name of the family that the shape is of.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether every query and key head is normalised.
+
+    Raises:
+        ValueError: one of the model's options has no support.
+    """
+    _refuse_unsupported(raw, family)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    heads = int(raw["num_attention_heads"])
+    return ModelShape(
+        family=family,
+        layers=int(raw["num_hidden_layers"]),
+        hidden=int(raw["hidden_size"]),
+        ffn_hidden=int(raw["intermediate_size"]),
+        attention_heads=heads,
+        key_value_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        vocab=int(raw["vocab_size"]),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        rope_scaling=None if rope_type == "default" else dict(rope),
+        max_positions=int(raw.get("max_position_embeddings", 0)),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
+
+    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
+    included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
+    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens.
+
+    Args:
+        shape: of the model.
+        lengths: tokens of each sequence.
+    """
+    queries = shape.attention_heads * shape.head_dim
+    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
+    layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
+    weights = shape.layers * layer + shape.hidden * shape.vocab
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return 2.0 * weights * sum(lengths) + 4.0 * shape.layers * queries * pairs
+
+
+def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']} is not supported; only silu is")
+    if raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported")
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise ValueError(f"{key}=true is not supported for {family}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope_type={rope_type} is not supported; default, linear and llama3 are")
+
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    read=lambda raw: read_dense(raw, "llama"),
+    entries=lambda tied: INPUT + ATTENTION + MLP + OUTPUT_NORM + head(tied),
+    forward_flops=dense_flops,
+)

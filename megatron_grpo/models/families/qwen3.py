@@ -1,0 +1,28 @@
+"""Qwen3 (dense): Llama's layout with an RMS norm on every query and key head."""
+
+from __future__ import annotations
+
+from megatron_grpo.models.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
+from megatron_grpo.models.family import Family
+from megatron_grpo.models.weight_map import HFTensor, WeightEntry
+
+QK_NORM = (
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.q_layernorm.weight",),
+        (HFTensor("model.layers.{layer}.self_attn.q_norm.weight", ("head_dim",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.k_layernorm.weight",),
+        (HFTensor("model.layers.{layer}.self_attn.k_norm.weight", ("head_dim",)),),
+        axis=None,
+    ),
+)
+
+FAMILY = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=lambda raw: read_dense(raw, "qwen3", qk_norm=True),
+    entries=lambda tied: INPUT + ATTENTION + QK_NORM + MLP + OUTPUT_NORM + head(tied),
+    forward_flops=dense_flops,
+)

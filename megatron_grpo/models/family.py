@@ -1,0 +1,25 @@
+"""What a model family is: how its config.json is read, its table of weights, its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import WeightEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models; a file in models/families defines each."""
+
+    name: str
+    architecture: str
+    """As config.json names the language model."""
+    read: Callable[[dict[str, Any]], ModelShape]
+    """Sizes from the contents of a config.json; ValueError for an option without support."""
+    entries: Callable[[bool], tuple[WeightEntry, ...]]
+    """The weight map in the order of export, given whether the output layer is tied to the embedding."""
+    forward_flops: Callable[[ModelShape, Sequence[int]], float]
+    """Floating-point operations of a forward pass over sequences of these lengths."""

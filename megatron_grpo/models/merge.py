@@ -1,0 +1,45 @@
+"""From slices of Hugging Face tensors to the parameter that they make up, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+
+
+def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
+    """Slices of the tensors -> the rank's parameter.
+
+    Args:
+        parts: in the order of `hf`.
+        rows: of the parameter; more than the slice has only where the vocabulary is padded.
+    """
+    if entry.merge == "qkv":
+        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)]
+        return torch.cat(group_parts, dim=1).flatten(0, 1)
+    if entry.merge == "gate_up":
+        return torch.cat(parts)
+    if entry.merge == "vocab":
+        return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
+    return parts[0]
+
+
+def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
+    """The inverse of `merge_slices`; the results are contiguous and may share memory with `local`."""
+    if entry.merge == "qkv":
+        widths = _group(model)
+        grouped = local.view(-1, sum(widths), *local.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+    if entry.merge == "gate_up":
+        return list(local.chunk(2))
+    if entry.merge == "vocab":
+        return [local[: slices[0].stop - slices[0].start]]
+    return [local]
+
+
+def _group(model: ModelShape) -> list[int]:
+    """Rows of one key/value group: its queries, its key, its value."""
+    heads_per_group = model.attention_heads // model.key_value_heads
+    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]

@@ -1,0 +1,46 @@
+"""What a transformer layer is built of: Transformer Engine on a GPU that has it, else Megatron-Core with torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.attention import TorchCoreAttention
+from megatron_grpo.policy.modeling.norm import RMSNorm
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine; says so once when a GPU has to do without it."""
+    if current_platform().name == "cpu":
+        return False
+    found = importlib.util.find_spec("transformer_engine") is not None
+    if not found:
+        logger.warning("transformer_engine is not installed: layers fall back to plain torch, which is slower")
+    return found
+
+
+def layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec that GPTModel builds this pipeline stage's layers from."""
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = TorchCoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -1,0 +1,119 @@
+"""A rank's part of a Megatron distributed checkpoint: weights, optimizer, schedule and random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.policy.rank.model_rank import ModelRank
+
+# Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save_rank(engine: ModelRank, folder: str) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all ranks of the model."""
+    state = _sharded_state(engine, is_loading=False)
+    state["random"] = _random_state_shard()
+    if engine.reference_moved and engine.reference is not None:
+        state["reference"] = _reference_shards(engine.reference)
+    dist_checkpointing.save(state, folder, content_metadata=_METADATA)
+
+
+def load_rank(engine: ModelRank, folder: str) -> None:
+    """Load a folder that `save_rank` wrote, also in another layout; collective over all ranks of the model.
+
+    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
+    draws from it as long as the model has no dropout.
+
+    Raises:
+        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed.
+    """
+    state = _sharded_state(engine, is_loading=True)
+    common = dist_checkpointing.load_common_state_dict(folder)
+    if common["distributed_optimizer"] != state["distributed_optimizer"]:
+        was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
+        raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
+    if common["layout"] == state["layout"]:
+        state["random"] = _random_state_shard()
+    if common["reference_moved"] and engine.reference is not None:
+        state["reference"] = _reference_shards(engine.reference)
+    loaded = dist_checkpointing.load(state, folder)
+    engine.model.load_state_dict(loaded["model"])
+    if "reference" in loaded:
+        assert engine.reference is not None
+        engine.reference.load_state_dict(loaded["reference"])
+        engine.reference_moved = True
+    engine.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
+    if "random" in loaded:
+        torch.set_rng_state(loaded["random"]["torch"])
+        get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
+
+
+def _sharded_state(engine: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+    metadata = dict(_METADATA)  # Megatron adds its process groups
+    model = engine.model.sharded_state_dict(metadata=metadata)
+    with _padding_counted_as_content(engine):
+        optimizer = engine.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule_steps": engine.optimizer.scheduler.num_steps,
+        "reference_moved": engine.reference_moved,
+        "distributed_optimizer": engine.optimizer.settings.distributed,
+        "layout": {
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "data": parallel_state.get_data_parallel_world_size(),
+        },
+    }
+
+
+@contextmanager
+def _padding_counted_as_content(engine: ModelRank) -> Iterator[None]:
+    """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
+
+    It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and
+    only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
+    happens whenever its size is not a multiple of the padding.
+    """
+    parts = [part for buffer in engine.optimizer.model.buffers for part in (buffer, *buffer.buckets)]
+    without_padding = [part.numel_unpadded for part in parts]
+    for part in parts:
+        part.numel_unpadded = part.grad_data.numel()
+    try:
+        yield
+    finally:
+        for part, numel in zip(parts, without_padding, strict=True):
+            part.numel_unpadded = numel
+
+
+def _reference_shards(reference: GPTModel) -> dict[str, Any]:
+    """The reference policy's weights, under keys of their own in the checkpoint."""
+    shards: dict[str, Any] = reference.sharded_state_dict(metadata=dict(_METADATA))
+    add_prefix_for_sharding(shards, "reference.")
+    return shards
+
+
+def _random_state_shard() -> ShardedObject:
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    return ShardedObject("random_state", state, shape, place, replica_id=0)

@@ -1,0 +1,106 @@
+"""One rank of the policy: log-probabilities, optimizer steps, and the frozen reference policy beside it."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.losses.interface import LossFunction
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.build import build_model
+from megatron_grpo.policy.modeling.logprobs import VocabShard, token_entropy, token_logprobs, vocab_shard
+from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
+
+
+class PolicyRank(ModelRank):
+    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
+
+    Args:
+        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
+        shape: of the model in config.model.path.
+        folder: the model's folder in Hugging Face format.
+        reference: how to hold the reference policy; None: there is none.
+        temperature: sampling temperature, which log-probabilities are taken under.
+        decay_steps: optimizer steps of the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        shape: ModelShape,
+        folder: str,
+        *,
+        reference: ReferenceConfig | None,
+        temperature: float,
+        decay_steps: int,
+    ) -> None:
+        self.shape, self.temperature = shape, temperature
+        super().__init__(self._build(folder, config), config, decay_steps)
+        self._offload_reference = reference is not None and reference.offload
+        if reference is not None:
+            self.reference = self._build(folder, config).eval().requires_grad_(False)
+            if self._offload_reference:
+                self.reference.to("cpu")
+
+    def _build(self, folder: str, config: PolicyConfig) -> GPTModel:
+        model = build_model(
+            self.shape,
+            config.parallel,
+            precision=config.precision,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        load_hf_weights(model, self.shape, folder)
+        return model
+
+    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """Log-probability of every token of `batch` under the current weights.
+
+        Returns:
+            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+        """
+        self.model.eval()
+        return self._forward_tokens(self.model, batch, microbatches)
+
+    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """The same under the frozen reference policy."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        if self._offload_reference:
+            self.reference.to(current_platform().device)
+        logprobs = self._forward_tokens(self.reference, batch, microbatches)
+        if self._offload_reference:
+            self.reference.to("cpu")
+        return logprobs
+
+    @torch.no_grad()
+    def sync_reference(self, alpha: float) -> None:
+        """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
+        assert self.reference is not None, "the reference policy was not loaded"
+        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
+        self.reference_moved = True
+
+    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """Log-probabilities, from logits."""
+        return token_logprobs(
+            output,
+            token_ids,
+            self._shard(output),
+            temperature=self.temperature,
+            chunk_tokens=self.config.logprob_chunk_size,
+        )
+
+    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
+        if not loss_fn.needs_entropy:
+            return {}
+        chunk = self.config.logprob_chunk_size
+        return {"entropy": token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)}
+
+    def _shard(self, logits: Tensor) -> VocabShard:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return vocab_shard(self.shape.vocab, logits.shape[-1], group)

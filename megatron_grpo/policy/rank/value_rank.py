@@ -1,0 +1,46 @@
+"""One rank of the value model: values of tokens and optimizer steps. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.policy.modeling.value_head import build_value_model, token_values
+from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
+
+
+class ValueRank(ModelRank):
+    """A rank's share of the value model and of its optimizer.
+
+    Args:
+        config: how the value model is laid out and trained (`Config.value_model`).
+        shape: from `as_value_model`.
+        folder: the model's folder in Hugging Face format.
+        decay_steps: optimizer steps of the learning-rate schedule.
+    """
+
+    def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
+        model = build_value_model(
+            shape,
+            config.parallel,
+            precision=config.precision,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        load_hf_weights(model, shape, folder)
+        self.shape = shape
+        super().__init__(model, config, decay_steps)
+
+    def values(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+        """The value before every token of `batch` under the current weights.
+
+        Returns:
+            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+        """
+        self.model.eval()
+        return self._forward_tokens(self.model, batch, microbatches)
+
+    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        return token_values(output)

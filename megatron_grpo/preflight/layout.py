@@ -1,0 +1,114 @@
+"""Checks of the layouts: what the model divides by, what the machines have, what the batches share out over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.source import known_value_shape
+
+
+def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Layouts against the model's sizes, the machines and the batches; with shape None, without the model."""
+    yield from _parallel(config)
+    yield from _devices(config)
+    yield from _batch(config)
+    if shape is not None:
+        policy, generation = config.policy.parallel, config.generation.parallel
+        yield from _split("policy.parallel", policy.tensor, policy.pipeline, shape)
+        yield from _split("generation.parallel", generation.tensor, generation.pipeline, shape)
+        yield from _value_model(config, shape)
+
+
+def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
+    if config.value_model is None:
+        return
+    shape = policy if config.value.model.path is None else known_value_shape(config)
+    if shape is None:
+        return
+    parallel = config.value.parallel
+    yield from _split("value.parallel", parallel.tensor, parallel.pipeline, shape)
+    longest = config.policy.max_total_sequence_length
+    if config.value.model.path is not None and 0 < shape.max_positions < longest:
+        text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
+        yield Problem(f"value.model.path={config.value.model.path}", text)
+    if shape.vocab < policy.vocab:
+        text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
+        yield Problem(f"value.model.path={config.value.model.path}", text)
+
+
+def divisors(number: int, *others: int) -> str:
+    """For a message: what divides all of the numbers ("1, 2 or 4")."""
+    found = [str(d) for d in range(1, number + 1) if all(n % d == 0 for n in (number, *others))]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
+def _split(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Iterator[Problem]:
+    heads, groups, ffn = shape.attention_heads, shape.key_value_heads, shape.ffn_hidden
+    usable = divisors(heads, groups, ffn)
+    for size, what in ((heads, "attention heads"), (groups, "key/value heads"), (ffn, "feed-forward width")):
+        if size % tensor:
+            text = f"does not divide the model's {size} {what}; use {usable}"
+            yield Problem(f"{section}.tensor={tensor}", text)
+            break
+    if shape.layers % pipeline:
+        text = f"does not divide the model's {shape.layers} layers; use {divisors(shape.layers)}"
+        yield Problem(f"{section}.pipeline={pipeline}", text)
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    for section, parallel in _trained(config):
+        if parallel.context != 1:
+            text = "context parallelism is not supported yet; use 1"
+            yield Problem(f"{section}.parallel.context={parallel.context}", text)
+        if parallel.expert != 1:
+            text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
+            yield Problem(f"{section}.parallel.expert={parallel.expert}", text)
+        if parallel.sequence and parallel.tensor == 1:
+            yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
+
+
+def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
+    """The layouts of the models that are trained, by section."""
+    value = [("value", config.value.parallel)] if config.algorithm == "ppo" else []
+    return [("policy", config.policy.parallel), *value]
+
+
+def _devices(config: Config) -> Iterator[Problem]:
+    cluster, parallel = config.cluster, config.generation.parallel
+    if cluster.gpus_per_node == 0:
+        return
+    needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
+    needs["generation.parallel"] = parallel.ranks_per_engine * parallel.data
+    there = cluster.num_nodes * cluster.gpus_per_node
+    if sum(needs.values()) > there:
+        first, *rest = needs.items()
+        taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks}" for section, ranks in rest)])
+        yield Problem(
+            f"cluster.gpus_per_node={cluster.gpus_per_node}",
+            f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller or give more GPUs",
+        )
+    tensors = [(section, layout.tensor) for section, layout in _trained(config)]
+    for section, tensor in [*tensors, ("generation", parallel.tensor)]:
+        if tensor > cluster.gpus_per_node:
+            text = (
+                f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
+            )
+            yield Problem(f"{section}.parallel.tensor={tensor}", text)
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    generations = config.loop.num_generations_per_prompt
+    step, together = config.loop.num_prompts_per_step, config.prompts_per_generation_batch
+    trained = [(f"{name}.parallel.data", layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
+    engines = ("generation.parallel.data", config.generation.parallel.data, "engines", together)
+    for key, parts, what, prompts in [*trained, engines]:
+        samples = prompts * generations
+        if samples % parts:
+            yield Problem(
+                f"{key}={parts}",
+                f"{prompts} prompts x {generations} generations = {samples} samples do not share out evenly over "
+                f"{parts} {what}",
+            )

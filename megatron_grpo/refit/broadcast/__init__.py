@@ -1,0 +1,1 @@
+"""Refit by broadcast: every generation worker gets whole tensors and keeps its share."""

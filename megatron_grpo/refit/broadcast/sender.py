@@ -1,0 +1,126 @@
+"""The policy's half of a refit: functions that run on every policy rank; one rank of each pipeline stage sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.models.hf_weights import hf_specs, iter_hf_tensors
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.refit.broadcast.channel import Group, Rendezvous, join, write_plan
+from megatron_grpo.refit.buckets import Bucket, plan_buckets, seal
+
+if TYPE_CHECKING:
+    from megatron_grpo.policy.rank.policy_rank import PolicyRank
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one sender put on its way."""
+
+    bytes: int
+    tensors: int
+    buckets: int
+
+
+@dataclass(slots=True)
+class BucketSender:
+    """The sending end of one pipeline stage's group."""
+
+    stage: int
+    buckets: list[Bucket]
+    group: Group
+    device: torch.device
+    buffer: Tensor = field(init=False)
+    """[largest bucket], uint8, filled and sent once per bucket."""
+
+    def __post_init__(self) -> None:
+        largest = max(bucket.nbytes for bucket in self.buckets)
+        self.buffer = torch.empty(largest, dtype=torch.uint8, device=self.device)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> Sent:
+        """Send one version.
+
+        Args:
+            tensors: in the order of the plan.
+
+        Raises:
+            RuntimeError: the receivers stopped receiving.
+        """
+        source = iter(tensors)
+        for number, bucket in enumerate(self.buckets):
+            buffer = self.buffer[: bucket.nbytes]
+            for slot in bucket.slots:
+                name, tensor = next(source)
+                assert name == slot.name, f"planned {slot.name}, got {name}"
+                assert tensor is not None, "tensors are whole on the rank that sends"
+                slot.view(buffer).copy_(tensor)
+            seal(buffer, version)
+            try:
+                self.group.broadcast(buffer, root=0).wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"stage {self.stage}, bucket {number}: receivers are gone: {error}") from error
+        assert next(source, None) is None, "more tensors than planned"
+        return Sent(
+            sum(bucket.nbytes for bucket in self.buckets),
+            sum(len(bucket.slots) for bucket in self.buckets),
+            len(self.buckets),
+        )
+
+
+_sender: BucketSender | None = None
+"""This process's end of its group: a process is one policy rank."""
+
+
+def connect_sender(engine: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) -> None:
+    """Open the group of this rank's stage, if this is the rank that sends; returns when every receiver has joined."""
+    global _sender
+    _sender = None
+    place = _place()
+    if not place.gathers or place.tensor != 0:
+        return
+    specs = hf_specs(engine.model, engine.shape)
+    buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
+    device = current_platform().device
+    write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
+    _sender = BucketSender(place.stage, buckets, join(rendezvous, place.stage, 0, device), device)
+
+
+def send_weights(engine: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
+    """Send this stage's weights, gathered over its tensor-parallel ranks; what was sent, on the rank that sends."""
+    if not _place().gathers:
+        return None
+    tensors = iter_hf_tensors(engine.model, engine.shape, bucket_bytes)
+    try:
+        return _sender.send(tensors, version) if _sender is not None else None
+    finally:
+        # Gathering is collective: every rank goes through to the end, the sender also when its receivers are gone.
+        for _ in tensors:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank stands."""
+
+    stage: int
+    stages: int
+    tensor: int
+    gathers: bool
+    """Replicas hold the same weights, and so do context-parallel ranks: the first of them is enough."""
+
+
+def _place() -> _Place:
+    # Imported here because the driver imports this module too, and has no use for Megatron.
+    from megatron.core import parallel_state
+
+    return _Place(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        gathers=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+    )

@@ -1,0 +1,159 @@
+"""The loop around the steps of an algorithm: limits, validation, reports, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
+from megatron_grpo.config.metric_names import sometimes_absent
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.early_stop import observe, reason_to_stop
+from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
+from megatron_grpo.run.validation import validate
+
+StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
+"""One step of an algorithm on the next prompts; None: there are none left."""
+
+
+def train_steps(run: GRPORun, step: StepFunction) -> None:
+    """Train until a limit is reached, early stopping ends it or the prompts are used up.
+
+    Raises:
+        SamplingError: after a checkpoint of the steps that were finished.
+        RunError: see the algorithm's step.
+    """
+    limits, state = run.config.loop, run.state
+    _catch_up_on_validation(run)
+    batches = prompt_batches(run.loader, limits.max_num_epochs)
+    metrics: dict[str, float] = {}
+    while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
+        before = snapshot_of(run)
+        try:
+            report = step(batches)
+        except SamplingError:
+            _save_finished_steps(run, metrics, before)
+            raise
+        if report is None:
+            run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
+            break
+        _advance(run, report)
+        metrics = _finish_step(run, report)
+    _finish_training(run, metrics)
+
+
+def _catch_up_on_validation(run: GRPORun) -> None:
+    """Validate before the next step where that is due: at the start, or since a validation that failed."""
+    step = run.state["total_steps"]
+    due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
+    if not due or run.state.get("val_step") == step:
+        return
+    validated = _validated(run)
+    if validated and step in run.checkpointer.steps():
+        save_validation(run, validated)
+
+
+def _stopped_early(run: GRPORun) -> bool:
+    reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
+    if reason is not None:
+        run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
+    return reason is not None
+
+
+def _advance(run: GRPORun, report: StepReport) -> None:
+    state = run.state
+    if run.loader.epoch > state["current_epoch"]:
+        state["current_epoch"] = run.loader.epoch
+        state["current_step"] = 0
+    state["total_steps"] += 1
+    state["current_step"] += 1
+    state["total_valid_tokens"] += int(report.metrics["valid_tokens"])
+
+
+def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
+    """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
+
+    Raises:
+        RunError: the validation failed, or checkpoints cannot be ranked; the step was logged and saved.
+    """
+    step, metrics = run.state["total_steps"], dict(report.metrics)
+    failure: RunError | None = None
+    if _validation_due(run):
+        try:
+            metrics |= _validated(run)
+        except SamplingError as error:
+            failure = error
+    run.logger.log_step(step, metrics, report.timing, report.throughput)
+    run.logger.dump_rollouts(step, report.trajectories)
+    failure = failure or _ranking_problem(run.config, metrics)
+    if failure is not None:
+        _save_finished_steps(run, metrics, snapshot_of(run))
+        raise failure
+    if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
+        save_checkpoint(run, metrics, snapshot_of(run))
+    return metrics
+
+
+def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
+    """What to say when no step has the metric that ranks checkpoints."""
+    checkpointing = config.checkpointing
+    name, ranked = checkpointing.metric_name, checkpointing.enabled and checkpointing.keep_top_k is not None
+    if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
+        return None  # of a step that trains no policy, in the critic's warm-up for one, much is not known
+    if not ranked or name in metrics or name in sometimes_absent(config):
+        return None
+    known = ", ".join(sorted(metrics))
+    return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
+
+
+def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+    """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
+    step = run.state["total_steps"]
+    if step == 0 or not run.config.checkpointing.enabled or step in run.checkpointer.steps():
+        return
+    try:
+        save_checkpoint(run, metrics, snapshot)
+    except (OSError, RuntimeError) as error:
+        run.logger.note(f"step {step} could not be saved: {error}")
+
+
+def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
+    """Validate and save after the last step, whose metrics these are, unless that step did."""
+    step, saved = run.state["total_steps"], run.checkpointer.steps()
+    validated: dict[str, float] = {}
+    if run.config.loop.val_at_end and run.state.get("val_step") != step:
+        try:
+            validated = _validated(run)
+        except SamplingError:
+            _save_finished_steps(run, metrics, snapshot_of(run))
+            raise
+    if not run.config.checkpointing.enabled:
+        return
+    if step not in saved:
+        save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
+    elif validated:
+        save_validation(run, validated)
+
+
+def _validation_due(run: GRPORun) -> bool:
+    last = run.config.loop.val_at_end and run.state["total_steps"] == run.config.loop.max_num_steps
+    return _periodic_validation_due(run) or last
+
+
+def _periodic_validation_due(run: GRPORun) -> bool:
+    period = run.config.loop.val_period
+    return period > 0 and run.state["total_steps"] % period == 0
+
+
+def _validated(run: GRPORun) -> dict[str, float]:
+    metrics = validate(run)
+    if metrics:
+        run.state["val_step"] = run.state["total_steps"]
+        run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
+        observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
+        run.logger.log_validation(run.state["total_steps"], metrics)
+    return metrics

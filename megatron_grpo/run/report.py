@@ -1,0 +1,18 @@
+"""What one step of an algorithm reports to the loop around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_grpo.data.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did."""
+
+    metrics: dict[str, float]
+    timing: dict[str, float]
+    throughput: dict[str, float]
+    trajectories: list[Trajectory]
+    """Those that were trained on."""

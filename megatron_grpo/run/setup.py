@@ -1,0 +1,153 @@
+"""Everything a run needs, brought up side by side where it can be and taken down in one place."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.signals import terminated_like_interrupted
+from megatron_grpo.config.checks.idle import cautions, idle_settings
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.load_prompts import load_prompt_data
+from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.environments.registry import build_environments, check_reward_functions
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.models.source import is_prepared, model_folder
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.policy.driver.policy import MegatronPolicy
+from megatron_grpo.policy.driver.value import MegatronValue
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.rollouts.collector import RolloutCollector
+from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.run.context import GRPORun, PPORun
+from megatron_grpo.run.directory import (
+    POLICY_FOLDER,
+    VALUE_FOLDER,
+    changes_since_last_start,
+    claimed_run_directory,
+    record_start,
+)
+from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.run.start_models import start_models
+
+
+@contextmanager
+def setup(config: Config) -> Iterator[GRPORun]:
+    """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
+
+    Raises:
+        ConfigError: the run cannot start from where it is told to.
+        RunError: something did not come up; the message says what.
+    """
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(terminated_like_interrupted())
+        check_reward_functions(config.env)  # before processes are started
+        run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
+        checkpointer = Checkpointer(run_dir, config.checkpointing)
+        start_from = _start_from(checkpointer, config)
+        changes = changes_since_last_start(run_dir, config)
+        run = _bring_up(config, run_dir, checkpointer, start_from, stack)
+        record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
+        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        stack.callback(gc.unfreeze)
+        run.logger.started(startup_s=time.monotonic() - started, changes=changes)
+        for caution in cautions(config):
+            run.logger.note(f"{caution.subject} {caution.text}")
+        for idle in idle_settings(config):
+            run.logger.note(f"{idle.subject} changes nothing in this run: {idle.text}")
+        yield run
+
+
+def _start_from(checkpointer: Checkpointer, config: Config) -> Path | None:
+    path = checkpointer.find()
+    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
+        text = f"{path} is not a checkpoint of PPO: it has no value model"
+        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
+    return path
+
+
+def _bring_up(
+    config: Config, run_dir: Path, checkpointer: Checkpointer, start_from: Path | None, stack: ExitStack
+) -> GRPORun:
+    """Start everything, load the checkpoint to start from, and give generation its first weights."""
+    if is_prepared(config):
+        importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
+    folder = model_folder(config.policy.model.path)
+    if config.cluster.ray_address is None:
+        stack.enter_context(guarded())
+    policy, value, generation = start_models(config, folder, stack)
+    environments = build_environments(config.env)
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    data = load_prompt_data(config, folder)
+    for model in (policy, value, generation):
+        if model is not None:
+            model.wait_ready()
+    transport = BroadcastTransport(policy, generation, config.refit)
+    transport.connect()
+    checkpointer.remove_leftovers()
+    state, batch_cache = _resume(start_from, config, policy, value, data.loader)
+    transport.publish(state["total_steps"])
+    logger = RunLogger(run_dir, config, resume_step=None if start_from is None else state["total_steps"])
+    stack.callback(logger.close)
+    for note in data.notes:
+        logger.note(note)
+    run = GRPORun(
+        config=config,
+        policy=policy,
+        transport=transport,
+        collector=RolloutCollector(generation, environments, config.policy.max_total_sequence_length),
+        sampling=_sampling(config, data.eos_token_id),
+        loader=data.loader,
+        val_prompts=data.val_prompts,
+        loss_fn=ClippedPGLossFn(config.loss_fn),
+        logger=logger,
+        checkpointer=checkpointer,
+        state=state,
+        batch_cache=batch_cache,
+    )
+    if value is None:
+        return run
+    return PPORun(**vars(run), value=value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+
+
+def _resume(
+    path: Path | None, config: Config, policy: MegatronPolicy, value: MegatronValue | None, loader: PromptLoader
+) -> tuple[GRPOSaveState, list[list[Trajectory]]]:
+    """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
+    if path is None:
+        return default_grpo_save_state(), []
+    state, loader_state = Checkpointer.load(path)
+    loader.load_state_dict(loader_state)
+    policy.load_checkpoint(str(path / POLICY_FOLDER))
+    if value is not None:
+        value.load_checkpoint(str(path / VALUE_FOLDER))
+    groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+    # Those of another size cannot be trained on beside the groups of this run.
+    waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
+    return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
+
+
+def _sampling(config: Config, eos_token_id: int | None) -> SamplingSettings:
+    generation = config.generation
+    stops = set(generation.stop_token_ids)
+    if eos_token_id is not None:
+        stops.add(eos_token_id)
+    return SamplingSettings(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=tuple(sorted(stops)),
+        stop_strings=tuple(generation.stop_strings),
+    )

@@ -1,0 +1,63 @@
+"""How far the driver has come at one moment, and writing that down with the models as a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.save_state import GRPOSaveState
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The driver's part of a checkpoint, as it was at one moment."""
+
+    state: GRPOSaveState
+    loader: dict[str, Any]
+    """Of the training data loader."""
+    batch_cache: list[list[dict[str, Any]]]
+    """Rows of the groups that dynamic sampling keeps for the next step."""
+
+
+def snapshot_of(run: GRPORun) -> Snapshot:
+    """A copy, which later steps do not change."""
+    return Snapshot(
+        state=copy.deepcopy(run.state),
+        loader=copy.deepcopy(run.loader.state_dict()),
+        batch_cache=[[trajectory.to_row() for trajectory in group] for group in run.batch_cache],
+    )
+
+
+def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+    """Write everything a resumed run needs as checkpoints/step_N.
+
+    Args:
+        metrics: of the last step, which rank the checkpoint.
+        snapshot: of the run, after the last update of its models.
+
+    Raises:
+        RunError: a process of a model failed.
+    """
+    started = time.monotonic()
+    step = snapshot.state["total_steps"]
+    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": snapshot.batch_cache}
+    with run.checkpointer.writing(step, state, snapshot.loader) as folder:
+        run.save_models(folder)
+    run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
+
+
+def save_validation(run: GRPORun, metrics: Mapping[str, float]) -> None:
+    """Add a validation to the checkpoint of the last step, which was written before it.
+
+    Only what a validation changes: with dynamic sampling, what was sampled since is not in that checkpoint.
+    """
+    step = run.state["total_steps"]
+    state, _ = run.checkpointer.load(run.checkpointer.path(step))
+    state["metrics"] |= metrics
+    for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
+        state["save_state"][key] = run.state[key]
+    run.checkpointer.update(step, state)

@@ -1,0 +1,48 @@
+"""How good the policy is on held-out prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.metrics import rollout_metrics
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.non_finite import require_finite_samples
+
+
+def validate(run: GRPORun) -> dict[str, float]:
+    """Accuracy, reward and length on the validation prompts, one response each.
+
+    Returns:
+        Metrics whose names start with val_; empty without validation data.
+
+    Raises:
+        SamplingError: an engine or an environment failed, or a reward is not finite.
+        RunError: a sampling log-probability is not finite.
+    """
+    if not run.val_prompts:
+        return {}
+    trajectories = _respond(run)
+    run.logger.show_samples(run.val_prompts, trajectories)
+    measured = rollout_metrics(trajectories)
+    return {f"{VALIDATION_PREFIX}{name}": measured[name] for name in VALIDATION_METRICS if name in measured}
+
+
+def _respond(run: GRPORun) -> list[Trajectory]:
+    """A response to each validation prompt, scored."""
+    timer = StepTimer()
+    trajectories: list[Trajectory] = []
+    size = run.config.loop.val_batch_size
+    for start in range(0, len(run.val_prompts), size):
+        trajectories += run.collector.collect(
+            run.val_prompts[start : start + size],
+            samples_per_prompt=1,
+            settings=replace(run.sampling, temperature=run.config.loop.val_temperature),
+            run_seed=run.config.loop.seed,
+            step=0,
+            timer=timer,
+        )
+    require_finite_samples(trajectories, run.logger.run_dir, run.state["total_steps"], "validation")
+    return trajectories

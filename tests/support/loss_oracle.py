@@ -1,0 +1,183 @@
+"""The definitions of all loss variants, token by token in Python floats, and random batches to try them on."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.losses.interface import GlobalCounts
+
+Row = dict[str, list[float]]
+"""One response: for each entry of a batch, the values of its tokens in the loss."""
+
+CORRECTION = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
+LIMITS = {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.8}
+CONFIGS = {
+    "plain": LossConfig(reference_policy_kl_penalty=0.0),
+    "asymmetric": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.1, ratio_clip_max=0.3),
+    "dual": LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_c=1.5),
+    "kl": LossConfig(reference_policy_kl_penalty=0.3),
+    "k2": LossConfig(reference_policy_kl_penalty=0.3, reference_policy_kl_type="k2"),
+    "k1_on_policy": LossConfig(
+        reference_policy_kl_penalty=0.3, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True
+    ),
+    "kl_clamped": LossConfig(reference_policy_kl_penalty=0.3, kl_input_clamp_value=0.3, kl_output_clamp_value=0.02),
+    "on_policy_kl": LossConfig(reference_policy_kl_penalty=0.3, use_on_policy_kl_approximation=True),
+    "kl_in_reward": LossConfig(reference_policy_kl_penalty=0.3, use_kl_in_reward=True),
+    "correction": LossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True),
+    "tis": LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.2, **CORRECTION),
+    "icepop": LossConfig(truncated_importance_sampling_type="icepop", **LIMITS, **CORRECTION),
+    "seq_mask_tis": LossConfig(truncated_importance_sampling_type="seq-mask-tis", **LIMITS, **CORRECTION),
+    "sequences": LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
+    "dr_grpo": LossConfig(reference_policy_kl_penalty=0.1, constant_normalizer_tokens=20),
+    "gspo": LossConfig(
+        reference_policy_kl_penalty=0.1,
+        sequence_level_importance_ratios=True,
+        token_level_loss=False,
+        ratio_clip_min=0.1,
+        ratio_clip_max=0.1,
+    ),
+    "gspo_corrected": LossConfig(
+        sequence_level_importance_ratios=True,
+        token_level_loss=False,
+        truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=2.0,
+        **CORRECTION,
+    ),
+    "cispo": LossConfig(reference_policy_kl_penalty=0.1, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.4),
+    "sapo": LossConfig(reference_policy_kl_penalty=0.1, use_sapo=True, sapo_temperature_neg=2.0),
+    "reinforce": LossConfig(reference_policy_kl_penalty=0.1, disable_ppo_ratio=True),
+    "entropy": LossConfig(reference_policy_kl_penalty=0.0, entropy_coef=0.2, token_level_loss=False),
+    "imitation": LossConfig(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.4, token_level_loss=False),
+    "everything": LossConfig(
+        reference_policy_kl_penalty=0.2,
+        ratio_clip_max=0.28,
+        ratio_clip_c=1.4,
+        token_level_loss=False,
+        use_on_policy_kl_approximation=True,
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="icepop",
+        entropy_coef=0.1,
+        positive_example_nll_weight=0.3,
+        **LIMITS,
+    ),
+}
+
+
+def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor]]:
+    """float64, with ratios from about 0.3 to 3 and the loss on a span in the middle of each row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(sequences, length, generator=generator, dtype=torch.float64) * scale
+
+    curr = -normal(1.0).abs()
+    mask = torch.zeros(sequences, length, dtype=torch.float64)
+    positive = torch.zeros_like(mask)
+    for row in range(sequences):
+        mask[row, 2 : 3 + (row * 3) % (length - 3)] = 1.0  # responses of unlike lengths: averages over them differ
+        positive[row, 2:] = float(row % 2)
+    tokens = {
+        "loss_mask": mask,
+        "advantages": normal(1.0),
+        "prev_logprobs": curr + normal(0.5),
+        "generation_logprobs": curr + normal(0.5),
+        "reference_logprobs": curr + normal(0.3),
+        "entropy": normal(1.0).abs(),
+        "positive": positive,
+    }
+    return curr, tokens
+
+
+def counts_of(tokens: dict[str, Tensor]) -> GlobalCounts:
+    """Of a batch that is the whole step."""
+    mask = tokens["loss_mask"]
+    return GlobalCounts(
+        tokens=float(mask.sum()),
+        sequences=float((mask.sum(dim=1) > 0).sum()),
+        all_sequences=float(len(mask)),
+        positive_tokens=float((mask * tokens["positive"]).sum()),
+    )
+
+
+def loop_loss(curr: Tensor, tokens: dict[str, Tensor], config: LossConfig) -> float:
+    """The definition, token by token."""
+    rows = _rows(curr, tokens)
+    losses = [[_token_loss(row, t, config) for t in range(len(row["now"]))] for row in rows]
+    count = sum(map(len, losses))
+    if config.constant_normalizer_tokens is not None:
+        total = math.fsum(map(math.fsum, losses)) / (len(curr) * config.constant_normalizer_tokens)
+    elif config.token_level_loss:
+        total = math.fsum(map(math.fsum, losses)) / count
+    else:
+        total = math.fsum(math.fsum(one) / len(one) for one in losses) / len(losses)
+    total -= config.entropy_coef * math.fsum(value for row in rows for value in row["entropy"]) / count
+    imitated = [now for row in rows for now, right in zip(row["now"], row["positive"], strict=True) if right]
+    return total - config.positive_example_nll_weight * math.fsum(imitated) / len(imitated)
+
+
+def _rows(curr: Tensor, tokens: dict[str, Tensor]) -> list[Row]:
+    rows = []
+    for row in range(curr.shape[0]):
+        inside = [t for t in range(curr.shape[1]) if tokens["loss_mask"][row, t] > 0]
+        if inside:
+            entries = {"now": curr, **tokens}
+            rows.append({name: [float(values[row, t]) for t in inside] for name, values in entries.items()})
+    return rows
+
+
+def _token_loss(row: Row, t: int, config: LossConfig) -> float:
+    now, old, advantage = row["now"][t], row["prev_logprobs"][t], row["advantages"][t]
+    ratio = math.exp(now - old)
+    loss = -_correction(row, t, config) * _objective(row, ratio, now, advantage, t, config)
+    if config.use_kl_in_reward:
+        return loss
+    difference = now - row["reference_logprobs"][t]
+    if config.kl_input_clamp_value is not None:
+        difference = min(max(difference, -config.kl_input_clamp_value), config.kl_input_clamp_value)
+    kl = {"k1": difference, "k2": difference**2 / 2, "k3": math.exp(-difference) + difference - 1}[
+        config.reference_policy_kl_type
+    ]
+    if config.kl_output_clamp_value is not None:
+        kl = min(max(kl, -config.kl_output_clamp_value), config.kl_output_clamp_value)
+    if config.use_on_policy_kl_approximation:
+        kl *= ratio
+    return loss + config.reference_policy_kl_penalty * kl
+
+
+def _objective(row: Row, ratio: float, now: float, advantage: float, t: int, config: LossConfig) -> float:
+    if config.disable_ppo_ratio:
+        return advantage * now
+    if config.sequence_level_importance_ratios:
+        ratio = math.prod(math.exp(a - b) for a, b in zip(row["now"], row["prev_logprobs"], strict=True)) ** (
+            1 / len(row["now"])
+        )
+    if config.use_sapo:
+        tau = config.sapo_temperature_pos if advantage > 0 else config.sapo_temperature_neg
+        return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
+    if config.use_cispo:
+        return clipped * advantage * now
+    objective = min(ratio * advantage, clipped * advantage)
+    if config.ratio_clip_c is not None and advantage < 0:
+        objective = max(objective, config.ratio_clip_c * advantage)
+    return objective
+
+
+def _correction(row: Row, t: int, config: LossConfig) -> float:
+    if not config.use_importance_sampling_correction:
+        return 1.0
+    ratios = [math.exp(a - b) for a, b in zip(row["prev_logprobs"], row["generation_logprobs"], strict=True)]
+    weight = math.prod(ratios) if config.sequence_level_importance_ratios else ratios[t]
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    match config.truncated_importance_sampling_type:
+        case "tis":
+            return min(weight, high)
+        case "icepop":
+            return weight if low <= weight <= high else 0.0
+        case "seq-mask-tis":
+            return weight if low <= math.prod(ratios) ** (1 / len(ratios)) <= high else 0.0
+    return weight

@@ -1,0 +1,124 @@
+"""Tiny random models in Hugging Face format, one per family and peculiarity, as oracles for the real code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+
+VOCAB = 61
+"""Odd, so that it has to be padded in every tensor-parallel layout."""
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model on disk."""
+
+    name: str
+    path: Path
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes, read the way the real code reads them."""
+        return shape_of_folder(self.path)
+
+    def load(self) -> PreTrainedModel:
+        """The transformers model, in evaluation mode."""
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights as they are on disk."""
+        return {name: tensor for file in self.path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """Log-probability of each token given the ones before it, by transformers: [sequences, length]; 0 first."""
+        with torch.no_grad():
+            return logprobs_of_logits(_loaded(self)(token_ids).logits, token_ids)
+
+
+@cache
+def _loaded(model: TinyModel) -> PreTrainedModel:
+    return model.load()
+
+
+def logprobs_of_logits(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[sequences, length, vocabulary] logits -> [sequences, length]; position t speaks of token t, 0 at the first."""
+    logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, token_ids[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(logprobs, (1, 0))
+
+
+def _qwen3(tied: bool) -> PreTrainedModel:
+    # A head size that is not hidden_size / heads, as in the released models.
+    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=tied))
+
+
+def _qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=True))
+
+
+def _llama() -> PreTrainedModel:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        # Shorter than the tests' sequences, so that every one of the three frequency bands matters.
+        "original_max_position_embeddings": 16,
+    }
+    return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=scaling))
+
+
+BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_tied": lambda: _qwen3(tied=True),
+    "qwen3_untied": lambda: _qwen3(tied=False),
+    "qwen2_tied": _qwen2,
+    "llama_untied": _llama,
+}
+
+
+def make_tiny_model(name: str, folder: Path) -> TinyModel:
+    """Build one of BUILDERS with every weight random, norms and biases included, and save it to `folder`/`name`."""
+    torch.manual_seed(sum(name.encode()))
+    model = BUILDERS[name]()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.2)
+    path = folder / name
+    model.save_pretrained(path)
+    return TinyModel(name, path)

@@ -1,0 +1,98 @@
+"""The recipes against the models and machines they are for, and what is written from the schema."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.checks import config_problems
+from megatron_grpo.config.errors import ConfigError, Problem, format_problems
+from megatron_grpo.config.key_page import markdown
+from megatron_grpo.config.keys import groups, keys
+from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.preflight.lengths import length_problems
+from megatron_grpo.preflight.load import compose_config, load_config
+
+ROOT = Path(__file__).parents[3]
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 81920,
+}
+LLAMA3_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def test_every_key_and_section_is_documented() -> None:
+    assert [key.name for key in keys().values() if not key.doc] == []
+
+
+def test_documented_defaults_are_those_of_the_schema() -> None:
+    config: Any = Config()
+    for name, key in keys().items():
+        if "<name>" not in name:
+            assert functools.reduce(getattr, name.split("."), config) == key.default, name
+    assert [group.name for group in groups() if not group.doc] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "gpus"), [("qwen3_8b_8gpu", QWEN3_8B, 8), ("llama3_70b_slurm", LLAMA3_70B, 64)]
+)
+def test_gpu_recipes_fit_their_models_and_machines(recipe: str, shape: dict[str, object], gpus: int) -> None:
+    config = compose_config([f"+exp={recipe}"])
+    sizes = shape_of_config(shape)
+    problems = [*config_problems(config), *layout_problems(config, sizes), *length_problems(config, sizes)]
+    assert problems == []
+    generation = config.generation.parallel
+    assert config.policy.parallel.world_size + generation.ranks_per_engine * generation.data == gpus
+    assert config.policy.parallel.pipeline > 1
+    assert generation.pipeline > 1
+
+
+def test_every_recipe_composes() -> None:
+    for recipe in config_groups()[RECIPES]:
+        assert compose_config([f"+exp={recipe}"]).name == recipe
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm"])
+def test_without_gpus_one_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"+exp={recipe}"])
+    (problem,) = caught.value.problems
+    assert problem.text.startswith("this machine has no CUDA GPU")
+
+
+def test_the_message_is_aligned() -> None:
+    problems = [Problem("a=1", "is wrong"), Problem("longer.key=2", "as well")]
+    assert format_problems(problems).splitlines() == [
+        "configuration has 2 problems:",
+        "  a=1           is wrong",
+        "  longer.key=2  as well",
+    ]
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), "run make docs"

@@ -1,0 +1,94 @@
+"""Scoring of responses: mathematical answers by value, additions by text."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments import math_environment
+from megatron_grpo.environments.addition import AdditionEnvironment
+from megatron_grpo.environments.math_environment import MathEnvironment, final_answer, is_correct
+from megatron_grpo.environments.registry import create_environment
+
+
+def request(response: str, answer: str) -> EnvironmentRequest:
+    return EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={REFERENCE: answer})
+
+
+@pytest.fixture(scope="module")
+def environment() -> MathEnvironment:
+    return MathEnvironment()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("So the sum is \\boxed{0.5}", "1/2", True),
+        ("\\boxed{\\frac{2}{4}}", "1/2", True),
+        ("therefore $\\frac12$", "1/2", True),
+        ("\\boxed{1,000}", "1000", True),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", True),
+        ("First \\boxed{3}, no: \\boxed{4}", "4", True),
+        ("First \\boxed{3}, no: \\boxed{4}", "3", False),
+        ("The answer is 18.", "18", True),
+        ("The answer is 17.", "18", False),
+        ("\\boxed{\\text{no idea}}", "18", False),
+        ("", "18", False),
+        ("\\boxed{18", "19", False),
+    ],
+)
+def test_answers_are_compared_by_value(environment: MathEnvironment, response: str, answer: str, correct: bool) -> None:
+    (result,) = environment.step([request(response, answer)])
+    assert result.correct is correct
+    assert result.reward == float(correct)
+
+
+def test_the_last_complete_box_is_the_answer() -> None:
+    assert final_answer("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\boxed{\\frac{1}{2}}"
+    assert final_answer("x" * 5000 + "42").endswith("x42")
+    assert len(final_answer("x" * 5000)) == math_environment.TAIL_CHARACTERS
+
+
+@settings(max_examples=60, deadline=None)
+@given(response=st.text(alphabet=st.sampled_from("\\{}$^_()[]+-*/=<>!.,0123456789xyzboxedfrac "), max_size=60))
+def test_no_response_raises(environment: MathEnvironment, response: str) -> None:
+    environment.step([request(response, "7"), request(f"\\boxed{{{response}}}", "7")])
+
+
+def test_an_answer_that_takes_too_long_is_wrong(environment: MathEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_environment, "ANSWER_TIMEOUT_S", 1)
+    assert not is_correct("\\boxed{9^{9^{9^{9}}}}", "3")  # more digits than there are atoms
+
+
+def test_another_thread_is_refused() -> None:
+    raised: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            MathEnvironment()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+
+
+def test_additions_are_compared_digit_by_digit() -> None:
+    responses = ["095", "95", " 095", "0950", "096", ""]
+    results = AdditionEnvironment().step([request(response, "095") for response in responses])
+    assert [result.correct for result in results] == [True, False, False, False, False, False]
+    assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_an_unknown_environment_is_an_error() -> None:
+    with pytest.raises(ValueError, match='"chess"'):
+        create_environment(replace(EnvironmentConfig(), type="chess"))

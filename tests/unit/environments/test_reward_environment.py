@@ -1,0 +1,178 @@
+"""Reward functions called as TRL calls them; the functions and their worked examples are those of its documentation."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.registry import check_reward_functions, create_environment
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+
+
+def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def format_reward(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^<think>.*?</think><answer>.*?</answer>$", text) else 0.0 for text in contents]
+
+
+def boxed_reward(completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+
+
+def math_reward(prompts: list[str], completions: list[str], task: list[str], **kwargs: Any) -> list[float | None]:
+    return [
+        (1.0 if completion == "4" else -1.0) if kind == "math" else None
+        for completion, kind in zip(completions, task, strict=True)
+    ]
+
+
+def coding_reward(prompts: list[str], completions: list[str], task: list[str], **kwargs: Any) -> list[float | None]:
+    return [
+        (1.0 if "def" in completion else -1.0) if kind == "coding" else None
+        for completion, kind in zip(completions, task, strict=True)
+    ]
+
+
+def reward_len(completions, **kwargs):  # as it stands in the documentation: no annotations, whole numbers
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+not_a_function = 3
+
+
+def request(prompt: str | list[dict[str, str]], response: str, **columns: Any) -> EnvironmentRequest:
+    return EnvironmentRequest(prompt=prompt, response=response, stop_reason="stop", extra_env_info=columns)
+
+
+def environment(*names: str, weights: list[float] | None = None) -> RewardFunctionEnvironment:
+    paths = [f"{__name__}.{name}" for name in names]
+    built = create_environment(EnvironmentConfig(type="reward_functions", reward_funcs=paths, reward_weights=weights))
+    assert isinstance(built, RewardFunctionEnvironment)
+    return built
+
+
+def test_a_function_over_texts() -> None:
+    requests = [request("The sky is", " blue."), request("The sun is", " in the sky.")]
+    scores = environment("length_reward").step(requests)
+    assert [score.reward for score in scores] == [6.0, 12.0]
+    assert [score.parts for score in scores] == [{"length_reward": 6.0}, {"length_reward": 12.0}]
+
+
+def test_whole_numbers_are_rewards_too() -> None:
+    scores = environment("reward_len").step([request("a", "x" * 17), request("b", "x" * 24)])
+    assert [score.reward for score in scores] == [-3.0, -4.0]
+    assert {type(score.parts["reward_len"]) for score in scores} == {float}
+
+
+def test_a_function_over_conversations() -> None:
+    prompts = ["What is the result of (1 + 2) * 4?", "What is the result of (3 + 1) * 2?"]
+    responses = [
+        "<think>The sum of 1 and 2 is 3, which we multiply by 4 to get 12.</think><answer>(1 + 2) * 4 = 12</answer>",
+        "The sum of 3 and 1 is 4, which we multiply by 2 to get 8. So (3 + 1) * 2 = 8.",
+    ]
+    requests = [
+        request([{"role": "assistant", "content": prompt}], response)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    scores = environment("format_reward").step(requests)
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    assert [score.correct for score in scores] == [True, False]
+
+
+def test_columns_of_the_data_are_keywords() -> None:
+    requests = [
+        request("Problem: Solve the equation $2x + 3 = 7$.", r" The solution is \boxed{2}.", ground_truth="2"),
+        request("Problem: Solve the equation $3x - 5 = 10$.", r" The solution is \boxed{6}.", ground_truth="5"),
+    ]
+    assert [score.reward for score in environment("boxed_reward").step(requests)] == [1.0, 0.0]
+
+
+SEED_ROWS = [
+    ("What is 2+2?", "4", "math"),
+    ("Write a function that returns the sum of two numbers.", "def add(a, b): return a + b", "code"),
+    ("What is 3*4?", "12", "math"),
+    ("Write a function that returns the product of two numbers.", "def mul(a, b): return a * b", "code"),
+]
+"""The rows of the example for several tasks: it calls them "code", and its function looks for "coding"."""
+
+
+def test_none_is_left_out_and_weights_multiply() -> None:
+    rows = [("2+2", "4", "math"), ("add", "def f", "coding"), ("2+2", "5", "math")]
+    requests = [request(prompt, response, task=task) for prompt, response, task in rows]
+    scores = environment("math_reward", "coding_reward", weights=[2.0, 0.5]).step(requests)
+    assert [score.reward for score in scores] == [2.0, 0.5, -2.0]
+    assert [score.parts for score in scores] == [{"math_reward": 1.0}, {"coding_reward": 1.0}, {"math_reward": -1.0}]
+
+
+def test_a_response_that_nothing_scores_has_no_reward() -> None:
+    requests = [request(prompt, response, task=task) for prompt, response, task in SEED_ROWS]
+    scores = environment("math_reward", "coding_reward").step(requests)
+    assert [score.reward for score in scores] == [1.0, None, -1.0, None]
+    assert [score.parts for score in scores] == [{"math_reward": 1.0}, {}, {"math_reward": -1.0}, {}]
+
+
+def test_one_function_says_what_is_correct() -> None:
+    requests = [
+        request("2+2", "4", task="math"),
+        request("2+2", "5", task="math"),
+        request("f", "def f", task="coding"),
+    ]
+    paths = [f"{__name__}.math_reward", f"{__name__}.length_reward"]
+    named = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="math_reward")
+    assert [score.correct for score in create_environment(named).step(requests)] == [True, False, None]
+    unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
+    assert [score.correct for score in create_environment(unnamed).step(requests)] == [None] * 3
+
+
+def test_a_column_that_a_row_lacks_is_none() -> None:
+    seen: dict[str, list[Any]] = {}
+
+    def spy(completions: list[str], **columns: Any) -> list[float]:
+        seen.update(columns)
+        return [0.0] * len(completions)
+
+    mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
+    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).step(mixed)
+    assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
+
+
+def test_a_wrong_number_of_rewards_is_an_error() -> None:
+    broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0}, None)
+    with pytest.raises(ValueError, match="reward function one gave 1 rewards for 2 completions"):
+        broken.step([request("a", "b"), request("a", "c")])
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("no_such_module.reward", "No module named 'no_such_module'"),
+        (f"{__name__}.no_such_reward", "no attribute 'no_such_reward'"),
+        (f"{__name__}.not_a_function", "is int, which cannot be called"),
+        ("builtins.len", "must take prompts and completions by name"),
+        ("tests.unit.broken_rewards.reward", "cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -> None:
+    with pytest.raises(RunError, match=f"reward function {re.escape(path)} .*{text}"):
+        load_reward_function(path)
+
+
+def test_functions_are_checked_before_anything_starts() -> None:
+    given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
+    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)}
+    with pytest.raises(ConfigError) as caught:
+        check_reward_functions(config)
+    assert [problem.subject for problem in caught.value.problems] == [
+        "env.task.reward_funcs=no_such_module.reward",
+        "env.task.reward_funcs=builtins.len",
+    ]

@@ -1,0 +1,149 @@
+"""The value loss against its definition in float64 loops, finite differences, splits of the step, and a variance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_grpo.config.ppo_schema import MseValueLossConfig
+from megatron_grpo.losses.interface import GlobalCounts, combine_metrics
+from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+
+
+def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor], GlobalCounts]:
+    """Values, the loss's entries and counts; NaN outside the mask."""
+    generator = torch.Generator().manual_seed(5)
+    values, old, returns = torch.randn(3, rows, length, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(rows, length, generator=generator) < 0.6).double()
+    outside = mask == 0
+    for tensor in (values, old, returns):
+        tensor[outside] = math.nan
+    tokens = {"loss_mask": mask, "values": old, "returns": returns}
+    return values, tokens, GlobalCounts(tokens=float(mask.sum()), sequences=rows, all_sequences=rows)
+
+
+ONE = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
+
+
+def by_hand(values: Tensor, tokens: dict[str, Tensor], clip: float | None) -> tuple[float, float]:
+    """(loss, clip fraction), token by token."""
+    losses, clipped = [], []
+    columns = (values, tokens["values"], tokens["returns"], tokens["loss_mask"])
+    for v, old, target, inside in zip(*(column.flatten().tolist() for column in columns), strict=True):
+        if not inside:
+            continue
+        plain = (v - target) ** 2
+        bound = plain if clip is None else (min(max(v, old - clip), old + clip) - target) ** 2
+        losses.append(0.5 * max(plain, bound))
+        clipped.append(bound > plain)
+    return statistics.fmean(losses), statistics.fmean(clipped)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1, 0.5, 100.0])
+def test_the_loss_is_its_definition(clip: float | None) -> None:
+    values, tokens, counts = make_batch()
+    loss, metrics = MseValueLossFn(MseValueLossConfig(value_clip=clip))(values, tokens, counts)
+    expected, fraction = by_hand(values, tokens, clip)
+    assert float(loss) == pytest.approx(expected, abs=1e-12)
+    assert float(metrics["value_clip_fraction"]) == pytest.approx(fraction, abs=1e-7)  # counted in float32
+    assert fraction > 0 or clip in (None, 100.0)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_gradient_is_that_of_finite_differences(clip: float | None) -> None:
+    values, tokens, counts = make_batch(2, 4)
+    tokens = {name: tensor.nan_to_num() for name, tensor in tokens.items()}
+    loss_fn = MseValueLossFn(MseValueLossConfig(value_clip=clip))
+    values = values.nan_to_num().requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: loss_fn(v, tokens, counts)[0], values)
+
+
+def test_nothing_outside_the_mask_gets_a_gradient() -> None:
+    values, tokens, counts = make_batch()
+    values.requires_grad_()
+    MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[0].backward()
+    assert values.grad is not None
+    assert torch.equal(
+        values.grad[tokens["loss_mask"] == 0], torch.zeros(int((tokens["loss_mask"] == 0).sum())).double()
+    )
+
+
+def test_a_value_past_the_clip_only_returns() -> None:
+    """Moved by 1 with clip 0.2: towards the return there is no gradient left, away from it there is all of it."""
+    for target, expected in ((3.0, 0.0), (-1.0, 2.0)):
+        value = torch.tensor([[1.0]], requires_grad=True)
+        tokens = {name: torch.tensor([[number]]) for name, number in (("loss_mask", 1.0), ("values", 0.0))}
+        tokens["returns"] = torch.tensor([[target]])
+        loss, _ = MseValueLossFn(MseValueLossConfig(value_clip=0.2))(value, tokens, ONE)
+        loss.backward()
+        assert value.grad is not None
+        assert value.grad.item() == expected
+
+
+@settings(deadline=None)
+@given(order=st.permutations(range(6)), cuts=st.sets(st.integers(1, 5)), padding=st.integers(0, 4))
+def test_it_does_not_matter_how_the_step_is_cut_up(order: list[int], cuts: set[int], padding: int) -> None:
+    """Order of the sequences, microbatches and padding."""
+    values, tokens, counts = make_batch()
+    values.requires_grad_()
+    loss_fn = MseValueLossFn(MseValueLossConfig())
+
+    def step(parts: list[list[int]], padding: int) -> tuple[dict[str, float], Tensor]:
+        shares, total = [], torch.zeros((), dtype=torch.float64)
+        for rows in parts:
+            loss, metrics = loss_fn(
+                pad(values[rows], (0, padding), value=math.nan),
+                {name: pad(tensor[rows], (0, padding)) for name, tensor in tokens.items()},
+                counts,
+            )
+            total = total + loss
+            shares.append({name: float(value) for name, value in metrics.items()})
+        (gradient,) = torch.autograd.grad(total, values)
+        return combine_metrics(shares), gradient
+
+    bounds = [0, *sorted(cuts), 6]
+    whole, whole_gradient = step([list(range(6))], 0)
+    actual, gradient = step([order[a:b] for a, b in itertools.pairwise(bounds)], padding)
+    assert actual == pytest.approx(whole, abs=1e-6)
+    torch.testing.assert_close(gradient, whole_gradient)
+
+
+def finished(values: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts) -> dict[str, float]:
+    shares = MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[1]
+    metrics = {name: float(value) for name, value in shares.items()}
+    add_explained_variance(metrics)
+    return metrics
+
+
+def test_explained_variance_is_that_of_the_values_before_the_step() -> None:
+    """The current ones have been fitted to these very returns: they would explain them however poor the model is."""
+    values, tokens, counts = make_batch()
+    metrics = finished(values, tokens, counts)
+    inside = tokens["loss_mask"] > 0
+    target, error = tokens["returns"][inside].tolist(), (tokens["returns"] - tokens["values"])[inside].tolist()
+    expected = 1 - statistics.pvariance(error) / statistics.pvariance(target)
+    assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-10)
+    assert metrics["value_mean"] == pytest.approx(tokens["values"][inside].mean().item())
+    assert set(metrics) == {"loss", "value_clip_fraction", "value_mean", "return_mean", "explained_variance"}
+    fitted = finished(tokens["returns"], tokens, counts)
+    assert fitted["explained_variance"] == metrics["explained_variance"]
+
+
+def test_a_constant_error_is_no_variance() -> None:
+    values, tokens, counts = make_batch()
+    tokens["values"] = tokens["returns"] + 5.0
+    assert finished(values, tokens, counts)["explained_variance"] == pytest.approx(1.0, abs=1e-10)
+
+
+def test_returns_that_are_all_the_same_explain_nothing() -> None:
+    metrics = {"return_mean": 0.3, "return_squared": 0.09 + 1e-12, "value_error": 0.1, "value_error_squared": 0.5}
+    add_explained_variance(metrics)
+    assert metrics["explained_variance"] == 0.0

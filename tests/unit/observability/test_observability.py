@@ -1,0 +1,310 @@
+"""What a run writes about itself, and that a resumed run writes the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.observability.json_files import read_lines, write_json
+from megatron_grpo.observability.plots import plot_run
+from megatron_grpo.observability.progress import Progress, format_duration
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.summary import write_summary
+from megatron_grpo.observability.timers import StepTimer
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.grpo.max_num_steps = 6
+    config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt = 4, 2
+    config.logger.tensorboard = False
+    return config
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    return {
+        "reward": step / 3,
+        "accuracy": step / 7,
+        "token_mult_prob_error": 1.0 + step * 1e-7,
+        "token_mult_prob_error_max": 1.0 + step * 1e-6,
+    }
+
+
+TIMING = {"generation": 0.2, "train": 0.1, "refit": 0.05, "environment": 0.01, "total": 0.4}
+THROUGHPUT = {"samples_per_s": 8.0}
+TRAJECTORY = Trajectory(
+    prompt_idx=3,
+    group=0,
+    sample=1,
+    token_ids=[1, 2, 3],
+    spans=[Span(1, 3, 5)],
+    logprobs=[-0.1, -1 / 3],
+    response="42",
+    stop_reason="stop",
+    reward=1.0,
+    correct=True,
+)
+
+
+def run_steps(logger: RunLogger, steps: range) -> None:
+    if steps.start == 1:
+        logger.log_validation(0, {"val_accuracy": 0.3, "val_reward": 0.3})
+    for step in steps:
+        if step % 2 == 0:
+            logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0})
+        logger.log_step(step, metrics_of(step), TIMING, THROUGHPUT)
+        logger.dump_rollouts(step, [TRAJECTORY])
+
+
+def without_timing(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if key != "timing"} for row in read_lines(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_resumed_run_writes_the_same_files_as_a_straight_one(tmp_path: Path, config: Config) -> None:
+    straight = RunLogger(tmp_path / "straight", config)
+    run_steps(straight, range(1, 7))
+    straight.close()
+    killed = RunLogger(tmp_path / "resumed", config)
+    run_steps(killed, range(1, 6))  # two steps past the checkpoint of step 3
+    killed.close()
+    with (tmp_path / "resumed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')  # the line that the kill cut off
+    resumed = RunLogger(tmp_path / "resumed", config, resume_step=3)
+    assert [row["step"] for row in read_lines(tmp_path / "resumed" / "metrics.jsonl")] == [1, 2, 3]
+    assert not (tmp_path / "resumed" / "rollouts" / "step_4.jsonl").exists()
+    run_steps(resumed, range(4, 7))
+    resumed.close()
+    assert without_timing(tmp_path / "resumed") == without_timing(tmp_path / "straight")
+    for name in ("validation.jsonl", "rollouts/step_6.jsonl"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_a_run_from_the_start_leaves_nothing_of_an_earlier_one(tmp_path: Path, config: Config) -> None:
+    for _ in range(2):
+        logger = RunLogger(tmp_path, config)
+        run_steps(logger, range(1, 3))
+        logger.close()
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_lines(tmp_path / "validation.jsonl")] == [0, 2]
+
+
+def test_numbers_survive_the_file(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    values = {"third": 1 / 3, "tiny": 5e-324, "count": 7, "not_a_number": float("nan")}
+    logger.log_step(1, values, TIMING, THROUGHPUT)
+    (row,) = read_lines(tmp_path / "metrics.jsonl")
+    logger.close()
+    assert {key: row[key] for key in values} == {**values, "not_a_number": None}
+
+
+def test_names_known_from_trl(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    logger.log_step(1, {"response_length": 3.5, "kl_penalty": 0.25}, TIMING, THROUGHPUT)
+    logger.log_step(2, {"response_length": 4.0}, TIMING, THROUGHPUT)
+    logger.close()
+    with_reference, without = read_lines(tmp_path / "metrics.jsonl")
+    assert (with_reference["completion_length"], with_reference["kl"]) == (3.5, 0.25)
+    assert without["completion_length"] == 4.0
+    assert "kl" not in without
+
+
+def test_rollouts_hold_everything_about_a_sample(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    logger.dump_rollouts(1, [TRAJECTORY])
+    logger.close()
+    (row,) = read_lines(tmp_path / "rollouts" / "step_1.jsonl")
+    assert row == {
+        "prompt_idx": 3,
+        "group": 0,
+        "sample": 1,
+        "token_ids": [1, 2, 3],
+        "spans": [[1, 3, 5]],
+        "logprobs": [-0.1, -1 / 3],
+        "response": "42",
+        "stop_reason": "stop",
+        "reward": 1.0,
+        "reward_parts": {},
+        "correct": True,
+        "loss_multiplier": 1.0,
+    }
+
+
+def test_the_summary_counts_the_whole_run(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    run_steps(logger, range(1, 7))
+    logger.close()
+    summary = write_summary(tmp_path, startup_s=3.0, train_s=4.0, samples_per_step=8)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    steps = read_lines(tmp_path / "metrics.jsonl")
+    total = sum(step["timing"]["total"] for step in steps)
+    assert total >= 6 * 0.4
+    expected = {
+        "steps": 6,
+        "samples": 48,
+        "accuracy_before": 0.3,
+        "accuracy_after": 0.9,
+        "accuracy_before_step": 0,
+        "accuracy_after_step": 6,
+        "startup_s": 3.0,
+        "train_s": 4.0,
+        "samples_per_s": 48 / total,
+        "overhead_fraction": 1 - 6 * 0.35 / total,
+        "token_mult_prob_error_max": 1.000006,
+        "reward_first": sum(range(1, 7)) / 18,
+    }
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
+    assert summary["phase_s"]["generation"] == pytest.approx(0.2)
+
+
+def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:
+    summary = write_summary(tmp_path, startup_s=1.0, train_s=0.0, samples_per_step=8)
+    assert summary["steps"] == 0
+    assert summary["accuracy_after"] is summary["samples_per_s"] is summary["overhead_fraction"] is None
+    assert plot_run(tmp_path).exists()
+
+
+def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = RunLogger(tmp_path, config)
+    logger.started(startup_s=2.5, changes=["grpo.max_num_steps: 3 -> 6"])
+    run_steps(logger, range(1, 7))
+    logger.finish()
+    logger.close()
+    logger.close()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["startup_s"] == 2.5
+    assert summary["steps"] == 6
+    picture = imread(tmp_path / "curves.png")
+    assert picture.shape[1] > 1000
+    assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 10
+    printed = capsys.readouterr().out
+    assert "grpo.max_num_steps: 3 -> 6" in printed
+    assert "step 6/6" in printed
+    assert "0.300 -> 0.900" in printed
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, config: Config) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.logger.tensorboard = True
+    logger = RunLogger(tmp_path, config)
+    run_steps(logger, range(1, 4))
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [
+        (step, pytest.approx(step / 3)) for step in (1, 2, 3)
+    ]
+    assert {"timing/generation", "validation/val_accuracy"} <= set(events.Tags()["scalars"])
+
+
+def test_wandb_without_its_package_is_one_clear_message(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    config.logger.wandb.enabled = True
+    with pytest.raises(RunError, match=r"logger\.wandb\.enabled"):
+        RunLogger(tmp_path, config)
+
+
+def test_each_run_directory_is_a_wandb_run_of_its_own(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's side is played: what it is asked for, and what it answers when nobody is logged in."""
+    asked: list[dict[str, Any]] = []
+
+    class Error(Exception):
+        pass
+
+    def init(**arguments: Any) -> SimpleNamespace:
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise Error("no API key")
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    played = SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", played)
+    config.logger.wandb.enabled = True
+    for folder in ("a/run", "b/run", "a/run"):
+        RunLogger(tmp_path / folder, config).close()
+    first, second, again = asked
+    assert first["id"] == again["id"] != second["id"]
+    assert {one["name"] for one in asked} == {"run"}
+    assert {one["resume"] for one in asked} == {"allow"}
+    with pytest.raises(RunError, match=r"logger\.wandb\.enabled=true, and W&B does not start: no API key"):
+        RunLogger(tmp_path / "c", config)
+
+
+def test_a_run_that_starts_anew_hides_the_events_of_the_one_before(tmp_path: Path, config: Config) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.logger.tensorboard = True
+    for steps in (range(1, 7), range(1, 3)):
+        logger = RunLogger(tmp_path, config)
+        run_steps(logger, steps)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2]
+    assert [event.step for event in events.Scalars("validation/val_accuracy")] == [0, 2]
+
+
+def test_the_live_line_shows_what_people_watch() -> None:
+    out = io.StringIO()
+    progress = Progress(10, live=True, console=Console(file=out, force_terminal=True, width=160, highlight=False))
+    progress.step(4, {**metrics_of(4), "kl_penalty": 0.0123}, TIMING)
+    progress.message("saved")
+    progress.close()
+    progress.close()
+    shown = out.getvalue()
+    for text in ("step 4/10", "reward 1.333", "accuracy 0.571", "KL 0.0123", "ETA 0:02", "generation 0.20", "saved"):
+        assert text in shown
+
+
+def test_without_a_terminal_each_step_is_one_plain_line() -> None:
+    out = io.StringIO()
+    progress = Progress(10, live=True, console=Console(file=out, width=40, highlight=False))
+    progress.step(4, metrics_of(4), TIMING)
+    progress.close()
+    assert out.getvalue().count("\n") == 1
+    assert "\x1b" not in out.getvalue()
+    assert "step 4/10  reward 1.333" in out.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (125, "2:05"), (3600, "1:00:00"), (59.7, "1:00")])
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_the_timer_adds_up_phases() -> None:
+    timer = StepTimer()
+    for _ in range(2):
+        with timer.phase("generation"):
+            time.sleep(0.02)
+    with pytest.raises(ValueError, match="inside"), timer.phase("train"):
+        raise ValueError("inside the phase")
+    seconds = timer.seconds
+    assert 0.04 <= seconds["generation"] <= seconds["total"]
+    assert set(seconds) == {"generation", "train", "total"}
+    assert sum(seconds.values()) - seconds["total"] <= seconds["total"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"steps": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"steps": object()})
+    assert json.loads(path.read_text()) == {"steps": 1}

@@ -1,0 +1,180 @@
+"""The loop around the steps with steps and validations that fail: what is on disk when the run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
+from megatron_grpo.run import loop as train_loop
+from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.save_state import default_grpo_save_state
+from tests.support.trajectories import make_trajectory
+
+CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
+LIMITS = GRPOConfig(max_num_steps=9, val_at_start=False, val_period=0, val_at_end=False)
+SOUND = {"loss": 0.5, "valid_tokens": 3.0, "optimizer_steps": 1.0}
+
+
+class Run:
+    """A run whose steps do nothing but fail when they are told to."""
+
+    def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
+        self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
+        self.state = default_grpo_save_state()
+        self.position = 0
+        self.loader = SimpleNamespace(epoch=0, state_dict=lambda: {"position": self.position})
+        self.logged: list[str] = []
+        self.logger = SimpleNamespace(
+            note=self.logged.append,
+            log_step=lambda step, *_: self.logged.append(f"step {step}"),
+            log_validation=lambda step, _: self.logged.append(f"validation {step}"),
+            dump_rollouts=lambda *_: None,
+        )
+        self.checkpointer = Checkpointer(folder, CHECKPOINTING)
+        self.batch_cache: list[Any] = []
+        self.models: Callable[[Path], None] = lambda _: None
+
+    def save_models(self, folder: Path) -> None:
+        self.models(folder)
+
+    def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
+        """So many steps, then one that samples and fails; without an error the data is used up there."""
+
+        def step(_: object) -> StepReport | None:
+            self.position += 1
+            if self.state["total_steps"] < steps:
+                return StepReport(SOUND, {}, {}, [])
+            self.batch_cache = [[make_trajectory(3)]]
+            self.state["generation_batches"] += 1
+            if error is not None:
+                raise error
+            return None
+
+        train_steps(self, step)  # type: ignore[arg-type]
+
+    def saved(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return Checkpointer.load(self.checkpointer.path(step))
+
+
+def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:
+    def validate(_: object) -> dict[str, float]:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
+
+    monkeypatch.setattr(train_loop, "validate", validate)
+
+
+def test_the_steps_before_one_that_cannot_be_sampled_are_saved_as_they_were(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(SamplingError, match="too few"):
+        run.train(steps=3, error=SamplingError("too few"))
+    assert run.checkpointer.steps() == [2, 3]
+    state, loader = run.saved(3)
+    assert state["metrics"]["loss"] == 0.5
+    assert state["save_state"]["total_steps"] == 3
+    assert (state["save_state"]["generation_batches"], loader["position"], state["batch_cache"]) == (0, 3, [])
+
+
+def test_a_failure_that_may_have_touched_the_weights_saves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(RunError, match="gradient"):
+        run.train(steps=3, error=RunError("a gradient is not finite"))
+    assert run.checkpointer.steps() == [2]
+
+
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(SamplingError):
+        run.train(steps=0, error=SamplingError("too few"))
+    assert run.checkpointer.steps() == []
+
+
+@pytest.mark.parametrize("error", [RunError("rank 0 died"), OSError(28, "No space left on device")])
+def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Exception) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: Path) -> None:
+        raise error
+
+    run.models = fail
+    with pytest.raises(SamplingError, match="the engine died"):
+        run.train(steps=1, error=SamplingError("the engine died"))
+    assert f"step 1 could not be saved: {error}" in run.logged
+
+
+def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validating(monkeypatch, SamplingError("the environment does not answer"))
+    run = Run(tmp_path, replace(LIMITS, val_period=3))
+    with pytest.raises(SamplingError, match="does not answer"):
+        run.train()
+    assert [line for line in run.logged if line.startswith("step")] == ["step 1", "step 2", "step 3"]
+    assert run.checkpointer.steps() == [2, 3]
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    repaired = Run(tmp_path, run.config.grpo)
+    repaired.state = run.saved(3)[0]["save_state"]
+    repaired.train(steps=4)
+    assert repaired.logged[:2] == ["validation 3", "step 4"]
+    assert repaired.saved(3)[0]["metrics"]["val_accuracy"] == 0.4
+
+
+def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validating(monkeypatch, SamplingError("the environment does not answer"))
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True))
+    with pytest.raises(SamplingError, match="does not answer"):
+        run.train(steps=3)
+    assert run.checkpointer.steps() == [2, 3]
+
+
+def test_the_last_validation_is_in_the_checkpoint_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data ends at step 4, which is saved by then; what dynamic sampling drew since is not in that checkpoint."""
+    validating(monkeypatch, {"val_accuracy": 0.7, "val_reward": 0.6})
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True, early_stop=EarlyStopConfig(enabled=True, threshold=0.9)))
+    run.train(steps=4)
+    state, loader = run.saved(4)
+    assert state["metrics"] == {**SOUND, "val_accuracy": 0.7, "val_reward": 0.6}
+    assert (state["save_state"]["val_accuracy"], state["save_state"]["early_stop"]["best"]) == (0.7, 0.7)
+    assert (state["save_state"]["generation_batches"], loader["position"], state["batch_cache"]) == (0, 4, [])
+    again = Run(tmp_path, run.config.grpo)
+    again.state = state["save_state"]
+    again.train(steps=4)
+    assert "validation 4" in run.logged
+    assert "validation 4" not in again.logged, "a finished run that is started again validates no second time"
+
+
+def test_a_run_that_goes_on_from_step_0_does_not_validate_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validating(monkeypatch, {"val_accuracy": 0.3})
+    patient = EarlyStopConfig(enabled=True, patience=1)
+    run = Run(tmp_path, replace(LIMITS, val_at_start=True, early_stop=patient))
+    run.train(steps=0)
+    again = Run(tmp_path, run.config.grpo)
+    again.state = run.saved(0)[0]["save_state"]
+    again.train(steps=2)
+    assert (run.logged.count("validation 0"), again.logged.count("validation 0")) == (1, 0)
+    assert again.state["total_steps"] == 2, "the same validation twice is no lack of improvement"
+
+
+def test_a_ranking_metric_that_no_step_has_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="los", keep_top_k=2)
+    with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* no metric of a step: loss"):
+        run.train()
+    assert run.checkpointer.steps() == [1]
+
+
+def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> None:
+    run = Run(tmp_path, loss=LossConfig(positive_example_nll_weight=0.1))
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="positive_nll", keep_top_k=2)
+    run.train(steps=3)
+    assert run.checkpointer.steps() == [2, 3]
