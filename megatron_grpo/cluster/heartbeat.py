@@ -7,6 +7,8 @@ which a shared file system carries for a thousand processes. NFS shows a write t
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import json
 import logging
 import os
@@ -14,11 +16,12 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from types import TracebackType
+from typing import Any, TextIO, TypeVar, cast
 
 FOLDER = "heartbeats"
 """Folder of the heartbeat files, inside the folder of the logs."""
@@ -37,6 +40,8 @@ FROZEN_S = 10.0
 """A process that does not beat for so long writes its stacks into its log: something holds the interpreter."""
 
 logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +123,52 @@ class Phases:
 _phases = Phases()
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Say that this process is in the phase `name` while the body runs; at debug level its log gets a line or two.
+class PhaseScope(ContextDecorator):
+    """What `phase` returns: usable as `with phase("train"):` and as a decorator of functions, `async` ones included."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._token: object = None
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        logger.debug("%s: begins", self._name)
+        self._began = time.perf_counter()
+        self._token = _phases.enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        _phases.leave(self._token)
+        seconds = time.perf_counter() - self._began
+        if isinstance(error, Exception):
+            logger.error("%s: failed after %.3f s", self._name, seconds, exc_info=error)
+        else:
+            logger.debug("%s: took %.3f s", self._name, seconds)
+
+    def _recreate_cm(self) -> PhaseScope:
+        # Of a decorator: every call is a phase of its own.
+        return PhaseScope(self._name)
+
+    def __call__(self, function: Function) -> Function:
+        if not inspect.iscoroutinefunction(function):
+            return super().__call__(function)
+
+        @functools.wraps(function)
+        async def inside(*args: Any, **kwargs: Any) -> Any:
+            with PhaseScope(self._name):
+                return await function(*args, **kwargs)
+
+        return cast("Function", inside)
+
+
+def phase(name: str) -> PhaseScope:
+    """Say that this process is in the phase `name` while the body runs; at debug level its log gets two lines.
 
     It costs some microseconds, so that a call may have one, but not a token. Coroutines that run side by side may each
-    be in one.
+    be in one. A body that raises leaves its traceback in the log.
     """
-    began = time.perf_counter()
-    logger.debug("%s: begins", name)
-    token = _phases.enter(name)
-    try:
-        yield
-    except Exception as error:
-        logger.error("%s: failed after %.3f s", name, time.perf_counter() - began, exc_info=error)
-        raise
-    finally:
-        _phases.leave(token)
-        logger.debug("%s: took %.3f s", name, time.perf_counter() - began)
+    return PhaseScope(name)
 
 
 class HeartbeatWriter:

@@ -70,6 +70,11 @@ def log_file(folder: Path, name: str) -> Path:
     return folder / f"{file_stem(name)}.log"
 
 
+def level_of_libraries() -> str:
+    """From what level on vLLM and its like shall write, as logging calls it; errors alone in a process without a log."""
+    return os.environ.get(LEVEL_VARIABLE, "error").upper()
+
+
 def log_environment() -> dict[str, str]:
     """The variables that a process on another node needs in its environment; empty when nothing is logged."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE) if name in os.environ}

@@ -8,6 +8,8 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
@@ -21,9 +23,11 @@ Columns = tuple[tuple[Any, ...], ...]
 class EnvironmentWorker:
     """One environment in a process of its own, as a Ray actor."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+        begin_process_log(name)
         self._environment = create_environment(config)
 
+    @phase("scoring")
     def step(self, columns: Columns) -> Columns:
         """(prompts, responses, stop reasons, extra_env_infos) -> (rewards, correct, parts)."""
         requests = [
@@ -46,7 +50,8 @@ class EnvironmentPool:
         self.name = name
         self.config = config
         actor = ray.remote(num_cpus=0)(EnvironmentWorker)
-        self._workers = [actor.remote(config) for _ in range(config.num_workers)]
+        self._process = f"environment {name} worker {{}}".format
+        self._workers = [actor.remote(self._process(index), config) for index in range(config.num_workers)]
 
     def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Scores in the order of the requests, which are split evenly over the workers.
@@ -66,6 +71,7 @@ class EnvironmentPool:
             deadline_s=self.config.timeout_s,
             what=f"environment {self.name}",
             name="worker {}".format,
+            process=self._process,
         )
         return [EnvironmentReturn(*one) for columns in results for one in zip(*columns, strict=True)]
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.shared_memory import free, queue_segments
@@ -46,16 +48,19 @@ class VllmEngine:
     """Ray actor. Between calls generation is paused and its prefix cache empty: no batch depends on an earlier one."""
 
     def __init__(self, settings: VllmSettings) -> None:
+        self._name = f"generation engine {settings.index}"
+        begin_process_log(self._name)
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._parking: asyncio.Task[None] | None = None
         self._unusable: str | None = None
         self._batches = 0
 
+    @phase("start")
     async def start(self) -> None:
         """Start the processes, load the weights of the model folder and run one small batch."""
-        os.environ[ENGINE_MARKER] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ[ENGINE_MARKER] = self._name
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -68,6 +73,7 @@ class VllmEngine:
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
 
+    @phase("generate")
     async def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
         """Sample all requests; outputs in the order of the requests.
 
@@ -84,6 +90,7 @@ class VllmEngine:
         texts = llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
         return [_output(final, text) for final, text in zip(finals, texts, strict=True)]
 
+    @phase("connect the refit")
     async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
         """Join every worker to the refit's groups.
 
@@ -93,11 +100,13 @@ class VllmEngine:
         """
         await self._on_workers("connect_refit", rendezvous, first_receiver)
 
+    @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
         """Take one version into every worker. From here until it is committed the engine refuses to generate."""
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
         await self._on_workers("receive_refit", version)
 
+    @phase("commit weights")
     async def commit_weights(self, version: int) -> None:
         """Serve what was received, under this version."""
         llm = await self._parked()

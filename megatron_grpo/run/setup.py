@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.checks.idle import cautions, idle_settings
 from megatron_grpo.config.errors import ConfigError, Problem
@@ -56,6 +57,7 @@ def setup(config: Config) -> Iterator[GRPORun]:
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         start_from = _start_from(checkpointer, config)
         changes = changes_since_last_start(run_dir, config)
+        stack.enter_context(driver_log(run_dir, "info"))
         run = _bring_up(config, run_dir, checkpointer, start_from, stack)
         record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 
@@ -41,7 +43,8 @@ class RankPlace:
 class RankActor:
     """Ray actor: holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
 
-    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
+        begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
 
@@ -52,6 +55,7 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
+    @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
         """Join the group, build the model and load this rank's weights."""
         from megatron_grpo.cluster.rendezvous import reach_store
@@ -84,11 +88,13 @@ class RankActor:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(engine, *args)."""
-        return fn(self.engine, *args)
+        with phase(fn.__name__.strip("_")):
+            return fn(self.engine, *args)
 
     def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
         """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
-        return getattr(self.engine, method)(*shard, *args)
+        with phase(method):
+            return getattr(self.engine, method)(*shard, *args)
 
 
 def save_checkpoint(engine: Any, folder: str) -> None:
