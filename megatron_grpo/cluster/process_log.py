@@ -71,7 +71,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def level_of_libraries() -> str:
-    """From what level on vLLM and its like shall write, as logging calls it; errors alone in a process without a log."""
+    """The level from which on vLLM and its like shall write, as logging calls it; "ERROR" when nothing is logged."""
     return os.environ.get(LEVEL_VARIABLE, "error").upper()
 
 
