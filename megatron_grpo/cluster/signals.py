@@ -20,3 +20,13 @@ def terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def own_sigterm_handler_kept() -> Iterator[None]:
+    """Put back this process's answer to SIGTERM after the body: `ray.init` replaces it by one that ends Ray first."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
