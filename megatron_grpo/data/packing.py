@@ -58,17 +58,14 @@ def plan_microbatches(
         ValueError: the sequences cannot give every rank the same number of microbatches. Any multiple of
             `data_parallel` sequences can.
     """
-    tokens = lengths if isinstance(lengths, Sequence) else lengths.tolist()
-    if len(tokens) < max(data_parallel, 1):
-        raise ValueError(f"{len(tokens)} sequences do not give each of {data_parallel} data-parallel ranks one")
-    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)  # stable: equals by index
-    rounded_up = {length: math.ceil(max(length, 1) / pad_to_multiple) * pad_to_multiple for length in set(tokens)}
-    widths = [rounded_up[tokens[i]] for i in order]
+    if len(lengths) < max(data_parallel, 1):
+        raise ValueError(f"{len(lengths)} sequences do not give each of {data_parallel} data-parallel ranks one")
+    order, widths = _by_length(lengths, pad_to_multiple)
     fewest = _count(widths, microbatch_tokens)
     microbatches = math.ceil(fewest / data_parallel) * data_parallel
-    if microbatches > len(tokens):
+    if microbatches > len(lengths):
         raise ValueError(
-            f"{len(tokens)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
+            f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
             f"shared out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
         )
     cut = _split_until(_cut(widths, _smallest_area(widths, microbatches, microbatch_tokens)), widths, microbatches)
@@ -157,3 +154,44 @@ def _share_out(cut: list[_Microbatch], ranks: int) -> list[list[_Microbatch]]:
         else:
             heapq.heappop(open_ranks)
     return shares
+
+
+def plan_replica(
+    lengths: Sequence[int] | NDArray[np.integer], *, microbatches: int, microbatch_tokens: int, pad_to_multiple: int = 1
+) -> list[list[int]]:
+    """The microbatches of one replica whose sequences are settled, largest first.
+
+    Args:
+        lengths: [sequences], tokens of each sequence, at least one.
+        microbatches: how many there are to be; a replica with fewer sequences makes one of each.
+        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
+        pad_to_multiple: widths are multiples of this.
+
+    Returns:
+        Indices into `lengths`, microbatch by microbatch.
+    """
+    order, widths = _by_length(lengths, pad_to_multiple)
+    wanted = min(microbatches, len(widths))
+    cut = _split_until(_cut(widths, _smallest_area(widths, wanted, microbatch_tokens)), widths, wanted)
+    return [order[m.start : m.start + m.count] for m in _share_out(cut, 1)[0]]
+
+
+def fewest_microbatches(
+    lengths: Sequence[int] | NDArray[np.integer], *, microbatch_tokens: int, pad_to_multiple: int = 1
+) -> int:
+    """How many microbatches of at most `microbatch_tokens` sequences of these lengths need.
+
+    Args:
+        lengths: [sequences], tokens of each sequence.
+        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
+        pad_to_multiple: widths are multiples of this.
+    """
+    return _count(_by_length(lengths, pad_to_multiple)[1], microbatch_tokens)
+
+
+def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: int) -> tuple[list[int], list[int]]:
+    """Indices of the sequences, longest first and equals in their order, and the padded width of each."""
+    tokens = lengths if isinstance(lengths, Sequence) else lengths.tolist()
+    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)  # stable: equals by index
+    rounded_up = {length: math.ceil(max(length, 1) / pad_to_multiple) * pad_to_multiple for length in set(tokens)}
+    return order, [rounded_up[tokens[i]] for i in order]
