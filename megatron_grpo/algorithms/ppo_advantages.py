@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_grpo.algorithms.scoring import Scores
 from megatron_grpo.algorithms.step_advantages import (

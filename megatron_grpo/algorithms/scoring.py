@@ -21,7 +21,7 @@ class Scores:
     """The scores of some groups of samples."""
 
     rewards: Tensor
-    """[groups, samples], float32: as the advantages are to see them, scaled and then shaped; NaN where there is none."""
+    """[groups, samples], float32: as advantages are to see them, scaled and then shaped; NaN where there is none."""
     parts: Tensor | None
     """[functions, groups, samples], float32: each reward function's own rewards, NaN where it gave none. None unless
     the advantage estimator compares them."""
