@@ -9,7 +9,7 @@ import ray
 
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.shards import compute_on_shards
+from megatron_grpo.rollouts.shards import gather_shards, split_by_shard
 
 
 def on_tokens(
@@ -36,8 +36,9 @@ def on_tokens(
     fields, sequences = [shard.fields for shard in batch.shards], [shard.sequences for shard in batch.shards]
     if in_driver:
         stored = [{name: ray.get(one[name]) for name in entries} for one in fields]
-        arrays, summary = compute_on_shards(fn, stored, sequences, batch.lengths, arguments)
-        added = [{name: ray.put(array) for name, array in one.items()} for one in arrays]
+        arrays, summary = fn(batch.lengths, gather_shards(stored, sequences, batch.lengths, entries), *arguments)
+        split = split_by_shard(arrays, sequences, batch.lengths)
+        added = [{name: ray.put(array) for name, array in one.items()} for one in split]
     else:
         added, summary = rollouts.compute(fn, fields, sequences, batch.lengths, entries, *arguments)
     for shard, references in zip(batch.shards, added, strict=True):
