@@ -18,7 +18,8 @@ from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.environments.registry import build_environments, check_reward_functions
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.registry import check_reward_functions
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import is_prepared, model_folder
