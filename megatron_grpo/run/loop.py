@@ -12,8 +12,8 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
