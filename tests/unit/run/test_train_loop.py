@@ -33,8 +33,10 @@ class Run:
         self.position = 0
         self.loader = SimpleNamespace(epoch=0, state_dict=lambda: {"position": self.position})
         self.logged: list[str] = []
+        self.endings: list[tuple[str, str]] = []
         self.logger = SimpleNamespace(
             note=self.logged.append,
+            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, _: self.logged.append(f"validation {step}"),
             dump_rollouts=lambda *_: None,
