@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_grpo.data.trajectory import StopReason
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.data.trajectory import Span, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,8 @@ class SamplingSettings:
 class GenerationRequest:
     """One response to sample."""
 
-    prompt_ids: list[int]
+    prompt_ids: NDArray[np.int32]
+    """[prompt tokens]."""
     seed: int
     """Of this request alone, so that what is drawn does not depend on what else is in flight."""
     max_new_tokens: int
@@ -34,11 +38,11 @@ class GenerationRequest:
 class GenerationOutput:
     """One sampled response."""
 
-    token_ids: list[int]
-    """Response only, the stop token included when one was sampled."""
-    logprobs: list[float]
-    """Of each token, under the distribution that it was drawn from."""
+    token_ids: NDArray[np.int32]
+    """[response tokens], the stop token included when one was sampled."""
+    logprobs: NDArray[np.float32]
+    """[response tokens], under the distribution that each token was drawn from."""
     text: str
     stop_reason: StopReason
-    version: int
-    """Committed weight version that sampled it."""
+    spans: list[Span]
+    """Tokens by the committed weight version that sampled them; positions count from the first response token."""

@@ -1,9 +1,12 @@
-"""What is asked of an environment and what comes back: one response to score, one score."""
+"""What is asked of an environment and what comes back: one response to score, one score, one turn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_grpo.data.trajectory import StopReason
 
@@ -14,9 +17,12 @@ class EnvironmentRequest:
 
     prompt: str | list[dict[str, str]]
     response: str
+    """Everything that the model wrote; of several turns, one after the other."""
     stop_reason: StopReason
     extra_env_info: dict[str, Any]
     """Of the prompt (`DatumSpec`)."""
+    state: Any = None
+    """What the environment's `reset` and `step` made of this rollout; None in an environment of a single turn."""
 
 
 @dataclass(slots=True)
@@ -29,3 +35,61 @@ class EnvironmentReturn:
     """None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
+
+
+def _no_tokens() -> NDArray[np.int32]:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """An environment's answer to a response."""
+
+    done: bool = True
+    """Whether the rollout is over and can be scored."""
+    state: Any = None
+    """What the environment wants back in its next call about this rollout; travels between processes."""
+    observation: NDArray[np.int32] = field(default_factory=_no_tokens)
+    """[tokens], what the model reads before it goes on; appended to the sequence as it is, and never trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringJob:
+    """Some or all samples of one prompt, to score together: what they share travels once."""
+
+    prompt: str | list[dict[str, str]]
+    extra_env_info: dict[str, Any]
+    responses: tuple[str, ...]
+    stop_reasons: tuple[StopReason, ...]
+    states: tuple[Any, ...]
+
+    @property
+    def requests(self) -> list[EnvironmentRequest]:
+        """One for each sample."""
+        return [
+            EnvironmentRequest(
+                prompt=self.prompt,
+                response=response,
+                stop_reason=stop_reason,
+                extra_env_info=self.extra_env_info,
+                state=state,
+            )
+            for response, stop_reason, state in zip(self.responses, self.stop_reasons, self.states, strict=True)
+        ]
+
+    def singly(self) -> list[ScoringJob]:
+        """A job for each sample."""
+        return [
+            ScoringJob(
+                prompt=self.prompt,
+                extra_env_info=self.extra_env_info,
+                responses=(response,),
+                stop_reasons=(stop_reason,),
+                states=(state,),
+            )
+            for response, stop_reason, state in zip(self.responses, self.stop_reasons, self.states, strict=True)
+        ]
+
+
+Scored = EnvironmentReturn | str
+"""The score of a sample, or in one line why there is none."""

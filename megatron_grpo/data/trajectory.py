@@ -1,10 +1,13 @@
-"""What one rollout produced: the tokens, which of them were sampled by which weights, and how it was scored."""
+"""What one rollout produced: its tokens and text, and the outcome that is all the driver looks at."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 StopReason = Literal["stop", "length"]
 
@@ -19,8 +22,8 @@ class Span:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trajectory:
-    """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments."""
+class Outcome:
+    """Everything about one rollout but its tokens and its text: what the driver keeps of it."""
 
     prompt_idx: int
     """Row of the dataset."""
@@ -28,12 +31,44 @@ class Trajectory:
     """Which prompt of the step's batch: the samples of one prompt share it."""
     sample: int
     """Which sample of its group."""
-    token_ids: list[int]
-    """Prompt and response."""
+    tokens: int
+    """Length of the whole sequence, prompt and responses."""
+    response_tokens: int
+    """Sampled tokens among them."""
+    truncated: bool
+    """Whether the response was cut off by a length limit."""
+    version: int
+    """Newest weight version that sampled a token of it; -1 when none was sampled."""
+    reward: float | None = 0.0
+    """None: nobody had an opinion, or the rollout failed. It is then left out of baselines and loss."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Reward per reward function, when there are several."""
+    correct: bool | None = False
+    """None: the environment cannot say."""
+    loss_multiplier: float = 1.0
+    """0 leaves the rollout out of the loss."""
+    failure: str | None = None
+    """Why the rollout failed twice; None: it did not."""
+    finite_logprobs: bool = True
+    """Whether every sampling log-probability is finite."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments."""
+
+    prompt_idx: int
+    """Row of the dataset."""
+    group: int
+    """Which prompt of its generation batch: the samples of one prompt share it."""
+    sample: int
+    """Which sample of its group."""
+    token_ids: NDArray[np.int32]
+    """[tokens], prompt and response."""
     spans: list[Span]
     """Sampled tokens: what the loss is taken over. In order, disjoint."""
-    logprobs: list[float]
-    """Log-probability under which each sampled token was drawn, in the order of the spans."""
+    logprobs: NDArray[np.float32]
+    """[sampled tokens], log-probability under which each sampled token was drawn, in the order of the spans."""
     response: str
     stop_reason: StopReason
     reward: float | None = 0.0
@@ -43,6 +78,8 @@ class Trajectory:
     correct: bool | None = False
     """None: the environment cannot say."""
     loss_multiplier: float = 1.0
+    failure: str | None = None
+    """Why the rollout failed twice; None: it did not."""
 
     @property
     def truncated(self) -> bool:
@@ -54,13 +91,46 @@ class Trajectory:
         """Sampled tokens."""
         return sum(span.end - span.start for span in self.spans)
 
+    @property
+    def outcome(self) -> Outcome:
+        """What the driver keeps of this trajectory."""
+        return Outcome(
+            prompt_idx=self.prompt_idx,
+            group=self.group,
+            sample=self.sample,
+            tokens=len(self.token_ids),
+            response_tokens=self.response_tokens,
+            truncated=self.truncated,
+            version=max((span.version for span in self.spans), default=-1),
+            reward=self.reward,
+            reward_parts=self.reward_parts,
+            correct=self.correct,
+            loss_multiplier=self.loss_multiplier,
+            failure=self.failure,
+            finite_logprobs=bool(np.isfinite(self.logprobs).all()),
+        )
+
     def to_row(self) -> dict[str, Any]:
         """Every field, in types that JSON has."""
         row = {one.name: getattr(self, one.name) for one in fields(self)}
+        row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_row`."""
-        return Trajectory(**{**row, "spans": [Span(*span) for span in row["spans"]]})
+        """The inverse of `to_row`; rows of earlier versions lack what was added since."""
+        arrays = {
+            "token_ids": np.asarray(row["token_ids"], dtype=np.int32),
+            "logprobs": np.asarray(row["logprobs"], dtype=np.float32),
+        }
+        return Trajectory(**{**row, **arrays, "spans": [Span(*span) for span in row["spans"]]})
+
+
+@dataclass(slots=True)
+class SampledGroup:
+    """The samples of one prompt as the driver holds them: their outcomes, and a reference to everything else."""
+
+    outcomes: list[Outcome]
+    payload: Any
+    """Reference (Ray's) to the group's list[Trajectory], in the order of the outcomes."""

@@ -1,15 +1,46 @@
-"""What an environment is: something that looks at responses and scores them."""
+"""What an environment is: something that answers the model turn by turn, and scores what came of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 
 
-class EnvironmentInterface(ABC):
-    """Scores responses; runs inside a Ray actor, one instance per worker."""
+class Environment(ABC):
+    """Runs inside a Ray actor, one instance per process, on the main thread, one call at a time.
+
+    An environment of a single turn writes `score` and nothing else. One of several turns sets `multi_turn` and writes
+    `reset` and `step` as well. What it has to remember of a rollout is the state that these return: it travels with the
+    rollout, so that any process can go on with it, also after another one has died.
+    """
+
+    multi_turn: bool = False
+    """Whether `reset` and `step` are asked at all."""
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
+        """State of a rollout that begins.
+
+        Args:
+            prompt: as the data has it.
+            extra_env_info: the row's columns, and the reference answer under `REFERENCE`.
+        """
+        return None
+
+    def step(self, state: Any, response: str) -> Turn:
+        """What follows a response: an observation and another turn, or the end.
+
+        Args:
+            state: of this rollout, from `reset` or the turn before.
+            response: what the model wrote in this turn.
+        """
+        return Turn(done=True, state=state)
 
     @abstractmethod
-    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Scores in the order of the requests; never raises for what a model wrote."""
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Scores in the order of the requests, which are samples of one prompt: usually all of them, at times one.
+
+        Never raises for what a model wrote. If it does raise, each request is scored by itself once more, and those for
+        which it raises again are failed rollouts.
+        """

@@ -11,7 +11,7 @@ from math_verify import parse, verify
 
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments.interface import EnvironmentInterface
+from megatron_grpo.environments.interface import Environment
 
 ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
@@ -22,7 +22,7 @@ TAIL_CHARACTERS = 2000
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
 
 
-class MathEnvironment(EnvironmentInterface):
+class MathEnvironment(Environment):
     """Reward 1 when the response's final answer equals the reference in value ("1/2", "0.5", "\\\\frac12"), else 0.
 
     The final answer is what stands in the last box, or else the last expression that math-verify finds. math-verify
@@ -39,8 +39,8 @@ class MathEnvironment(EnvironmentInterface):
         # The first comparison loads parsers and half of sympy, which must not count against a model's answer.
         verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
 
-    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """See `EnvironmentInterface`."""
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Reward 1 for an answer equal to the reference in value, else 0."""
         matches = [is_correct(request.response, request.extra_env_info[REFERENCE]) for request in requests]
         return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
 

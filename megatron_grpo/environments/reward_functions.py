@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments.interface import EnvironmentInterface
+from megatron_grpo.environments.interface import Environment
 
 RewardFunction = Callable[..., Sequence[float | None]]
 """(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion."""
@@ -19,7 +21,7 @@ _NOT_COLUMNS = ("prompt", "completion", "prompts", "completions", REFERENCE)
 """What is not passed on by name: columns that are what `prompts` and `completions` hold, and what is no column."""
 
 
-class RewardFunctionEnvironment(EnvironmentInterface):
+class RewardFunctionEnvironment(Environment):
     """The weighted sum of what several functions give; a function's None is left out of the sum, as in TRL.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
@@ -38,27 +40,42 @@ class RewardFunctionEnvironment(EnvironmentInterface):
         assert functions.keys() == weights.keys(), "a weight for every function"
         self.functions, self.weights, self.correctness = functions, weights, correctness
 
-    def step(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """See `EnvironmentInterface`. What a function raises is its author's to see, and goes through.
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """The weighted sums of what the functions give.
 
         Raises:
-            ValueError: a function returned another number of rewards than it got completions.
+            RunError: a function raised, or returned something other than a number (or None) for each completion; says
+                which function, what it raised and where.
         """
         parts: list[dict[str, float]] = [{} for _ in requests]
         arguments = _arguments(requests)
         for name, function in self.functions.items():
-            rewards = list(function(**arguments))
-            if len(rewards) != len(requests):
-                raise ValueError(f"reward function {name} gave {len(rewards)} rewards for {len(requests)} completions")
-            for given, reward in zip(parts, rewards, strict=True):
+            for given, reward in zip(parts, _rewards(function, arguments, len(requests)), strict=True):
                 if reward is not None:
-                    given[name] = float(reward)
+                    given[name] = reward
         return [self._total(given) for given in parts]
 
     def _total(self, parts: dict[str, float]) -> EnvironmentReturn:
         reward = sum(self.weights[name] * value for name, value in parts.items()) if parts else None
         judged = None if self.correctness is None else parts.get(self.correctness)
         return EnvironmentReturn(reward=reward, correct=None if judged is None else judged > 0, parts=parts)
+
+
+def _rewards(function: RewardFunction, arguments: dict[str, list[Any]], count: int) -> list[float | None]:
+    """What a function gives for `count` completions; RunError when it raises or gives something else than rewards."""
+    path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    try:
+        given = list(function(**arguments))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        raise RunError(f"{path} raised {type(error).__name__}: {error} ({where})") from error
+    if len(given) != count:
+        raise RunError(f"{path} gave {len(given)} rewards for {count} completions")
+    try:
+        return [None if reward is None else float(reward) for reward in given]
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{path} gave something that is neither a number nor None: {error}") from error
 
 
 def _arguments(requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:

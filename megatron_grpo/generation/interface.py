@@ -1,11 +1,11 @@
-"""What the rest of the system knows of generation: requests in, sampled tokens out, one weight version at a time."""
+"""What the rest of the system knows of generation: actors that sample, and how many ranks each has to be refitted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class EngineEndpoint:
 class GenerationInterface(ABC):
     """A pool of inference engines that look like one."""
 
+    @property
     @abstractmethod
-    def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
-        """Sample all requests; outputs in the order of the requests.
+    def engines(self) -> Sequence[Any]:
+        """Ray actors, in the order of their index, with two methods that rollout workers call.
 
-        Raises:
-            RuntimeError: an engine died or the deadline passed; the message names the engine.
+        `generate(requests, settings, call)` is a streaming generator of lists of (index of the request, its response or
+        the reason why there is none); `abort(call, indices)` ends some requests of a call early.
         """
 
     @abstractmethod

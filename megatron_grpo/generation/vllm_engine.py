@@ -1,33 +1,39 @@
-"""One vLLM engine inside a Ray actor: repeatable sampling of whole batches, and its half of a refit."""
+"""One vLLM engine inside a Ray actor: a stream of responses to many requests, and its half of a refit."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 
 from megatron_grpo.cluster.heartbeat import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.trajectory import Span
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
+
+PACE_S = 0.02
+"""Responses that come within this time of each other leave together: few large messages instead of many small ones."""
 
 GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
@@ -45,7 +51,10 @@ class VllmSettings:
 
 
 class VllmEngine:
-    """Ray actor. Between calls generation is paused and its prefix cache empty: no batch depends on an earlier one."""
+    """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
+
+    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first.
+    """
 
     def __init__(self, settings: VllmSettings) -> None:
         self._name = f"generation engine {settings.index}"
@@ -53,8 +62,10 @@ class VllmEngine:
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._parking: asyncio.Task[None] | None = None
+        """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
-        self._batches = 0
+        self._in_flight = 0
+        self._entry = asyncio.Lock()
 
     @phase("start")
     async def start(self) -> None:
@@ -68,27 +79,55 @@ class VllmEngine:
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
         await self._llm.update_weight_version(str(FIRST_VERSION))
-        await self._park()
+        self._parking = asyncio.create_task(self._park())
         await self._warm_up()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
 
-    @phase("generate")
-    async def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
-        """Sample all requests; outputs in the order of the requests.
+    async def generate(
+        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
+    ) -> AsyncIterator[list[tuple[int, GenerationOutput | str]]]:
+        """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
 
-        The same requests under the same weights give the same bits: every request has its own seed, and the scheduler
-        sees all of them, in order, before it takes the first.
+        The same requests under the same weights give the same bits when they come to an engine that is idle: every
+        request has its own seed, and the scheduler sees all of them, in order, before it takes the first. Calls that
+        come while others are in flight join them.
+
+        Args:
+            requests: what to sample.
+            settings: how.
+            call: name of this call among those in flight, for `abort`.
+
+        Yields:
+            Some responses, each with the number of its request; instead of a response the reason why there is none.
+
+        Raises:
+            RuntimeError: the engine cannot sample; the message says why.
         """
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
-        llm = await self._parked()
+        waiting: dict[int, RequestOutputCollector] = {}
+        arrivals = _Arrivals(len(requests))
+        with phase("generate"), _deaths_explained():
+            try:
+                waiting = await self._add(call, requests, settings)
+                for queue in waiting.values():
+                    queue.ready = arrivals  # one place to wait for all of them
+                    if queue.output is not None:
+                        arrivals.set()
+                while waiting:
+                    await arrivals.some()
+                    finals = _drain(waiting)
+                    self._left(len(finals))
+                    yield self._outputs(finals)
+            finally:
+                self._left(len(waiting))
+
+    async def abort(self, call: str, indices: list[int]) -> None:
+        """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
+        assert self._llm is not None, "start() comes first"
         with _deaths_explained():
-            finals = await self._sample(llm, requests, settings)
-        self._parking = asyncio.create_task(self._park())
-        token_ids = [final.outputs[0].token_ids for final in finals]
-        texts = llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
-        return [_output(final, text) for final, text in zip(finals, texts, strict=True)]
+            await self._llm.abort([f"{call}.{index}" for index in indices])
 
     @phase("connect the refit")
     async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
@@ -132,19 +171,42 @@ class VllmEngine:
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
 
-    async def _sample(
-        self, llm: AsyncLLM, requests: list[GenerationRequest], settings: SamplingSettings
-    ) -> list[RequestOutput]:
+    async def _add(
+        self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
+    ) -> dict[int, RequestOutputCollector]:
+        """Give the scheduler all requests, in their order and before it runs, if it is idle."""
         from vllm.inputs.engine import tokens_input
 
-        self._batches += 1
+        assert self._llm is not None, "start() comes first"
         prepared = [
-            (f"{self._batches}.{number}", tokens_input(request.prompt_ids), self._sampling_params(request, settings))
-            for number, request in enumerate(requests)
+            (f"{call}.{index}", tokens_input(request.prompt_ids.tolist()), self._sampling_params(request, settings))
+            for index, request in enumerate(requests)
         ]
-        queues = [await llm.add_request(*one) for one in prepared]
-        await llm.resume_generation()
-        return [await queue.get() for queue in queues]  # FINAL_ONLY: one output per request, when it has ended
+        async with self._entry:
+            self._in_flight += len(requests)  # from here on nobody parks
+            try:
+                if self._parking is not None:
+                    await self._parking
+                queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
+                if self._parking is not None:
+                    self._parking = None
+                    await self._llm.resume_generation()
+            except BaseException:
+                self._in_flight -= len(requests)
+                raise
+        return queues
+
+    def _left(self, count: int) -> None:
+        """So many requests are no longer in flight; the last one leaves a paused engine behind."""
+        self._in_flight -= count
+        if count and not self._in_flight and self._parking is None:
+            self._parking = asyncio.create_task(self._park())
+
+    def _outputs(self, finals: dict[int, RequestOutput]) -> list[tuple[int, GenerationOutput | str]]:
+        assert self._llm is not None
+        token_ids = [final.outputs[0].token_ids for final in finals.values()]
+        texts = self._llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
+        return [(index, _output(final, text)) for (index, final), text in zip(finals.items(), texts, strict=True)]
 
     def _sampling_params(self, request: GenerationRequest, settings: SamplingSettings) -> SamplingParams:
         from vllm import SamplingParams
@@ -173,9 +235,9 @@ class VllmEngine:
         )
 
     async def _parked(self) -> AsyncLLM:
-        if self._parking is not None:
-            await self._parking
-            self._parking = None
+        if self._parking is None:
+            raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
+        await self._parking
         assert self._llm is not None, "start() comes first"
         return self._llm
 
@@ -186,8 +248,10 @@ class VllmEngine:
 
     async def _warm_up(self) -> None:
         # The first batch allocates and compiles; a full one, so that the first real one does not.
-        request = GenerationRequest(prompt_ids=[0, 0], seed=0, max_new_tokens=2)
-        await self.generate([request] * self._settings.config.engine.max_num_seqs, SamplingSettings(max_new_tokens=2))
+        request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
+        batch = [request] * self._settings.config.engine.max_num_seqs
+        async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
+            pass
 
 
 @contextmanager
@@ -271,18 +335,51 @@ def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> s
     )
 
 
-def _output(final: RequestOutput, text: str) -> GenerationOutput:
+class _Arrivals:
+    """Stands in for the events of many of vLLM's queues, each of which gets one output: counts those that have."""
+
+    def __init__(self, expected: int) -> None:
+        self._left = expected
+        self._some, self._all = asyncio.Event(), asyncio.Event()
+
+    def set(self) -> None:
+        """A queue has got its output."""
+        self._left -= 1
+        self._some.set()
+        if not self._left:
+            self._all.set()
+
+    def clear(self) -> None:
+        """A queue was emptied."""
+
+    async def some(self) -> None:
+        """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
+        await self._some.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all.wait(), PACE_S)
+        self._some.clear()
+
+
+def _drain(waiting: dict[int, RequestOutputCollector]) -> dict[int, RequestOutput]:
+    """Take what has arrived out of the queues, and out of those that are waited for."""
+    finals = {index: output for index, queue in waiting.items() if (output := queue.get_nowait()) is not None}
+    for index in finals:
+        del waiting[index]
+    return finals
+
+
+def _output(final: RequestOutput, text: str) -> GenerationOutput | str:
     completion = final.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a request early: {completion.finish_reason}")
+        return f"vLLM ended a request early: {completion.finish_reason}"
     logprobs = completion.logprobs.logprobs
-    spans = completion.weight_versions
+    spans = completion.weight_versions or []
     assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
-    assert len(spans or []) == 1, "the weights do not change while a request is in flight"
+    assert len(spans) == 1, f"the weights do not change while a request is in flight: {spans}"
     return GenerationOutput(
-        token_ids=list(completion.token_ids),
-        logprobs=list(logprobs),
+        token_ids=np.array(completion.token_ids, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
         text=text,
         stop_reason=completion.finish_reason,
-        version=int(spans[0].version),
+        spans=[Span(span.start, span.end, int(span.version)) for span in spans],
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.schema import GenerationConfig
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
 
@@ -72,15 +71,9 @@ class VllmGeneration(GenerationInterface):
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
         gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
 
-    def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
-        # Neighbours often share their prompt: contiguous shares let an engine reuse its KV cache.
-        bounds = [len(requests) * index // len(self._engines) for index in range(len(self._engines) + 1)]
-        refs = [
-            engine.generate.remote(requests[begin:end], settings)
-            for engine, begin, end in zip(self._engines, bounds, bounds[1:], strict=False)
-        ]
-        shares = gather(refs, deadline_s=self._config.timeout_s, what="generation", name=ENGINE_NAME)
-        return [output for share in shares for output in share]
+    @property
+    def engines(self) -> Sequence[Any]:
+        return self._engines
 
     def endpoints(self) -> list[EngineEndpoint]:
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]

@@ -112,21 +112,14 @@ class RunLogger:
         self._track(step, "validation", metrics)
         self._progress.validation(step, metrics)
 
-    def dump_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write everything about the step's samples to rollouts/step_N.jsonl."""
-        begin = time.perf_counter()
-        self._files.add_rollouts(step, (trajectory.to_row() for trajectory in trajectories))
-        self._logging_s += time.perf_counter() - begin
-
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
-        """Print the first logger.num_val_samples_to_print responses.
+        """Print responses.
 
         Args:
-            prompts: of the trajectories, one response to each.
-            trajectories: in the order of the prompts.
+            prompts: what was responded to, and perhaps more.
+            trajectories: one response to each of the first prompts, in their order.
         """
-        shown = self.config.logger.num_val_samples_to_print
-        for prompt, trajectory in list(zip(prompts, trajectories, strict=True))[:shown]:
+        for prompt, trajectory in zip(prompts, trajectories, strict=False):
             answer = prompt["extra_env_info"].get(REFERENCE)
             mark = f"reward {trajectory.reward}"
             if trajectory.correct is not None:

@@ -12,8 +12,8 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
@@ -90,8 +90,9 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
             metrics |= _validated(run)
         except SamplingError as error:
             failure = error
+    run.dumps.finish(step)  # a step that is reported has its rollouts on disk
     run.logger.log_step(step, metrics, report.timing, report.throughput)
-    run.logger.dump_rollouts(step, report.trajectories)
+    _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         _save_finished_steps(run, metrics, snapshot_of(run))
@@ -99,6 +100,21 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics, snapshot_of(run))
     return metrics
+
+
+def _remark(run: GRPORun, step: int, report: StepReport) -> None:
+    """Tell of a step that taught nothing, and once of responses that nobody gave a reward."""
+    if not report.metrics["valid_tokens"]:
+        run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
+    outcomes = [outcome for group in report.groups for outcome in group.outcomes]
+    unscored = [outcome for outcome in outcomes if outcome.reward is None and outcome.failure is None]
+    if unscored:
+        run.logger.note_once(
+            "unscored",
+            f"no reward function gave a reward for {len(unscored)} of {len(outcomes)} responses (row "
+            f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
+            "unscored_rate counts them",
+        )
 
 
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:

@@ -1,0 +1,73 @@
+"""The processes of an environment: started by the driver, used and replaced by the rollout workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.data_schema import EnvironmentConfig
+
+ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 0}
+
+
+@dataclass(slots=True)
+class EnvironmentHandle:
+    """Processes of one environment that one rollout worker has for itself. Travels to it, and is light to import."""
+
+    name: str
+    """Task name."""
+    timeout_s: float
+    """Deadline of one call."""
+    processes: list[Any]
+    """Actors of `EnvironmentWorker`."""
+    config: bytes = field(repr=False)
+    """The environment's configuration, pickled: a worker that replaces no process need not import its classes."""
+
+    def spawn(self) -> Any:
+        """Another process like these; it belongs to the process that calls this."""
+        from megatron_grpo.environments.worker import EnvironmentWorker
+
+        actor = ray.remote(**ACTOR_OPTIONS)(EnvironmentWorker)
+        return actor.remote(self.name, pickle.loads(self.config))
+
+
+class EnvironmentPool:
+    """All processes of one environment."""
+
+    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+        """
+        Args:
+            name: task name, for messages.
+            config: type, processes (num_workers) and deadline of a call.
+        """
+        self.name = name
+        self.config = config
+        self._processes: list[Any] = []
+
+    def start(self, shares: int = 1) -> list[EnvironmentHandle]:
+        """Start the processes, in the background, and share them out: at least one to each of `shares` users."""
+        count = max(self.config.num_workers, shares)
+        handles = [
+            EnvironmentHandle(self.name, self.config.timeout_s, [], pickle.dumps(self.config)) for _ in range(shares)
+        ]
+        for number in range(count):
+            process = handles[0].spawn()
+            self._processes.append(process)
+            handles[number % shares].processes.append(process)
+        return handles
+
+    def shutdown(self) -> None:
+        """End the processes; idempotent. Those that a rollout worker started itself end with it."""
+        for process in self._processes:
+            ray.kill(process)
+        self._processes = []
+
+
+def build_environments(config: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentPool]:
+    """A pool for each entry of the configuration's `env`, by task name; none is started yet."""
+    return {name: EnvironmentPool(name, environment) for name, environment in config.items()}

@@ -1,0 +1,80 @@
+"""One environment in a process of its own, as a Ray actor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import ray
+
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
+from megatron_grpo.environments.registry import create_environment
+
+Value = TypeVar("Value")
+
+
+class EnvironmentWorker:
+    """Ray actor, synchronous: what the environment does happens on the main thread, where its signals arrive.
+
+    What the environment raises comes back as a line of text, with the answers about everybody else.
+    """
+
+    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+        """
+        Args:
+            name: task name, for messages.
+            config: which environment.
+        """
+        begin_process_log(f"environment {name} worker {os.getpid()}")
+        self._name = name
+        self._environment = create_environment(config)
+
+    def ready(self) -> dict[str, Any]:
+        """Node and process id of this process, and whether the environment has several turns."""
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+            "multi_turn": self._environment.multi_turn,
+        }
+
+    @phase("score")
+    def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Answers to several calls of `reset`, `step` and `score` below, given by name and arguments."""
+        return [getattr(self, method)(*arguments) for method, arguments in jobs]
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> tuple[Any, str | None]:
+        """State of a rollout that begins, and what was raised instead if something was."""
+        return self._attempt(lambda: self._environment.reset(prompt, extra_env_info))
+
+    def step(self, state: Any, response: str) -> tuple[Turn | None, str | None]:
+        """The turn after a response, and what was raised instead if something was."""
+        return self._attempt(lambda: self._environment.step(state, response))
+
+    def score(self, job: ScoringJob) -> list[Scored]:
+        """A score, or why there is none, for each sample. When scoring them together raises, each is scored alone."""
+        requests = job.requests
+        together, _ = self._attempt(lambda: self._score(requests))
+        return list(together) if together is not None else [self._score_alone(one) for one in requests]
+
+    def _score_alone(self, request: EnvironmentRequest) -> Scored:
+        scores, reason = self._attempt(lambda: self._score([request]))
+        return scores[0] if scores is not None else str(reason)
+
+    def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        returns = self._environment.score(requests)
+        if len(returns) != len(requests):
+            raise RunError(f"{len(returns)} scores for {len(requests)} responses")
+        return returns
+
+    def _attempt(self, call: Callable[[], Value]) -> tuple[Value | None, str | None]:
+        try:
+            return call(), None
+        except RunError as error:
+            return None, f"environment {self._name}: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever a user's environment raises; the rollout is told of it
+            return None, f"environment {self._name}: {type(error).__name__}: {error}"

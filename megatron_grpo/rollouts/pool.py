@@ -1,0 +1,274 @@
+"""The rollout workers as the driver sees them: prompts in, groups out; the driver holds outcomes and references."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayTaskError
+
+from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.rollout_schema import RolloutsConfig
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.rollout_files import rollouts_file
+from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.rollouts.failures import require_few_failures
+from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
+from megatron_grpo.rollouts.scoring import EnvironmentProcesses
+from megatron_grpo.rollouts.shards import evenly_chosen, places_of
+from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
+
+ENGINES_PER_WORKER = 8
+WORKER_NAME = "rollout worker {}".format
+ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0}
+GRACE_S = 10.0
+"""What the driver waits longer than the workers do, whose messages say more."""
+
+
+class StartableEnvironment(Protocol):
+    """An environment whose processes are shared out over rollout workers (`EnvironmentPool`)."""
+
+    def start(self, shares: int) -> Sequence[EnvironmentProcesses]: ...
+
+
+class Timer(Protocol):
+    """Names the phase that time is spent in."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+
+class RolloutPool:
+    """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
+
+    def __init__(
+        self,
+        config: RolloutsConfig,
+        engines: Sequence[Any],
+        environments: Mapping[str, StartableEnvironment],
+        *,
+        max_total_sequence_length: int,
+        generation_timeout_s: float,
+        startup_timeout_s: float = 900.0,
+        actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
+    ) -> None:
+        """
+        Args:
+            config: how many workers, how long a rollout may take and how many may fail.
+            engines: Ray actors with `generate` and `abort`, in the order of their numbers.
+            environments: by task name; `start` is called on each.
+            max_total_sequence_length: longest prompt plus responses in tokens.
+            generation_timeout_s: deadline for the sampling of one generation batch.
+            startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
+                replaces another.
+            actor_options: Ray options (resources, placement) of every worker.
+        """
+        self._config = config
+        self._engines = list(engines)
+        self._environments = environments
+        self._max_total_sequence_length = max_total_sequence_length
+        self._generation_timeout_s = generation_timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._actor_options = dict(actor_options)
+        self._batches = count()
+        self._turn = count()
+        self._workers: list[Any] = []
+        self._shares: list[float] = []
+        self._starting: list[Any] = []
+        self._started_at = 0.0
+
+    def start(self) -> None:
+        """Begin to start the environments and the workers."""
+        self._started_at = time.monotonic()
+        engines = len(self._engines)
+        workers = self._config.num_workers or max(1, round(engines / ENGINES_PER_WORKER))
+        handles = {name: one.start(workers) for name, one in self._environments.items()}
+        # Neighbouring engines to each worker; with more workers than engines, some share one.
+        starts = [engines * worker // workers for worker in range(workers + 1)]
+        owned = [range(begin, max(end, begin + 1)) for begin, end in pairwise(starts)]
+        users = [sum(engine in one for one in owned) for engine in range(engines)]
+        self._shares = [sum(1 / users[engine] for engine in one) / engines for one in owned]
+        actor = ray.remote(**self._actor_options)(RolloutWorker)
+        for index, numbers in enumerate(owned):
+            settings = WorkerSettings(
+                index=index,
+                engines={number: self._engines[number] for number in numbers},
+                environments={name: shares[index] for name, shares in handles.items()},
+                generation_timeout_s=self._generation_timeout_s,
+                startup_timeout_s=self._startup_timeout_s,
+            )
+            self._workers.append(actor.remote(settings))
+        self._starting = [worker.ready.remote() for worker in self._workers]
+
+    def wait_ready(self) -> None:
+        """Return when every worker and its environments are up.
+
+        Raises:
+            RunError: one is not; says which and why.
+        """
+        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        self._gather(self._starting, max(left, 0.0), "start of rollouts")
+
+    def collect(
+        self,
+        prompts: Sequence[DatumSpec],
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        step: int,
+        timer: Timer,
+    ) -> list[SampledGroup]:
+        """Sample `samples_per_prompt` responses to each prompt, and have them scored.
+
+        `run_seed`, `step`, the prompt's row and the sample's number decide what is drawn. The time until the last
+        response is there is counted as "generation", and what scoring takes beyond it as "environment".
+
+        Returns:
+            A group for each prompt, in their order.
+
+        Raises:
+            SamplingError: an engine or an environment failed, or too many rollouts did.
+        """
+        plan = RolloutPlan(
+            samples_per_prompt=samples_per_prompt,
+            settings=settings,
+            run_seed=run_seed,
+            step=step,
+            max_total_sequence_length=self._max_total_sequence_length,
+            timeout_s=self._config.timeout_s,
+        )
+        batch = next(self._batches)
+        numbered = list(enumerate(prompts))
+        bounds = [round(len(prompts) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
+        parts = list(pairwise(bounds))
+        with timer.phase("generation"):
+            calls = [
+                worker.collect.remote(batch, plan, numbered[begin:end])
+                for worker, (begin, end) in zip(self._workers, parts, strict=True)
+            ]
+            generated = [worker.generated.remote(batch) for worker in self._workers]
+            self._gather(generated, self._generation_timeout_s + GRACE_S, "generation")
+        with timer.phase("environment"):
+            answers = self._gather(calls, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
+        groups = [
+            SampledGroup(outcomes, payload)
+            for payloads, all_outcomes in answers
+            for payload, outcomes in zip(payloads, all_outcomes, strict=True)
+        ]
+        outcomes = [one for group in groups for one in group.outcomes]
+        require_few_failures(outcomes, self._config.max_failed_fraction)
+        return groups
+
+    def build_shards(
+        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+    ) -> list[dict[str, Any]]:
+        """Put the tokens of a step into the object store, an array per shard and field.
+
+        Args:
+            groups: of the step.
+            sequences: per shard the numbers of its sequences, ascending; sequences are numbered group by group.
+
+        Returns:
+            Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
+            rather than given) and generation_logprobs (float32, 0 where not sampled).
+
+        Raises:
+            RunError: a worker failed.
+        """
+        shards = places_of(sequences, [len(group.outcomes) for group in groups])
+        workers = len(self._workers)
+        dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
+        calls = []
+        for worker, mine in zip(self._workers, dealt, strict=False):
+            needed = sorted({group for shard in mine for group, _ in shards[shard]})
+            number = {group: position for position, group in enumerate(needed)}
+            local = [[(number[group], sample) for group, sample in shards[shard]] for shard in mine]
+            calls.append(worker.build_shards.remote([groups[group].payload for group in needed], local))
+        built = self._gather(calls, self._generation_timeout_s, "building of shards")
+        return [built[shard % workers][shard // workers] for shard in range(len(shards))]
+
+    def compute(
+        self,
+        fn: Compute,
+        shards: Sequence[ShardRefs],
+        sequences: Sequence[NDArray[np.int64]],
+        lengths: NDArray[np.int64],
+        fields: Sequence[str],
+        *args: Any,
+    ) -> tuple[list[ShardRefs], Any]:
+        """Run a function over the tokens of a whole step, in a worker.
+
+        Args:
+            fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
+                returns a dict of such arrays, and a summary. Must be importable.
+            shards: per shard, by name, references to arrays [tokens of the shard].
+            sequences: per shard the numbers of its sequences, in the order in which they lie in it.
+            lengths: [sequences of the step], tokens of each.
+            fields: what the function reads.
+            args: further arguments of `fn`.
+
+        Returns:
+            The function's arrays as references, per shard and name; and its summary.
+
+        Raises:
+            RunError: the function raised, or the worker failed.
+        """
+        worker = next(self._turn) % len(self._workers)
+        call = self._workers[worker].compute.remote(fn, list(shards), list(sequences), lengths, list(fields), args)
+        (answer,) = self._gather([call], self._generation_timeout_s, "computation over a step's tokens", worker)
+        references, summary = answer
+        return references, summary
+
+    def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
+        """The trajectories themselves, for a few groups: they come through the driver."""
+        return list(ray.get([group.payload for group in groups]))
+
+    def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
+        """Groups of trajectories that are at hand, as `collect` returns groups."""
+        return [SampledGroup([one.outcome for one in group], ray.put(list(group))) for group in groups]
+
+    def dump(self, step: int, groups: Sequence[SampledGroup], run_dir: Path, *, sample: int | None = None) -> Any:
+        """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
+
+        Args:
+            step: number of the training step, for the file's name.
+            groups: of the step; their place is what the file has as `group`.
+            run_dir: folder of the run.
+            sample: write only this many rollouts, evenly spread over the step; None: all.
+
+        Returns:
+            A reference that is there when the file is (`wait_dump`).
+        """
+        chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
+        worker = self._workers[next(self._turn) % len(self._workers)]
+        return worker.dump.remote([group.payload for group in groups], chosen, rollouts_file(run_dir, step))
+
+    def wait_dump(self, dump: Any) -> None:
+        """Return when what `dump` began is written; RunError when it cannot be."""
+        self._gather([dump], self._generation_timeout_s, "writing of rollouts")
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+    @staticmethod
+    def _gather(calls: Sequence[Any], deadline_s: float, what: str, first: int = 0) -> list[Any]:
+        """The workers' answers; what a worker tells in a message of its own goes on as it is."""
+        try:
+            return gather(calls, deadline_s=deadline_s, what=what, name=lambda index: WORKER_NAME(first + index))
+        except RunError as error:
+            cause = error.__cause__
+            if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
+                raise type(cause.cause)(str(cause.cause)) from None
+            raise SamplingError(str(error)) from error

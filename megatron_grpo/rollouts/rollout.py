@@ -1,0 +1,224 @@
+"""Rollouts as coroutines: the samples of a prompt go through their turns, and are scored when all are through."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.scores import Scored, ScoringJob, Turn
+from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
+from megatron_grpo.rollouts.failures import RolloutFailure
+
+ATTEMPTS = 2
+"""A rollout that failed is tried once more."""
+
+
+class Engine(Protocol):
+    """Where a rollout samples (`EngineClient`)."""
+
+    name: str
+    load: int
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput: ...
+
+
+class Router(Protocol):
+    """Who chooses an engine (`Engines`)."""
+
+    def place(self, sizes: list[int]) -> list[Any]: ...
+
+
+class ScoringEnvironment(Protocol):
+    """What answers and scores responses (`EnvironmentClient`)."""
+
+    async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any: ...
+
+    async def step(self, state: Any, response: str) -> Turn: ...
+
+    async def score(self, job: ScoringJob) -> list[Scored]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """What the rollouts of one generation batch have in common."""
+
+    samples_per_prompt: int
+    settings: SamplingSettings
+    run_seed: int
+    step: int
+    """Number of the generation batch: part of every sample's seed."""
+    max_total_sequence_length: int
+    """Tokens of prompt, responses and observations together."""
+    timeout_s: float
+    """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
+
+
+def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
+    """Seed of one response, from what identifies it and nothing else: a resumed run or another layout draws the same.
+
+    Returns:
+        An integer in [0, 2^62).
+    """
+    identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """A sample that is through with its turns."""
+
+    trajectory: Trajectory
+    state: Any = None
+
+
+class GroupRollout:
+    """The samples of one prompt: `sample`, then `score`."""
+
+    def __init__(
+        self, group: int, datum: DatumSpec, plan: RolloutPlan, router: Router, environment: ScoringEnvironment
+    ) -> None:
+        """
+        Args:
+            group: number of the prompt in its generation batch.
+            datum: the prompt.
+            plan: how to sample.
+            router: chooses another engine for a second attempt.
+            environment: of the prompt's task.
+        """
+        self._group, self._datum, self._plan = group, datum, plan
+        self._router, self._environment = router, environment
+        ids = [token for message in datum["message_log"] for token in message["token_ids"]]
+        self._prompt_ids: NDArray[np.int32] = np.array(ids, dtype=np.int32)
+        self._sampled: list[_Sampled] = []
+        self._deadline = 0.0
+
+    async def sample(self, engine: Engine) -> None:
+        """Let every sample go through its turns, beginning at this engine, which counts them in its load.
+
+        Raises:
+            SamplingError: an engine failed.
+        """
+        self._deadline = asyncio.get_running_loop().time() + self._plan.timeout_s
+        samples = [asyncio.create_task(self._one(number, engine)) for number in range(self._plan.samples_per_prompt)]
+        try:
+            self._sampled = await asyncio.gather(*samples)
+        except BaseException:
+            for sample in samples:
+                sample.cancel()
+            raise
+
+    async def score(self) -> list[Trajectory]:
+        """All samples, with their scores or the reason why there is none.
+
+        Raises:
+            SamplingError: the environment cannot be kept up.
+        """
+        whole = [one for one in self._sampled if one.trajectory.failure is None]
+        if whole:
+            for one, scored in zip(whole, await self._scored(whole), strict=True):
+                if isinstance(scored, str):
+                    _fail(one.trajectory, scored)
+                else:
+                    one.trajectory.reward, one.trajectory.correct = scored.reward, scored.correct
+                    one.trajectory.reward_parts = scored.parts
+        return [one.trajectory for one in self._sampled]
+
+    async def _scored(self, samples: list[_Sampled]) -> list[Scored]:
+        job = ScoringJob(
+            prompt=self._datum["prompt"],
+            extra_env_info=self._datum["extra_env_info"],
+            responses=tuple(one.trajectory.response for one in samples),
+            stop_reasons=tuple(one.trajectory.stop_reason for one in samples),
+            states=tuple(one.state for one in samples),
+        )
+        deadline = self._deadline
+        for _ in range(ATTEMPTS):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self._environment.score(job)
+            except TimeoutError:
+                deadline = asyncio.get_running_loop().time() + self._plan.timeout_s
+        task, limit = self._datum["task_name"], self._plan.timeout_s
+        return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
+
+    async def _one(self, sample: int, engine: Engine) -> _Sampled:
+        """One sample, which is tried again, with the same seeds, when it fails."""
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                (engine,) = self._router.place([1])
+            try:
+                async with asyncio.timeout(self._plan.timeout_s):
+                    return await self._turns(sample, engine)
+            except TimeoutError:
+                reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._plan.timeout_s:g} s"
+            except RolloutFailure as failure:
+                reason = str(failure)
+            finally:
+                engine.load -= 1
+        failed = self._trajectory(sample, [self._prompt_ids], [], [], "", "stop")
+        _fail(failed, reason)
+        return _Sampled(failed)
+
+    async def _turns(self, sample: int, engine: Engine) -> _Sampled:
+        datum, plan = self._datum, self._plan
+        state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
+        pieces, length = [self._prompt_ids], len(self._prompt_ids)
+        outputs: list[GenerationOutput] = []
+        spans: list[Span] = []
+        while True:
+            request = GenerationRequest(
+                prompt_ids=_joined(pieces),
+                seed=sample_seed(plan.run_seed, plan.step, datum["idx"], sample, len(outputs)),
+                max_new_tokens=plan.max_total_sequence_length - length,
+            )
+            output = await engine.generate(request, plan.settings)
+            outputs.append(output)
+            spans += [Span(length + span.start, length + span.end, span.version) for span in output.spans]
+            turn = await self._environment.step(state, output.text)
+            state = turn.state
+            pieces.append(output.token_ids)
+            length += len(output.token_ids) + len(turn.observation)
+            if turn.done or length >= plan.max_total_sequence_length:
+                break
+            pieces.append(turn.observation)
+        text = "".join(output.text for output in outputs)
+        logprobs = [output.logprobs for output in outputs]
+        return _Sampled(self._trajectory(sample, pieces, spans, logprobs, text, outputs[-1].stop_reason), state)
+
+    def _trajectory(
+        self,
+        sample: int,
+        pieces: list[NDArray[np.int32]],
+        spans: list[Span],
+        logprobs: list[NDArray[np.float32]],
+        response: str,
+        stop_reason: StopReason,
+    ) -> Trajectory:
+        return Trajectory(
+            prompt_idx=self._datum["idx"],
+            group=self._group,
+            sample=sample,
+            token_ids=_joined(pieces),
+            spans=spans,
+            logprobs=_joined(logprobs) if logprobs else np.empty(0, dtype=np.float32),
+            response=response,
+            stop_reason=stop_reason,
+            loss_multiplier=self._datum["loss_multiplier"],
+        )
+
+
+def _fail(trajectory: Trajectory, reason: str) -> None:
+    trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
+
+
+def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -1,0 +1,185 @@
+"""A process that runs rollouts, as a Ray actor: it holds what they produced, and the driver holds references to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.rollouts.engines import EngineClient, Engines
+from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
+from megatron_grpo.rollouts.scoring import EnvironmentClient, EnvironmentProcesses
+from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, split_by_shard
+
+ShardRefs = dict[str, Any]
+"""By name, a reference (Ray's) to an array of one number per token of a shard."""
+
+Compute = Callable[..., tuple[dict[str, NDArray[Any]], Any]]
+"""(lengths, arrays by name, *arguments) -> (arrays by name, something small)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything that one rollout worker is built from."""
+
+    index: int
+    engines: dict[int, Any]
+    """Engine actors that this worker asks, by number of the engine."""
+    environments: Mapping[str, EnvironmentProcesses]
+    """Processes that this worker has for itself, by task name."""
+    generation_timeout_s: float
+    """Deadline for the sampling of one generation batch."""
+    startup_timeout_s: float
+    """Deadline for an environment's process to come up."""
+
+
+class RolloutWorker:
+    """Ray actor. What it puts into the object store lives as long as somebody refers to it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        begin_process_log(f"rollout worker {settings.index}")
+        self._settings = settings
+        user = f"worker{settings.index}"
+        self._engines = Engines([EngineClient(actor, index, user) for index, actor in settings.engines.items()])
+        self._environments: dict[str, EnvironmentClient] = {}
+        self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    @phase("start")
+    async def ready(self) -> None:
+        """Return when every environment's processes are up; SamplingError when one does not come up."""
+        limit = self._settings.startup_timeout_s
+        self._environments = {name: EnvironmentClient(one, limit) for name, one in self._settings.environments.items()}
+        await asyncio.gather(*(client.start() for client in self._environments.values()))
+
+    @phase("rollouts")
+    async def collect(
+        self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]
+    ) -> tuple[list[Any], list[list[Outcome]]]:
+        """Sample and score the responses to some prompts.
+
+        Args:
+            batch: number of this call, for `generated`.
+            plan: how to sample.
+            prompts: each with its number in the generation batch.
+
+        Returns:
+            For each prompt a reference to its list[Trajectory], and their outcomes.
+
+        Raises:
+            SamplingError: an engine failed, or an environment cannot be kept up.
+        """
+        generated = self._generated[batch]
+        limit = self._settings.generation_timeout_s
+        deadline = asyncio.get_running_loop().call_later(limit, self._engines.fail_busy, limit)
+        left = len(prompts)
+
+        async def through(group: GroupRollout, engine: EngineClient) -> tuple[Any, list[Outcome]]:
+            nonlocal left
+            await group.sample(engine)
+            left -= 1
+            if not left:
+                deadline.cancel()
+                generated.set()
+            trajectories = await group.score()
+            return ray.put(trajectories), [one.outcome for one in trajectories]
+
+        tasks: list[asyncio.Task[tuple[Any, list[Outcome]]]] = []
+        try:
+            engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
+            for (number, datum), engine in zip(prompts, engines, strict=True):
+                environment = self._environments[datum["task_name"]]
+                group = GroupRollout(number, datum, plan, self._engines, environment)
+                tasks.append(asyncio.create_task(through(group, engine)))
+            done = await asyncio.gather(*tasks)
+        finally:
+            deadline.cancel()
+            for task in tasks:
+                task.cancel()
+            generated.set()
+        return [reference for reference, _ in done], [outcomes for _, outcomes in done]
+
+    async def generated(self, batch: int) -> None:
+        """Return when the sampling of this call of `collect` is over, or it has failed."""
+        await self._generated[batch].wait()
+        del self._generated[batch]
+
+    @phase("build shards")
+    async def build_shards(self, payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+        """Put the arrays of `shard_arrays` for each shard.
+
+        Args:
+            payloads: references to groups (list[Trajectory]).
+            shards: per shard its sequences in order, each as the number of its payload and its place in there.
+        """
+        return await asyncio.to_thread(_build_shards, payloads, shards)
+
+    @phase("compute")
+    async def compute(
+        self,
+        function: Compute,
+        shards: list[ShardRefs],
+        sequences: list[NDArray[np.int64]],
+        lengths: NDArray[np.int64],
+        fields: Sequence[str],
+        arguments: tuple[Any, ...],
+    ) -> tuple[list[ShardRefs], Any]:
+        """See `RolloutPool.compute`."""
+        return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
+
+    @phase("write rollouts")
+    async def dump(self, payloads: list[Any], chosen: list[list[int]], file: Path) -> None:
+        """Write trajectories into a Parquet file.
+
+        Args:
+            payloads: references to groups (list[Trajectory]), in the order of the step.
+            chosen: for each group, which of its samples to write.
+            file: where; it appears when it is complete.
+        """
+        await asyncio.to_thread(_dump, payloads, chosen, file)
+
+
+def _build_shards(payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+    groups: list[list[Trajectory]] = ray.get(payloads)
+    return [_put(shard_arrays([groups[group][sample] for group, sample in shard])) for shard in shards]
+
+
+def _compute(
+    function: Compute,
+    shards: list[ShardRefs],
+    sequences: list[NDArray[np.int64]],
+    lengths: NDArray[np.int64],
+    fields: Sequence[str],
+    arguments: tuple[Any, ...],
+) -> tuple[list[ShardRefs], Any]:
+    fetched = [dict(zip(fields, ray.get([shard[name] for name in fields]), strict=True)) for shard in shards]
+    arrays = gather_shards(fetched, sequences, lengths, fields)
+    del fetched
+    results, summary = function(lengths, arrays, *arguments)
+    return [_put(part) for part in split_by_shard(results, sequences, lengths)], summary
+
+
+def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
+    return {name: ray.put(array) for name, array in arrays.items()}
+
+
+def _dump(payloads: list[Any], chosen: list[list[int]], file: Path) -> None:
+    from megatron_grpo.data.rollout_files import write_rollouts
+
+    def groups() -> Any:
+        for number, (payload, samples) in enumerate(zip(payloads, chosen, strict=True)):
+            if samples:
+                trajectories = ray.get(payload)
+                yield number, [trajectories[sample] for sample in samples]
+
+    write_rollouts(file, groups())
