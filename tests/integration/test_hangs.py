@@ -1,4 +1,4 @@
-"""A process of a run is stopped: the run ends within its deadline, names the process and its phase, and leaves nobody."""
+"""A process of a run is stopped: the run ends within its deadline, names process and phase, and leaves nobody."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ DEADLINE_S = 20
 GRACE_S = 60
 """For what follows a deadline: stacks, saving the steps before it where the models are whole, ending every process."""
 
-DEADLINES = [
-    f"{key}.timeout_s={DEADLINE_S}" for key in ("policy", "generation", "refit", "env.addition")
-]
+DEADLINES = [f"{key}.timeout_s={DEADLINE_S}" for key in ("policy", "generation", "refit", "env.addition")]
 ENDLESS = ("grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.num_prompts_per_step=16", "checkpointing=none")
 
 
