@@ -155,7 +155,8 @@ def test_a_beating_process_costs_nothing(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from megatron_grpo.cluster.heartbeat import HeartbeatWriter, phase
+from megatron_grpo.cluster.heartbeat import HeartbeatWriter
+from megatron_grpo.cluster.phases import phase
 with open(sys.argv[1] + "/log", "w") as log:
     HeartbeatWriter(Path(sys.argv[1]), "busy", log).start()
     with phase("train"):
