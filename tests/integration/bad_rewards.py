@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 
 from tests.integration.example_rewards import right
 
@@ -19,3 +21,27 @@ def right_unless_broken(completions: list[str], answer: list[str], broken: list[
     if any(broken):
         raise KeyError("unit")
     return right(completions, answer)
+
+
+def raises_on_bad(completions: list[str], bad: list[list[str]], **_: object) -> list[float]:
+    """Raises as soon as one of the completions is among the bad ones."""
+    for text, worst in zip(completions, bad, strict=True):
+        if text in worst:
+            raise ValueError("cannot judge this")
+    return [float(text) for text in completions]
+
+
+def sleeps_on_bad(completions: list[str], bad: list[list[str]], **_: object) -> list[float]:
+    """Sleeps forever over a bad completion."""
+    for text, worst in zip(completions, bad, strict=True):
+        while text in worst:
+            time.sleep(1)
+    return [float(text) for text in completions]
+
+
+def dies_on_bad(completions: list[str], bad: list[list[str]], **_: object) -> list[float]:
+    """Ends its process over a bad completion, as a segmentation fault does."""
+    for text, worst in zip(completions, bad, strict=True):
+        if text in worst:
+            os._exit(1)
+    return [float(text) for text in completions]

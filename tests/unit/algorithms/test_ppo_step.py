@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_grpo.preflight.load import compose_config
 from torch import Tensor
 
 from megatron_grpo.algorithms import ppo, step
@@ -21,6 +20,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import known_shape
 from megatron_grpo.policy.interface import NonFiniteGradientError, TrainResult
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.documented import undocumented
 from tests.support.ppo_batch import make_trajectories
