@@ -30,6 +30,7 @@ def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> di
         **group_metrics(sampled, generations),
         **reward_function_metrics(sampled),
         **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
+        "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,
     }
     if config.loop.use_dynamic_sampling:

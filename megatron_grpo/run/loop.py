@@ -10,6 +10,7 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
@@ -103,10 +104,13 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
 
 
 def _remark(run: GRPORun, step: int, report: StepReport) -> None:
-    """Tell of a step that taught nothing, and once of responses that nobody gave a reward."""
+    """Tell of a step that taught nothing, of rollouts that failed, and once of responses that nobody gave a reward."""
     if not report.metrics["valid_tokens"]:
         run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
     outcomes = [outcome for group in report.groups for outcome in group.outcomes]
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if failed:
+        run.logger.note(f"step {step}: {len(failed)} of {len(outcomes)} rollouts failed: {reasons(failed)}")
     unscored = [outcome for outcome in outcomes if outcome.reward is None and outcome.failure is None]
     if unscored:
         run.logger.note_once(

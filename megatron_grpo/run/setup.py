@@ -63,7 +63,7 @@ def setup(config: Config) -> Iterator[GRPORun]:
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         start_from = _start_from(checkpointer, config)
         changes = changes_since_last_start(run_dir, config)
-        stack.enter_context(driver_log(run_dir, "info"))
+        stack.enter_context(driver_log(run_dir, config.logger.level))
         with summary_on_failure(run_dir, config.samples_per_step) as known:
             run = _bring_up(config, run_dir, checkpointer, start_from, stack)
             known.write = run.logger.write_summary
