@@ -15,6 +15,7 @@ import psutil
 
 from megatron_grpo.cluster.heartbeat import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
+from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
@@ -158,8 +159,10 @@ class VllmEngine:
         """End the engine's processes."""
         if self._llm is not None:
             own = psutil.Process()
-            segments = set().union(*(queue_segments(process) for process in [own, *own.children(recursive=True)]))
+            children = own.children(recursive=True)
+            segments = set().union(*(queue_segments(process) for process in [own, *children]))
             self._llm.shutdown(timeout=GRACE_S)
+            kill_stopped(children)
             self._llm = None
             free(segments)
 
