@@ -18,14 +18,14 @@ def header(benchmark: str) -> dict[str, Any]:
     return {
         "benchmark": benchmark,
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(Path(__file__).parent),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {one.name: one.version for one in distributions() if one.name in PACKAGES},
     }
 
 
-def _commit() -> str | None:
-    """Of this checkout, marked when files differ from it; None outside a repository."""
+def commit(folder: Path) -> str | None:
+    """Of the checkout that a folder is in, marked when files differ from it; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

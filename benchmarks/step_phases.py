@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages  # noqa: E402
-from megatron_grpo.config.compose import load_config  # noqa: E402
+from megatron_grpo.preflight.load import load_config  # noqa: E402
 from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
 from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402

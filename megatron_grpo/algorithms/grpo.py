@@ -6,16 +6,23 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn
-from megatron_grpo.algorithms.step import begin_step, finish_step, refit_policy_generation, require_finite
-from megatron_grpo.algorithms.step_advantages import token_advantages
+from megatron_grpo.algorithms.logprobs_stage import add_logprobs
+from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
+from megatron_grpo.algorithms.samples import sample
+from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.step_advantages import add_advantages
+from megatron_grpo.algorithms.training_batch import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.losses.reward_shaping import scale_rewards
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.non_finite import StepGuard
 from megatron_grpo.run.save_state import GRPOSaveState
 from megatron_grpo.run.setup import setup
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 __all__ = [
@@ -45,12 +52,29 @@ def grpo_train(run: GRPORun) -> None:
 
 
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """One step: sample, score, learn, publish. None: no prompts are left."""
-    step = begin_step(run, batches)
-    if step is None:
+    """One step: sample, score, learn, publish. None: no prompts are left.
+
+    Raises:
+        SamplingError: what is trained is as it was before the step.
+        RunError: something is not finite, or a process failed.
+    """
+    config, policy, rollouts = run.config, run.policy, run.rollouts
+    number, timer = run.state["total_steps"] + 1, StepTimer()
+    samples = sample(run.samples, batches, timer)
+    if samples is None:
         return None
-    with step.timer.phase("advantages"):
-        step.batch.tokens["advantages"] = token_advantages(run.config, step.trajectories, step.rewards, step.batch)
-    require_finite(run, step, "advantages")
-    learned = learn(run, step)
-    return finish_step(run, step, learned)
+    guard = StepGuard(run.guard, samples.groups, number)
+    with timer.phase("batch"):
+        run.dumps.begin(number, samples.groups)
+        scores = samples.scores or score(config, samples.outcomes)
+        batch = training_batch(config, samples.groups, rollouts)
+    masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
+    with timer.phase("advantages"):
+        finite = add_advantages(config, scores, batch, rollouts)
+    guard.require_finite("advantages", finite | ~batch.in_loss, batch)
+    with timer.phase("train"):
+        learned = learn(config, batch, policy, run.loss_fn, guard)
+    with timer.phase("refit"):
+        transfer = refit_policy_generation(run.transport, number)
+    metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch)}
+    return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

@@ -1,22 +1,29 @@
-"""From the samples of a step to new weights: the optimizer steps of the policy and of the value model."""
+"""From the batch of a step to new weights: the optimizer steps of the policy and of the value model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_grpo.algorithms.step import Step
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.losses.interface import LossFunction, combine_metrics, is_extreme
-from megatron_grpo.losses.policy_loss import add_derived_metrics
-from megatron_grpo.losses.value_loss import add_explained_variance
-from megatron_grpo.policy.interface import NonFiniteGradientError, TrainedModel, TrainResult
-from megatron_grpo.run.context import GRPORun, PPORun
-from megatron_grpo.run.non_finite import stop_step
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
+from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+from megatron_grpo.policy.interface import (
+    NonFiniteGradientError,
+    PolicyInterface,
+    TrainedModel,
+    TrainResult,
+    ValueInterface,
+)
+from megatron_grpo.run.non_finite import StepGuard
 
 
-def learn(run: GRPORun, step: Step) -> TrainResult | None:
-    """All optimizer steps of the policy on the samples of a step, and the move of the reference policy if it is due.
+def learn(
+    config: Config, batch: StepBatch, policy: PolicyInterface, loss_fn: ClippedPGLossFn, guard: StepGuard
+) -> TrainResult | None:
+    """All optimizer steps of the policy on a batch, and the move of the reference policy if it is due.
 
     Returns:
         None: no token is in the loss, and the weights are as they were.
@@ -24,30 +31,25 @@ def learn(run: GRPORun, step: Step) -> TrainResult | None:
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    loop = run.config.loop
-    with step.timer.phase("train"):
-        size = run.config.policy.train_global_batch_samples
-        result = _train(run, step, run.policy, step.batch, run.loss_fn, size, "the gradient")
-        if loop.sync_ref_model and step.number % loop.ref_model_sync_steps == 0:
-            run.policy.sync_reference(loop.ref_model_mixup_alpha)
-    if result is None:
-        run.logger.note(f"step {step.number}: no response is in the loss, so nothing is learnt from it")
-    else:
+    loop, size = config.loop, config.policy.train_global_batch_samples
+    result = _train(config, batch, policy, loss_fn, size, guard, "the gradient")
+    if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
+        policy.sync_reference(loop.ref_model_mixup_alpha)
+    if result is not None:
         add_derived_metrics(result.metrics)
     return result
 
 
-def learn_values(run: PPORun, step: Step) -> dict[str, float]:
-    """All optimizer steps of the value model on the samples of a step; its metrics, none without a token in the loss.
+def learn_values(
+    config: Config, batch: StepBatch, value: ValueInterface, loss_fn: MseValueLossFn, guard: StepGuard
+) -> dict[str, float]:
+    """All optimizer steps of the value model on a batch; its metrics, none without a token in the loss.
 
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    needed = {name: step.batch.tokens[name] for name in ("loss_mask", "values", "returns")}
-    batch = SequenceBatch(step.batch.lengths, step.batch.token_ids, needed)
-    with step.timer.phase("train_value"):
-        size = run.config.value.train_global_batch_samples
-        result = _train(run, step, run.value, batch, run.value_loss_fn, size, "the value model's gradient")
+    size = config.value.train_global_batch_samples
+    result = _train(config, batch, value, loss_fn, size, guard, "the value model's gradient")
     if result is None:
         return {}
     add_explained_variance(result.metrics)
@@ -60,24 +62,24 @@ def learn_values(run: PPORun, step: Step) -> dict[str, float]:
 
 
 def _train(
-    run: GRPORun,
-    step: Step,
+    config: Config,
+    batch: StepBatch,
     model: TrainedModel,
-    batch: SequenceBatch,
     loss_fn: LossFunction,
     minibatch: int | None,
+    guard: StepGuard,
     what: str,
 ) -> TrainResult | None:
     """`train_in_minibatches`; a gradient that is not finite, which messages call `what`, ends the run."""
-    iterations = run.config.passes_per_step
+    iterations = config.passes_per_step
     try:
         return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
     except NonFiniteGradientError as error:
-        stop_step(what, [step.trajectories[i] for i in error.sequences], run.logger.run_dir, step.number)
+        guard.stop(what, error.sequences)
 
 
 def train_in_minibatches(
-    model: TrainedModel, batch: SequenceBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+    model: TrainedModel, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
     """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
 
@@ -88,27 +90,17 @@ def train_in_minibatches(
         What `combine_results` makes of the optimizer steps; None: there was none.
 
     Raises:
-        NonFiniteGradientError: with indices into `batch`.
+        NonFiniteGradientError: with numbers of sequences in `batch`.
     """
     results: list[TrainResult] = []
     tokens: list[float] = []
-    for start, minibatch in _minibatches(batch, samples, iterations):
-        in_loss = float(minibatch.tokens["loss_mask"].sum())
-        if in_loss == 0:
-            continue
-        try:
-            results.append(model.train(minibatch, loss_fn))
-        except NonFiniteGradientError as error:
-            raise NonFiniteGradientError(error.grad_norm, [start + index for index in error.sequences]) from None
-        tokens.append(in_loss)
-    return combine_results(results, tokens) if results else None
-
-
-def _minibatches(batch: SequenceBatch, samples: int, iterations: int) -> Iterator[tuple[int, SequenceBatch]]:
-    starts = range(0, len(batch), samples)
-    parts = [batch.select(list(range(start, min(start + samples, len(batch))))) for start in starts]
     for _ in range(iterations):
-        yield from zip(starts, parts, strict=True)
+        for sequences in batch.minibatches(samples):
+            in_loss = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
+            if in_loss:
+                results.append(model.train(batch, sequences, loss_fn))
+                tokens.append(in_loss)
+    return combine_results(results, tokens) if results else None
 
 
 def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> TrainResult:

@@ -6,15 +6,22 @@ from collections.abc import Iterator
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn, learn_values
+from megatron_grpo.algorithms.logprobs_stage import add_logprobs
 from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.algorithms.step import begin_step, finish_step, require_finite
+from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
+from megatron_grpo.algorithms.samples import sample
+from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.training_batch import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import PPORun
 from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.non_finite import StepGuard
 from megatron_grpo.run.save_state import PPOSaveState
 from megatron_grpo.run.setup import setup
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
@@ -38,16 +45,35 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
 
     In the first ppo.policy_training_start_step steps the policy stays as it is; its weights are published all the same,
     so that versions count steps.
+
+    Raises:
+        SamplingError: what is trained is as it was before the step.
+        RunError: something is not finite, or a process failed.
     """
-    step = begin_step(run, batches)
-    if step is None:
+    config, policy, rollouts = run.config, run.policy, run.rollouts
+    number, timer = run.state["total_steps"] + 1, StepTimer()
+    samples = sample(run.samples, batches, timer)
+    if samples is None:
         return None
-    with step.timer.phase("values"):
-        step.batch.tokens["values"] = run.value.get_values(step.batch)
-    require_finite(run, step, "values")
-    with step.timer.phase("advantages"):
-        add_advantages(run.config, step.trajectories, step.rewards, step.batch)
-    require_finite(run, step, "advantages")
-    value_metrics = learn_values(run, step)
-    learned = learn(run, step) if step.number > run.config.ppo.policy_training_start_step else None
-    return finish_step(run, step, learned, value_metrics)
+    guard = StepGuard(run.guard, samples.groups, number)
+    with timer.phase("batch"):
+        run.dumps.begin(number, samples.groups)
+        scores = samples.scores or score(config, samples.outcomes)
+        batch = training_batch(config, samples.groups, rollouts)
+    masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
+    with timer.phase("values"):
+        finite = run.value.add_values(batch)
+    guard.require_finite("values", finite | ~batch.in_loss, batch)
+    with timer.phase("advantages"):
+        finite = add_advantages(config, scores, batch, rollouts)
+    guard.require_finite("advantages", finite | ~batch.in_loss, batch)
+    with timer.phase("train_value"):
+        of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
+    learned = None
+    if number > config.ppo.policy_training_start_step:
+        with timer.phase("train"):
+            learned = learn(config, batch, policy, run.loss_fn, guard)
+    with timer.phase("refit"):
+        transfer = refit_policy_generation(run.transport, number)
+    metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch), **of_values}
+    return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 import time
 
 import psutil
 
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.generation.shared_memory import free, queue_segments
+from megatron_grpo.generation.vllm_fork import fork_from_there, parent_is_gone
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
-"""Environment variable that our engine actor sets and its processes inherit; other users of vLLM are left alone."""
+"""Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
 
 WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
 """Name of our receiver in vLLM's registry of weight-transfer engines."""
@@ -35,29 +38,45 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
     )
-    _sleep_instead_of_spinning_on_cpu()
-    threading.Thread(target=_exit_with_parent, args=(_parent(),), name="parent-watchdog", daemon=True).start()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _sleep_instead_of_spinning()
+        fork_from_there()
+    begin_process()
 
 
-def _parent() -> int:
-    # A process that multiprocessing started knows who its parent was even if that one is gone already.
-    parent = multiprocessing.parent_process()
-    return os.getppid() if parent is None or parent.pid is None else parent.pid
+def _role() -> str:
+    """What this process is to its engine; one that a Ray executor placed learns its rank only later."""
+    vllm_name = multiprocessing.current_process().name
+    if vllm_name.startswith("EngineCore"):
+        return "core"
+    if vllm_name.startswith("VllmWorker-"):
+        return f"worker {vllm_name.removeprefix('VllmWorker-')}"
+    return f"worker {socket.gethostname()} {os.getpid()}"
+
+
+def begin_process() -> None:
+    """Give this process its log, and end it when its parent is gone.
+
+    To be called in each process of an engine: a fork takes no threads along.
+    """
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}")
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:
     """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
-    while os.getppid() == parent:
+    # A process that multiprocessing started knows who its parent was even if that one is gone already.
+    while os.getppid() == parent and not parent_is_gone():
         time.sleep(PARENT_CHECK_S)
     free(queue_segments(psutil.Process()))
     os._exit(1)
 
 
-def _sleep_instead_of_spinning_on_cpu() -> None:
+def _sleep_instead_of_spinning() -> None:
     """vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling."""
     from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
-        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS

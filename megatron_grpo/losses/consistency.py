@@ -45,10 +45,10 @@ def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> flo
     return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
 
 
-def mask_inconsistent_sequences(
+def inconsistent_sequences(
     loss_mask: Tensor, prev: Tensor, generation: Tensor, lengths: list[int], threshold: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """Take responses out of the loss whose mean token_mult_prob_error, exp(|prev - generation|), is too large.
+    """Find the responses whose mean token_mult_prob_error, exp(|prev - generation|), is too large.
 
     Args:
         loss_mask: [sum(lengths)], 0 or 1.
@@ -58,7 +58,7 @@ def mask_inconsistent_sequences(
         threshold: largest mean that stays.
 
     Returns:
-        The new mask, and max_seq_mult_prob_error (before masking) and num_masked_seqs.
+        [sequences], bool: those beyond the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
     """
     errors = torch.where(loss_mask > 0, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
     sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
@@ -66,5 +66,4 @@ def mask_inconsistent_sequences(
     means = sums / tokens.clamp(min=1)
     # "Not within" rather than "beyond": a mean that is NaN does not stay either.
     beyond = ~(means <= threshold) & (tokens > 0)
-    metrics = {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
-    return loss_mask * (~beyond).repeat_interleave(torch.tensor(lengths)).to(loss_mask.dtype), metrics
+    return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import StepBatch, TokenFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +27,20 @@ class GlobalCounts:
     """Tokens in the loss of correct responses; 0 when the batch does not say which are correct."""
 
     @staticmethod
-    def of(batch: SequenceBatch) -> GlobalCounts:
-        """The counts of an optimizer step on this batch, which has a token in the loss."""
-        mask = batch.tokens["loss_mask"]
-        positive = (mask * batch.tokens["positive"]).sum() if "positive" in batch.tokens else 0.0
+    def of(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
+        """The counts of an optimizer step on some sequences of a batch, which have a token in the loss.
+
+        Args:
+            batch: all sequences.
+            sequences: [chosen], numbers of those in this optimizer step.
+        """
+        tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
+        positive = tokens[batch.positive[sequences]] if batch.positive is not None else tokens[:0]
         counts = GlobalCounts(
-            tokens=float(mask.sum()),
-            sequences=float(sum(bool(piece.any()) for piece in mask.split(batch.lengths))),
-            all_sequences=float(len(batch)),
-            positive_tokens=float(positive),
+            tokens=float(tokens.sum()),
+            sequences=float(np.count_nonzero(tokens)),
+            all_sequences=float(len(sequences)),
+            positive_tokens=float(positive.sum()),
         )
         assert counts.tokens > 0, "an optimizer step needs a token to learn from"
         return counts
@@ -43,18 +50,22 @@ class LossFunction(Protocol):
     """A loss over one microbatch whose sum over all microbatches and ranks is the loss of the step."""
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the stored entries (`STORED_DTYPES`) that the loss is computed from; absent ones are left out."""
+
+    @property
     def needs_entropy(self) -> bool:
-        """Whether tokens["entropy"] is wanted: the exact entropy of each token's distribution, with gradient."""
+        """Whether tokens.entropy is wanted: the exact entropy of each token's distribution, with gradient."""
 
     def __call__(
-        self, curr_logprobs: Tensor, /, tokens: dict[str, Tensor], counts: GlobalCounts
+        self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """
         Args:
             curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t. What a
                 value model trains on gets values here.
-            tokens: entries of SequenceBatch.tokens, each [sequences, length], float32, zero on padding; "entropy" too
-                when needs_entropy.
+            tokens: entries that the loss reads and loss_mask, each [sequences, length], zero on padding; positive
+                when the batch says which responses are correct, entropy when needs_entropy.
             counts: of the whole step.
 
         Returns:

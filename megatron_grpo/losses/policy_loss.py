@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_grpo.data.batch import TokenFields, given
 from megatron_grpo.losses.consistency import divergences, effective_sample_size
 from megatron_grpo.losses.importance_correction import sampling_correction
 from megatron_grpo.losses.kl import kl_estimate
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ClippedPGLossFn:
-    """A `policy.interface.LossFunction`: a policy-gradient surrogate, a KL penalty, an entropy bonus, and imitation.
+    """A `losses.interface.LossFunction`: a policy-gradient surrogate, a KL penalty, an entropy bonus, and imitation.
 
     ::
 
@@ -28,7 +29,7 @@ class ClippedPGLossFn:
                + positive_example_nll_weight * mean of -curr over the tokens of correct responses
 
     - objective: see `surrogates`; its ratio compares curr with prev, the training framework's log-probabilities at the
-      start of the step. Without "prev_logprobs" the step is the only one on its samples, prev is curr without gradient,
+      start of the step. Without prev_logprobs the step is the only one on its samples, prev is curr without gradient,
       and the ratio is 1 with the policy's gradient; force_on_policy_ratio makes the ratio so in any case.
     - correction: see `sampling_correction`; 1 unless use_importance_sampling_correction. It is a constant of the
       sample: no gradient, and it does not touch the other terms.
@@ -43,21 +44,24 @@ class ClippedPGLossFn:
     def __init__(self, config: LossConfig) -> None:
         self.config = config
 
+    reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
+    """Stored entries that the loss is computed from, those that a configuration leaves out included."""
+
     @property
     def needs_entropy(self) -> bool:
-        """See `LossFunction`."""
+        """Whether the entropy bonus is on, for which tokens.entropy is wanted."""
         return self.config.entropy_coef > 0
 
     def __call__(
-        self, curr_logprobs: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
+        self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `LossFunction`.
 
         Args:
             curr_logprobs: [sequences, length], float32, with gradient.
-            tokens: "loss_mask" (0 or 1), "advantages", "generation_logprobs"; optionally "prev_logprobs";
-                "reference_logprobs" when there is a KL penalty, "entropy" (with gradient) when there is an entropy
-                bonus, "positive" (1 in correct responses) when they are imitated. Each [sequences, length].
+            tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs when
+                there is a KL penalty, entropy (with gradient) when there is an entropy bonus, positive when correct
+                responses are imitated. Each [sequences, length].
             counts: of the whole step.
 
         Returns:
@@ -70,11 +74,11 @@ class ClippedPGLossFn:
         """
         config = self.config
         self._check(tokens)
-        mask = tokens["loss_mask"] > 0
+        mask = given(tokens.loss_mask) > 0
         curr = masked(curr_logprobs, mask)
-        generation = masked(tokens["generation_logprobs"], mask)
-        advantages = masked(tokens["advantages"], mask)
-        prev = masked(tokens["prev_logprobs"], mask) if "prev_logprobs" in tokens else curr.detach()
+        generation = masked(given(tokens.generation_logprobs), mask)
+        advantages = masked(given(tokens.advantages), mask)
+        prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, mask)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
         policy = surrogate(curr, old, advantages, mask, config)
@@ -83,8 +87,8 @@ class ClippedPGLossFn:
             correction = sampling_correction(prev, generation, mask, config)
             loss = loss * correction.weights
             metrics["is_oob_ratio"] = token_mean(correction.out_of_bounds, mask, counts)
-        if "reference_logprobs" in tokens:
-            kl = self._kl(curr, old, masked(tokens["reference_logprobs"], mask))
+        if tokens.reference_logprobs is not None:
+            kl = self._kl(curr, old, masked(tokens.reference_logprobs, mask))
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
@@ -96,15 +100,15 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _entropy_and_imitation(
-        self, curr: Tensor, tokens: dict[str, Tensor], mask: Tensor, counts: GlobalCounts
+        self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The last two terms of the loss and their metrics; 0 when they are off."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if self.needs_entropy:
-            metrics["entropy"] = token_mean(masked(tokens["entropy"], mask), mask, counts)
+            metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
             total = total - config.entropy_coef * metrics["entropy"]
         if config.positive_example_nll_weight:
-            positive = masked(tokens["positive"], mask)
+            positive = masked(given(tokens.positive), mask)
             nll = -(curr * positive).sum() / max(counts.positive_tokens, 1.0)
             total = total + config.positive_example_nll_weight * nll
             metrics["positive_nll_share"] = token_mean(-curr * positive, mask, counts)
@@ -122,7 +126,7 @@ class ClippedPGLossFn:
         )
         return kl * bounded_exp(curr - old) if config.use_on_policy_kl_approximation else kl
 
-    def _check(self, tokens: dict[str, Tensor]) -> None:
+    def _check(self, tokens: TokenFields) -> None:
         config = self.config
         needed = {
             "reference_logprobs": ("reference_policy_kl_penalty", config.kl_in_loss > 0),
@@ -130,7 +134,7 @@ class ClippedPGLossFn:
             "positive": ("positive_example_nll_weight", config.positive_example_nll_weight > 0),
         }
         for entry, (key, wanted) in needed.items():
-            if wanted and entry not in tokens:
+            if wanted and getattr(tokens, entry) is None:
                 raise ValueError(f"loss_fn.{key} needs {entry} of every token, and there is none")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_grpo.data.batch import TokenFields, given
 from megatron_grpo.losses.token_means import masked, token_mean
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _RELATIVE_VARIANCE = 1e-6
 
 
 class MseValueLossFn:
-    """A loss over values (a `policy.interface.LossFunction` whose first argument is values)::
+    """A loss over values (a `losses.interface.LossFunction` whose first argument is values)::
 
         loss = token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -29,21 +30,23 @@ class MseValueLossFn:
     value_clip it is the mean of 1/2 (V - R)^2.
     """
 
+    reads = ("sampled", "values", "returns")
+    """Stored entries that the loss is computed from."""
     needs_entropy = False
-    """See `LossFunction`."""
+    """Values have no entropy."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
         self.config = config
 
     def __call__(
-        self, curr_values: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts
+        self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `LossFunction`.
 
         Args:
             curr_values: [sequences, length], float32, with gradient; position t is the value before token t.
-            tokens: "loss_mask" (0 or 1), "values" (before the step) and "returns", each [sequences, length]. What
-                stands outside the mask takes no part.
+            tokens: loss_mask, values (before the step) and returns, each [sequences, length]. What stands outside the
+                mask takes no part.
             counts: of the whole step.
 
         Returns:
@@ -52,9 +55,9 @@ class MseValueLossFn:
             moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
             ones have seen these returns.
         """
-        mask = tokens["loss_mask"] > 0
-        values, returns = masked(curr_values, mask), masked(tokens["returns"], mask)
-        old = masked(tokens["values"], mask)
+        mask = given(tokens.loss_mask) > 0
+        values, returns = masked(curr_values, mask), masked(given(tokens.returns), mask)
+        old = masked(given(tokens.values), mask)
         error, old_error = values - returns, old - returns
         loss = clipped = error.square()
         if self.config.value_clip is not None:

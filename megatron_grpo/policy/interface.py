@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.losses.interface import LossFunction
 from megatron_grpo.models.shape import ModelShape
 
@@ -43,7 +44,7 @@ class NonFiniteGradientError(RunError):
 
     Args:
         grad_norm: its norm.
-        sequences: indices into the batch of the sequences that it can come from.
+        sequences: numbers in the step of the sequences that it can come from.
     """
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
@@ -66,10 +67,13 @@ class TrainedModel(ABC):
         """What a rank runs on, as its vendor calls it; "cpu" without a GPU."""
 
     @abstractmethod
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        """One optimizer step on the whole batch, split over data-parallel ranks and microbatches.
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        """One optimizer step, split over data-parallel ranks and microbatches.
 
-        `batch.tokens` holds loss_mask, with a token in the loss, and what the loss function needs.
+        Args:
+            batch: of the step; its shards hold what the loss function reads.
+            sequences: [chosen], ascending numbers of those to train on, with a token in the loss.
+            loss_fn: its sum over all microbatches is the loss.
 
         Raises:
             NonFiniteGradientError: the weights are untouched.
@@ -92,12 +96,20 @@ class PolicyInterface(TrainedModel):
     """The policy. Its checkpoints hold the reference policy too once that has moved."""
 
     @abstractmethod
-    def get_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """Log-probability of every token under the current weights: [sum(lengths)], float32."""
+    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add prev_logprobs to the batch: those of every token under the current weights.
+
+        Returns:
+            [sequences]: whether all of them at sampled tokens are finite.
+        """
 
     @abstractmethod
-    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """The same under the frozen reference policy."""
+    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add reference_logprobs to the batch: those of every token under the frozen reference policy.
+
+        Returns:
+            [sequences]: whether all of them at sampled tokens are finite.
+        """
 
     @abstractmethod
     def sync_reference(self, alpha: float) -> None:
@@ -108,5 +120,9 @@ class ValueInterface(TrainedModel):
     """The value model of PPO; it trains on returns and the values before the step."""
 
     @abstractmethod
-    def get_values(self, batch: SequenceBatch) -> Tensor:
-        """The value before every token under the current weights: [sum(lengths)], float32; 0 at first tokens."""
+    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add values to the batch: what is expected before every token under the current weights; 0 at first tokens.
+
+        Returns:
+            [sequences]: whether all of them at sampled tokens are finite.
+        """

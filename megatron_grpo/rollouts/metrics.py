@@ -1,4 +1,4 @@
-"""Numbers about a set of trajectories: lengths, how they ended, outcomes by group, rewards by function."""
+"""Numbers about a set of outcomes: lengths, how they ended, outcomes by group, rewards by function."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from statistics import fmean, stdev
 
 import torch
 
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.data.trajectory import Outcome
 
 PERCENTILES = (50, 90, 99)
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Reward, accuracy and length statistics of a set of trajectories.
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Reward, accuracy and length statistics of a set of outcomes.
 
     reward and accuracy are means over the responses of which the environment could say it, and left out when there is
     none.
     """
-    rewards = [one.reward for one in trajectories if one.reward is not None]
-    judged = [one.correct for one in trajectories if one.correct is not None]
-    lengths = [float(trajectory.response_tokens) for trajectory in trajectories]
+    rewards = [one.reward for one in outcomes if one.reward is not None]
+    judged = [one.correct for one in outcomes if one.correct is not None]
+    lengths = [float(outcome.response_tokens) for outcome in outcomes]
     metrics = {"reward": fmean(rewards)} if rewards else {}
     if judged:
         metrics["accuracy"] = fmean(judged)
     return metrics | {
         "response_length": fmean(lengths),
         "response_length_max": max(lengths),
-        "truncation_rate": fmean(trajectory.truncated for trajectory in trajectories),
-        "weight_version": float(max(span.version for one in trajectories for span in one.spans)),
+        "truncation_rate": fmean(outcome.truncated for outcome in outcomes),
+        "weight_version": float(max(one.version for one in outcomes)),
     }
 
 
-def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Percentiles of the response length in tokens, linearly interpolated, and how many ended by themselves."""
-    lengths = torch.tensor([float(trajectory.response_tokens) for trajectory in trajectories])
+    lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
     metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in PERCENTILES}
-    metrics["natural_termination_rate"] = fmean(not trajectory.truncated for trajectory in trajectories)
+    metrics["natural_termination_rate"] = fmean(not outcome.truncated for outcome in outcomes)
     return metrics
 
 
-def group_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -> dict[str, float]:
+def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
     """How the samples of a prompt, which are neighbours, compare.
 
     Returns:
@@ -48,8 +48,8 @@ def group_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -
         a prompt, that of all rewards. groups_all_wrong, groups_mixed and groups_all_right: shares of groups with no,
         some and only correct responses, among those whose responses can all be judged; left out when there is none.
     """
-    starts = range(0, len(trajectories), samples_per_prompt)
-    groups = [trajectories[start : start + samples_per_prompt] for start in starts]
+    starts = range(0, len(outcomes), samples_per_prompt)
+    groups = [outcomes[start : start + samples_per_prompt] for start in starts]
     by_group = [[one.reward for one in group if one.reward is not None] for group in groups]
     if samples_per_prompt == 1:
         by_group = [[reward for rewards in by_group for reward in rewards]]
@@ -66,16 +66,16 @@ def group_metrics(trajectories: Sequence[Trajectory], samples_per_prompt: int) -
     }
 
 
-def reward_function_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) over what the function scored.
 
     With reward functions also unscored_rate: the share of the responses that none of them scored.
     """
     values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, reward in trajectory.reward_parts.items():
+    for outcome in outcomes:
+        for name, reward in outcome.reward_parts.items():
             values.setdefault(name, []).append(reward)
-    unscored = fmean(trajectory.reward is None for trajectory in trajectories)
+    unscored = fmean(outcome.reward is None and outcome.failure is None for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})

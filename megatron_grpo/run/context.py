@@ -8,16 +8,17 @@ from pathlib import Path
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.interface import PolicyInterface, TrainedModel, ValueInterface
 from megatron_grpo.refit.interface import WeightTransport
-from megatron_grpo.rollouts.collector import RolloutCollector
+from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
+from megatron_grpo.run.dumps import RolloutDumps
+from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState
 
 
@@ -28,16 +29,18 @@ class GRPORun:
     config: Config
     policy: PolicyInterface
     transport: WeightTransport
-    collector: RolloutCollector
-    sampling: SamplingSettings
+    rollouts: RolloutPool
+    samples: SampleSource
+    """Where the samples of a step come from; `sample` advances it."""
+    dumps: RolloutDumps
+    guard: FiniteGuard
     loader: PromptLoader
     val_prompts: list[DatumSpec]
     loss_fn: ClippedPGLossFn
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
-    batch_cache: list[list[Trajectory]]
-    """Groups that dynamic sampling keeps for the step that is being filled."""
+    """How far the run has come."""
 
     def save_models(self, folder: Path) -> None:
         """Write what is trained into the folder of a checkpoint."""
@@ -46,7 +49,7 @@ class GRPORun:
 
 @dataclass(kw_only=True)
 class PPORun(GRPORun):
-    """The same with a value model."""
+    """A run of PPO: one of GRPO with a value model."""
 
     value: ValueInterface
     value_loss_fn: MseValueLossFn

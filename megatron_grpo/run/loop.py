@@ -10,10 +10,11 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
@@ -39,7 +40,9 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
             _save_finished_steps(run, metrics, before)
             raise
         if report is None:
-            run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
+            used_up = f"the data is used up: {limits.max_num_epochs} epoch(s)"
+            run.logger.ends_early("data_used_up", used_up)
+            run.logger.note(used_up)
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
@@ -60,6 +63,7 @@ def _catch_up_on_validation(run: GRPORun) -> None:
 def _stopped_early(run: GRPORun) -> bool:
     reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is not None:
+        run.logger.ends_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
 
@@ -87,8 +91,9 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
             metrics |= _validated(run)
         except SamplingError as error:
             failure = error
+    run.dumps.finish(step)  # a step that is reported has its rollouts on disk
     run.logger.log_step(step, metrics, report.timing, report.throughput)
-    run.logger.dump_rollouts(step, report.trajectories)
+    _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         _save_finished_steps(run, metrics, snapshot_of(run))
@@ -96,6 +101,24 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics, snapshot_of(run))
     return metrics
+
+
+def _remark(run: GRPORun, step: int, report: StepReport) -> None:
+    """Tell of a step that taught nothing, of rollouts that failed, and once of responses that nobody gave a reward."""
+    if not report.metrics["valid_tokens"]:
+        run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
+    outcomes = [outcome for group in report.groups for outcome in group.outcomes]
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if failed:
+        run.logger.note(f"step {step}: {len(failed)} of {len(outcomes)} rollouts failed: {reasons(failed)}")
+    unscored = [outcome for outcome in outcomes if outcome.reward is None and outcome.failure is None]
+    if unscored:
+        run.logger.note_once(
+            "unscored",
+            f"no reward function gave a reward for {len(unscored)} of {len(outcomes)} responses (row "
+            f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
+            "unscored_rate counts them",
+        )
 
 
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:

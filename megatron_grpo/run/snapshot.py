@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.save_state import GRPOSaveState
 
@@ -19,8 +20,8 @@ class Snapshot:
     state: GRPOSaveState
     loader: dict[str, Any]
     """Of the training data loader."""
-    batch_cache: list[list[dict[str, Any]]]
-    """Rows of the groups that dynamic sampling keeps for the next step."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the next step."""
 
 
 def snapshot_of(run: GRPORun) -> Snapshot:
@@ -28,7 +29,7 @@ def snapshot_of(run: GRPORun) -> Snapshot:
     return Snapshot(
         state=copy.deepcopy(run.state),
         loader=copy.deepcopy(run.loader.state_dict()),
-        batch_cache=[[trajectory.to_row() for trajectory in group] for group in run.batch_cache],
+        waiting=list(run.samples.waiting),
     )
 
 
@@ -44,7 +45,9 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
     """
     started = time.monotonic()
     step = snapshot.state["total_steps"]
-    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": snapshot.batch_cache}
+    groups = run.rollouts.fetch(snapshot.waiting)
+    rows = [[trajectory.to_row() for trajectory in group] for group in groups]
+    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     with run.checkpointer.writing(step, state, snapshot.loader) as folder:
         run.save_models(folder)
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")

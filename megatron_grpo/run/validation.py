@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import rollout_metrics
 from megatron_grpo.run.context import GRPORun
-from megatron_grpo.run.non_finite import require_finite_samples
 
 
 def validate(run: GRPORun) -> dict[str, float]:
@@ -24,25 +23,26 @@ def validate(run: GRPORun) -> dict[str, float]:
     """
     if not run.val_prompts:
         return {}
-    trajectories = _respond(run)
-    run.logger.show_samples(run.val_prompts, trajectories)
-    measured = rollout_metrics(trajectories)
+    groups = _respond(run)
+    shown = groups[: run.config.logger.num_val_samples_to_print]
+    run.logger.show_samples(run.val_prompts, [group[0] for group in run.rollouts.fetch(shown)])
+    measured = rollout_metrics([outcome for group in groups for outcome in group.outcomes])
     return {f"{VALIDATION_PREFIX}{name}": measured[name] for name in VALIDATION_METRICS if name in measured}
 
 
-def _respond(run: GRPORun) -> list[Trajectory]:
+def _respond(run: GRPORun) -> list[SampledGroup]:
     """A response to each validation prompt, scored."""
     timer = StepTimer()
-    trajectories: list[Trajectory] = []
+    groups: list[SampledGroup] = []
     size = run.config.loop.val_batch_size
     for start in range(0, len(run.val_prompts), size):
-        trajectories += run.collector.collect(
+        groups += run.rollouts.collect(
             run.val_prompts[start : start + size],
             samples_per_prompt=1,
-            settings=replace(run.sampling, temperature=run.config.loop.val_temperature),
+            settings=replace(run.samples.settings, temperature=run.config.loop.val_temperature),
             run_seed=run.config.loop.seed,
             step=0,
             timer=timer,
         )
-    require_finite_samples(trajectories, run.logger.run_dir, run.state["total_steps"], "validation")
-    return trajectories
+    run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
+    return groups

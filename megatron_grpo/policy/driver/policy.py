@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import ReferenceConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.policy.driver.rank_group import RankGroup
 from megatron_grpo.policy.interface import PolicyInterface
 from megatron_grpo.policy.rank.actor import RankSettings
@@ -38,20 +39,18 @@ class MegatronPolicy(RankGroup, PolicyInterface):
     """The policy. Its settings are `PolicySettings`."""
 
     label = "policy"
+    output_method = "logprobs"
 
-    def get_logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._gather_tokens(batch, "logprobs", "log-probabilities")
+    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "prev_logprobs", "logprobs", "log-probabilities")
 
-    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        return self._gather_tokens(batch, "reference_logprobs", "log-probabilities")
-
-    def per_token(self, batch: SequenceBatch) -> Tensor:
-        return self.get_logprobs(batch)
+    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "reference_logprobs", "reference_logprobs", "reference log-probabilities")
 
     def sync_reference(self, alpha: float) -> None:
         self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
 
 
-def _sync_reference(engine: Any, alpha: float) -> None:
+def _sync_reference(rank: Any, alpha: float) -> None:
     """Move this rank's part of the reference policy; runs on every rank."""
-    engine.sync_reference(alpha)
+    rank.sync_reference(alpha)

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import ray
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.data.packing import plan_microbatches
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import ReplicaWork, StepBatch
+from megatron_grpo.data.packing import fewest_microbatches, plan_replica
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.interface import NonFiniteGradientError, StepShare, TrainedModel, TrainResult
 from megatron_grpo.policy.rank.actor import RankActor, RankPlace, RankSettings, load_checkpoint, save_checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """What one data-parallel replica works on."""
-
-    microbatches: list[list[int]]
-    """Indices into the whole batch."""
-    local: ray.ObjectRef
-    """(its batch, its microbatches as indices into that), in the object store."""
-
-    @property
-    def indices(self) -> list[int]:
-        """Sequences of the replica, in the order of its batch."""
-        return [index for microbatch in self.microbatches for index in microbatch]
 
 
 class RankGroup(TrainedModel):
@@ -48,6 +31,8 @@ class RankGroup(TrainedModel):
 
     label: ClassVar[str]
     """What messages call the model."""
+    output_method: ClassVar[str]
+    """Method of a rank's model that gives the model's output for every token."""
 
     def __init__(
         self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
@@ -57,18 +42,19 @@ class RankGroup(TrainedModel):
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
         threads = settings.config.threads or max(1, (os.cpu_count() or 1) // world)
-        actor = ray.remote(RankActor)
-        self.workers = [actor.options(**actor_options(rank)).remote(rank, world, threads) for rank in range(world)]
+        actor_class = ray.remote(RankActor)
+        self.actors = [
+            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, world, threads)
+            for rank in range(world)
+        ]
         self._places: list[RankPlace] = []
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
         """Begin building the model on every rank; returns once the ranks know each other."""
         timeout_s = self._startup_timeout_s
-        (address,) = gather(
-            [self.workers[0].open_store.remote(timeout_s)], deadline_s=timeout_s, what=f"{self.label} start"
-        )
-        self._starting = [worker.start.remote(self.settings, address) for worker in self.workers]
+        (address,) = self._gather([self.actors[0].open_store.remote(timeout_s)], f"{self.label} start", timeout_s)
+        self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
 
     def wait_ready(self) -> None:
         """Block until every rank holds its weights.
@@ -79,20 +65,16 @@ class RankGroup(TrainedModel):
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(engine, *args) on every rank; one reference per rank, in rank order."""
-        return [worker.run.remote(fn, *args) for worker in self.workers]
+        """Run fn(rank's model, *args) on every rank; one reference per rank, in rank order."""
+        return [actor.run.remote(fn, *args) for actor in self.actors]
 
-    @abstractmethod
-    def per_token(self, batch: SequenceBatch) -> Tensor:
-        """The model's output for every token: [sum(lengths)], float32."""
-
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        counts = GlobalCounts.of(batch)
-        shards = self._shards(batch, self._config.microbatch_tokens)
-        refs = self._call("train", shards, loss_fn, counts)
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        counts = GlobalCounts.of(batch, sequences)
+        chosen, works = self._works(batch, sequences, self._config.microbatch_tokens)
+        refs = self._call("train", works, loss_fn, counts)
         shares = self._gather(refs, "training step")
         if not math.isfinite(shares[0].grad_norm):
-            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, shards, shares))
+            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, chosen, works, shares))
         metrics = combine_metrics(one for share in shares for one in share.metrics or [])
         return TrainResult(
             loss=metrics.pop("loss"),
@@ -116,62 +98,109 @@ class RankGroup(TrainedModel):
         self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
 
     def shutdown(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker)
-        self.workers = []
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
 
     def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
         deadline_s = deadline_s or self._config.timeout_s
         return gather(refs, deadline_s=deadline_s, what=what, name=f"{self.label} rank {{}}".format)
 
-    def _suspects(self, batch: SequenceBatch, shards: Sequence[_Shard], shares: Sequence[StepShare]) -> list[int]:
+    def _suspects(
+        self,
+        batch: StepBatch,
+        chosen: Sequence[NDArray[np.int64]],
+        works: Sequence[ReplicaWork],
+        shares: Sequence[StepShare],
+    ) -> list[int]:
         """Sequences that a gradient which is not finite can come from, as far as that can be told.
 
         Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
-        those with a token whose output is not finite.
+        those with a sampled token whose output is not finite.
         """
         found: list[int] = []
         for place, share in zip(self._places, shares, strict=True):
-            microbatches = shards[place.data].microbatches
+            microbatches, numbers = works[place.data].microbatches, chosen[place.data]
             for indices, metrics in zip(microbatches, share.metrics or [], strict=place.is_reporter):
                 if not math.isfinite(metrics["loss"]):
-                    found += indices
-        suspects = sorted(found) or list(range(len(batch)))
-        pieces = self.per_token(batch).split(batch.lengths)
-        return [index for index in suspects if not pieces[index].isfinite().all()] or suspects
+                    found += numbers[indices].tolist()
+        suspects = sorted(found) or sorted(int(number) for numbers in chosen for number in numbers)
+        _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
+        return [number for number in suspects if not finite[number]] or suspects
 
-    def _shards(self, batch: SequenceBatch, microbatch_tokens: int) -> list[_Shard]:
-        """The batch dealt out over data-parallel replicas."""
-        plan = plan_microbatches(
-            batch.lengths,
-            data_parallel=self._config.parallel.data,
-            microbatch_tokens=microbatch_tokens,
-            pad_to_multiple=self._config.parallel.sequence_multiple,
-        )
-        shards = []
-        for microbatches in plan:
-            indices = [i for microbatch in microbatches for i in microbatch]
-            position = {index: place for place, index in enumerate(indices)}
-            local = [[position[i] for i in microbatch] for microbatch in microbatches]
-            shards.append(_Shard(microbatches, ray.put((batch.select(indices), local))))
-        return shards
+    def _add_entry(self, batch: StepBatch, name: str, method: str, what: str) -> NDArray[np.bool_]:
+        """Have a number for every token computed, and add it to the batch's shards under the name of an entry.
 
-    def _call(self, method: str, shards: Sequence[_Shard], *args: Any) -> list[ray.ObjectRef]:
-        """Call an engine method on every rank with the shard of its replica."""
-        return [
-            worker.call.remote(method, shards[place.data].local, *args)
-            for worker, place in zip(self.workers, self._places, strict=True)
+        Returns:
+            [sequences]: whether all numbers at sampled tokens are finite.
+        """
+        parts, finite = self._forward(batch, method, what)
+        for shard, part in zip(batch.shards, parts, strict=True):
+            shard.fields[name] = part
+        return finite
+
+    def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
+        """What a method of the rank's model gives for every token: a reference a shard; and where it is finite."""
+        tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
+        chosen, works = self._works(batch, np.arange(len(batch)), tokens, whole_shards=True)
+        results = self._gather(self._call("forward", works, method=method), what)
+        by_replica = {
+            place.data: share for place, share in zip(self._places, results, strict=True) if place.is_reporter
+        }
+        finite = np.zeros(len(batch), dtype=np.bool_)
+        for replica, numbers in enumerate(chosen):
+            finite[numbers] = by_replica[replica].finite
+        return [part for replica in range(len(works)) for part in by_replica[replica].shards], finite
+
+    def _works(
+        self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int, *, whole_shards: bool = False
+    ) -> tuple[list[NDArray[np.int64]], list[ReplicaWork]]:
+        """The sequences shared out: of each replica their numbers in the step, and what it computes on.
+
+        Args:
+            batch: of the step; every replica works on as many of its shards as every other.
+            sequences: [chosen], ascending numbers of the wanted ones.
+            microbatch_tokens: most tokens of a microbatch, padding included.
+            whole_shards: leave the sequences in the order of the shards, rather than in that of their numbers.
+        """
+        wanted = np.zeros(len(batch), dtype=np.bool_)
+        wanted[sequences] = True
+        each, left = divmod(len(batch.shards), self._config.parallel.data)
+        assert not left, "every replica has whole shards"
+        of_replica = [batch.shards[start : start + each] for start in range(0, len(batch.shards), each)]
+        rows = []
+        for shards in of_replica:
+            numbers = np.concatenate([shard.sequences for shard in shards])
+            chosen = np.flatnonzero(wanted[numbers])
+            rows.append(chosen if whole_shards else chosen[np.argsort(numbers[chosen])])
+        numbered = [
+            np.concatenate([s.sequences for s in shards])[own] for shards, own in zip(of_replica, rows, strict=True)
         ]
+        multiple = self._config.parallel.sequence_multiple
+        sizes = {"microbatch_tokens": microbatch_tokens, "pad_to_multiple": multiple}
+        # As many microbatches everywhere: replicas that wait for each other in a collective do so equally often.
+        most = max(fewest_microbatches(batch.lengths[numbers], **sizes) for numbers in numbered)
+        works = [
+            ReplicaWork(
+                shards=[shard.fields for shard in shards],
+                shard_lengths=[batch.lengths[shard.sequences] for shard in shards],
+                rows=own,
+                microbatches=plan_replica(batch.lengths[numbers], microbatches=most, **sizes),
+                in_loss=batch.in_loss[numbers],
+                positive=None if batch.positive is None else batch.positive[numbers],
+                advantages=None if batch.advantages is None else batch.advantages[numbers],
+            )
+            for shards, own, numbers in zip(of_replica, rows, numbered, strict=True)
+        ]
+        return numbered, works
 
-    def _gather_tokens(self, batch: SequenceBatch, method: str, what: str) -> Tensor:
-        """[sum(lengths)]: what an engine method returns of each token of the batch."""
-        config = self._config
-        shards = self._shards(batch, config.logprob_microbatch_tokens or config.microbatch_tokens)
-        results = self._gather(self._call(method, shards), what)
-        by_sequence: list[Tensor] = [torch.empty(0)] * len(batch)
-        for place, values in zip(self._places, results, strict=True):
-            if place.is_reporter:
-                indices = shards[place.data].indices
-                for index, piece in zip(indices, values.split([batch.lengths[i] for i in indices]), strict=True):
-                    by_sequence[index] = piece
-        return torch.cat(by_sequence)
+    def _call(
+        self, call: str, works: Sequence[ReplicaWork], *args: Any, method: str | None = None
+    ) -> list[ray.ObjectRef]:
+        """Call the actor's `train` or `forward` on every rank with the work of its replica."""
+        put = [ray.put(work) for work in works]
+        first = [] if method is None else [method]
+        return [
+            getattr(actor, call).remote(*first, put[place.data], *args)
+            for actor, place in zip(self.actors, self._places, strict=True)
+        ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.policy.driver.rank_group import RankGroup
 from megatron_grpo.policy.interface import ValueInterface
 from megatron_grpo.policy.rank.actor import RankSettings
@@ -27,9 +28,7 @@ class MegatronValue(RankGroup, ValueInterface):
     """The value model. Its settings are `ValueSettings`."""
 
     label = "value model"
+    output_method = "values"
 
-    def get_values(self, batch: SequenceBatch) -> Tensor:
-        return self._gather_tokens(batch, "values", "values")
-
-    def per_token(self, batch: SequenceBatch) -> Tensor:
-        return self.get_values(batch)
+    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "values", "values", "values")

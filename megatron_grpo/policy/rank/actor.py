@@ -7,15 +7,20 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.batch import ReplicaWork
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(ABC):
-    """What every rank of a model builds its engine from."""
+    """What every rank of a model is built from."""
 
     config: PolicyConfig
     shape: ModelShape
@@ -25,7 +30,7 @@ class RankSettings(ABC):
 
     @abstractmethod
     def build_rank(self) -> Any:
-        """This rank's engine; called on the rank, where torch and Megatron-Core may be imported."""
+        """This rank's model; called on the rank, where torch and Megatron-Core may be imported."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,21 @@ class RankPlace:
     """As the vendor calls it; "cpu" without one."""
 
 
-class RankActor:
-    """Ray actor: holds a rank's engine and runs functions on it; what a rank can do is written in those functions."""
+@dataclass(frozen=True)
+class ForwardShare:
+    """What one replica computed for every token of its shards."""
 
-    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+    shards: list[Any]
+    """Of each shard the reference (Ray's) to [tokens], float32."""
+    finite: Any
+    """[sequences], bool: whether all numbers at sampled tokens are finite."""
+
+
+class RankActor:
+    """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
+
+    def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
+        begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
 
@@ -52,6 +68,7 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
+    @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
         """Join the group, build the model and load this rank's weights."""
         from megatron_grpo.cluster.rendezvous import reach_store
@@ -74,32 +91,68 @@ class RankActor:
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )
-        self.engine = settings.build_rank()
+        self.model = settings.build_rank()
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),
-            is_reporter=self.engine.is_reporter,
+            is_reporter=self.model.is_reporter,
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
         )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(engine, *args)."""
-        return fn(self.engine, *args)
+        """fn(this rank's model, *args)."""
+        with phase(fn.__name__.strip("_")):
+            return fn(self.model, *args)
 
-    def call(self, method: str, shard: tuple[Any, ...], *args: Any) -> Any:
-        """engine.method(*shard, *args); `shard` is this rank's part of the batch."""
-        return getattr(self.engine, method)(*shard, *args)
+    @phase("train")
+    def train(self, work: ReplicaWork, loss_fn: Any, counts: Any) -> Any:
+        """One optimizer step on the replica's work (`ModelRank.train`)."""
+        batch = self._fetch(work, loss_fn)
+        return self.model.train(batch, work.microbatches, loss_fn, counts)
+
+    def forward(self, method: str, work: ReplicaWork) -> ForwardShare | None:
+        """Put a number for every token of the replica's shards into the object store.
+
+        Args:
+            method: of this rank's model, which gives the numbers of all sequences, those of a shard after the other.
+            work: whole shards, their sequences in order.
+
+        Returns:
+            Where the numbers are, on the reporter; None elsewhere.
+        """
+        import numpy as np
+        import ray
+
+        with phase(method):
+            batch = self._fetch(work, None)
+            values = getattr(self.model, method)(batch, work.microbatches)
+        if values is None:
+            return None
+        of_sequences = values.isfinite().logical_or(batch.fields.sampled.logical_not()).split(batch.lengths)
+        ends = np.cumsum([int(lengths.sum()) for lengths in work.shard_lengths])
+        return ForwardShare(
+            shards=[ray.put(part) for part in np.split(values.numpy(), ends[:-1])],
+            finite=np.array([bool(piece.all()) for piece in of_sequences]),
+        )
+
+    def _fetch(self, work: ReplicaWork, loss_fn: Any) -> Any:
+        """The entries that this rank's stage uses, out of the object store: nothing else is moved to its node."""
+        import ray
+
+        wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
+        arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
+        return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
 
 
-def save_checkpoint(engine: Any, folder: str) -> None:
+def save_checkpoint(rank: Any, folder: str) -> None:
     """Write this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import save_rank
 
-    save_rank(engine, folder)
+    save_rank(rank, folder)
 
 
-def load_checkpoint(engine: Any, folder: str) -> None:
+def load_checkpoint(rank: Any, folder: str) -> None:
     """Load this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import load_rank
 
-    load_rank(engine, folder)
+    load_rank(rank, folder)

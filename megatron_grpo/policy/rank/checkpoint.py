@@ -20,16 +20,16 @@ from megatron_grpo.policy.rank.model_rank import ModelRank
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_rank(engine: ModelRank, folder: str) -> None:
+def save_rank(rank: ModelRank, folder: str) -> None:
     """Write this rank's part to an existing, empty folder; collective over all ranks of the model."""
-    state = _sharded_state(engine, is_loading=False)
+    state = _sharded_state(rank, is_loading=False)
     state["random"] = _random_state_shard()
-    if engine.reference_moved and engine.reference is not None:
-        state["reference"] = _reference_shards(engine.reference)
+    if rank.reference_moved and rank.reference is not None:
+        state["reference"] = _reference_shards(rank.reference)
     dist_checkpointing.save(state, folder, content_metadata=_METADATA)
 
 
-def load_rank(engine: ModelRank, folder: str) -> None:
+def load_rank(rank: ModelRank, folder: str) -> None:
     """Load a folder that `save_rank` wrote, also in another layout; collective over all ranks of the model.
 
     Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
@@ -38,38 +38,38 @@ def load_rank(engine: ModelRank, folder: str) -> None:
     Raises:
         RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed.
     """
-    state = _sharded_state(engine, is_loading=True)
+    state = _sharded_state(rank, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(folder)
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
     if common["layout"] == state["layout"]:
         state["random"] = _random_state_shard()
-    if common["reference_moved"] and engine.reference is not None:
-        state["reference"] = _reference_shards(engine.reference)
+    if common["reference_moved"] and rank.reference is not None:
+        state["reference"] = _reference_shards(rank.reference)
     loaded = dist_checkpointing.load(state, folder)
-    engine.model.load_state_dict(loaded["model"])
+    rank.model.load_state_dict(loaded["model"])
     if "reference" in loaded:
-        assert engine.reference is not None
-        engine.reference.load_state_dict(loaded["reference"])
-        engine.reference_moved = True
-    engine.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
+        assert rank.reference is not None
+        rank.reference.load_state_dict(loaded["reference"])
+        rank.reference_moved = True
+    rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
     if "random" in loaded:
         torch.set_rng_state(loaded["random"]["torch"])
         get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
-def _sharded_state(engine: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = engine.model.sharded_state_dict(metadata=metadata)
-    with _padding_counted_as_content(engine):
-        optimizer = engine.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    model = rank.model.sharded_state_dict(metadata=metadata)
+    with _padding_counted_as_content(rank):
+        optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
         "optimizer": optimizer,
-        "schedule_steps": engine.optimizer.scheduler.num_steps,
-        "reference_moved": engine.reference_moved,
-        "distributed_optimizer": engine.optimizer.settings.distributed,
+        "schedule_steps": rank.optimizer.scheduler.num_steps,
+        "reference_moved": rank.reference_moved,
+        "distributed_optimizer": rank.optimizer.settings.distributed,
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -79,14 +79,14 @@ def _sharded_state(engine: ModelRank, *, is_loading: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _padding_counted_as_content(engine: ModelRank) -> Iterator[None]:
+def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
     """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
 
     It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and
     only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
     happens whenever its size is not a multiple of the padding.
     """
-    parts = [part for buffer in engine.optimizer.model.buffers for part in (buffer, *buffer.buckets)]
+    parts = [part for buffer in rank.optimizer.model.buffers for part in (buffer, *buffer.buckets)]
     without_padding = [part.numel_unpadded for part in parts]
     for part in parts:
         part.numel_unpadded = part.grad_data.numel()

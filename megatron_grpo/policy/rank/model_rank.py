@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,21 +16,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given, token_places
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
 
 Microbatches = list[list[int]]
-"""Indices into a rank's SequenceBatch, one list per microbatch."""
+"""Indices into a rank's TokenBatch, one list per microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    batch: SequenceBatch
-    token_ids: Tensor
-    """[sequences, padded length] on the device."""
+    """Sequences as rectangles on the device. Everything about their places was computed on the host, so that nothing
+    here makes the host wait for the device."""
+
+    tokens: TokenFields
+    """Entries of shape [sequences, length]; token_ids is always there, zeros where the stage does not look at them."""
+    places: Tensor
+    """[tokens], int64: where each token stands in a rectangle that is read row by row."""
 
 
 class ModelRank(ABC):
@@ -59,14 +64,26 @@ class ModelRank(ABC):
     def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
         """From the last stage's output to one number per token: [sequences, length], float32, 0 at the first."""
 
-    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
-        """Further entries of `tokens` that the loss asks for, each [sequences, length]."""
-        return {}
+    def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
+        """The entries of a microbatch and what else the loss asks for, each [sequences, length]."""
+        return tokens
+
+    def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
+        """Names of the stored entries that this rank's pipeline stage uses: none in the middle of the pipeline.
+
+        Args:
+            loss_fn: of an optimizer step; None: the pass only computes outputs.
+        """
+        if not parallel_state.is_pipeline_last_stage():
+            return ("token_ids",) if parallel_state.is_pipeline_first_stage() else ()
+        if loss_fn is not None:
+            return ("token_ids", *loss_fn.reads)
+        return ("token_ids", "sampled") if self.is_reporter else ("token_ids",)
 
     def train(
-        self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
+        self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> StepShare:
-        """One optimizer step; `batch` is this replica's share, `counts` are of the whole step.
+        """One optimizer step; `batch` is this replica's share, `counts` are those of all replicas together.
 
         When the gradient is not finite the weights are left untouched, which the share's grad_norm says.
         """
@@ -77,7 +94,7 @@ class ModelRank(ABC):
         return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
 
     def compute_gradients(
-        self, batch: SequenceBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
+        self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> list[dict[str, Tensor]]:
         """Forward and backward over all microbatches, leaving the step's gradient, summed over ranks, in the buffers.
 
@@ -88,10 +105,8 @@ class ModelRank(ABC):
         self.optimizer.zero_grad()
 
         def loss_of(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            length = microbatch.token_ids.shape[1]
-            tokens = {name: microbatch.batch.padded(name, length) for name in microbatch.batch.tokens}
-            tokens |= self._loss_entries(output, loss_fn)
-            loss, metrics = loss_fn(self._per_token(output, microbatch.token_ids), tokens, counts)
+            tokens = self._with_loss_entries(microbatch.tokens, output, loss_fn)
+            loss, metrics = loss_fn(self._per_token(output, given(tokens.token_ids)), tokens, counts)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
             # The schedule asks for a token count to average by; `counts` has already done that.
@@ -100,26 +115,26 @@ class ModelRank(ABC):
         return self._run_schedule(self.optimizer.model, batch, microbatches, loss_of, forward_only=False)
 
     @torch.no_grad()
-    def _forward_tokens(self, model: GPTModel, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+    def _forward_tokens(self, model: GPTModel, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The output for every token of `batch`: [sum(lengths)], on the host, on the reporter; None elsewhere."""
 
         def keep(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-            values = self._per_token(output, microbatch.token_ids)
-            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), microbatch.batch.unpad(values)
+            values = self._per_token(output, given(microbatch.tokens.token_ids))
+            of_tokens = values.reshape(-1)[microbatch.places]
+            return values.new_zeros(()), values.new_zeros((), dtype=torch.int), of_tokens
 
         pieces = self._run_schedule(model, batch, microbatches, keep, forward_only=True)
         if not self.is_reporter:
             return None
-        by_sequence: list[Tensor] = [torch.empty(0)] * len(batch)
+        lengths, result = np.asarray(batch.lengths), torch.empty(sum(batch.lengths))
         for indices, piece in zip(microbatches, pieces, strict=True):
-            for index, values in zip(indices, piece.cpu().split([batch.lengths[i] for i in indices]), strict=True):
-                by_sequence[index] = values
-        return torch.cat(by_sequence)
+            result[torch.from_numpy(token_places(lengths, np.asarray(indices)))] = piece.cpu()
+        return result
 
     def _run_schedule(
         self,
         model: torch.nn.Module,
-        batch: SequenceBatch,
+        batch: TokenBatch,
         microbatches: Microbatches,
         finish: Callable[[Tensor, _Microbatch], tuple[Tensor, Tensor, Any]],
         *,
@@ -127,27 +142,36 @@ class ModelRank(ABC):
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; the third value of `finish` per microbatch, on the last stage."""
 
-        def forward_step(data: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            microbatch: _Microbatch = next(data)
-            token_ids = microbatch.token_ids
+        def forward_step(data: Iterator[_Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            microbatch = next(data)
+            token_ids = given(microbatch.tokens.token_ids)
             positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
             return module(token_ids, positions, None), lambda output: finish(output, microbatch)
 
-        prepared = [self._prepare(batch, indices) for indices in microbatches]
-        longest = max(one.token_ids.shape[1] for one in prepared)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(prepared),
+            # Made one at a time, as the schedule asks for them: rectangles of a whole step need not fit the device.
+            data_iterator=(self._microbatch(batch, indices) for indices in microbatches),
             model=[model],
-            num_microbatches=len(prepared),
-            seq_length=longest,
-            micro_batch_size=max(len(one.batch) for one in prepared),
+            num_microbatches=len(microbatches),
+            seq_length=max(self._width(batch, indices) for indices in microbatches),
+            micro_batch_size=max(map(len, microbatches)),
             forward_only=forward_only,
         )
         return results
 
-    def _prepare(self, batch: SequenceBatch, indices: list[int]) -> _Microbatch:
-        selected = batch.select(indices).to(current_platform().device)
+    def _width(self, batch: TokenBatch, indices: list[int]) -> int:
+        """Columns of a microbatch's rectangles."""
         multiple = self.config.parallel.sequence_multiple
-        length = -(-max(selected.lengths) // multiple) * multiple
-        return _Microbatch(batch=selected, token_ids=selected.padded("token_ids", length))
+        return -(-max(batch.lengths[i] for i in indices) // multiple) * multiple
+
+    def _microbatch(self, batch: TokenBatch, indices: list[int]) -> _Microbatch:
+        selected, width = batch.select(indices), self._width(batch, indices)
+        tokens, places = selected.rectangles(width), selected.places(width)
+        if tokens.token_ids is None:
+            tokens = replace(tokens, token_ids=torch.zeros(len(selected), width, dtype=torch.int64))
+        platform = current_platform()
+        if platform.name == "cuda":  # only from pinned memory a copy runs beside the host
+            tokens = TokenFields(**{name: value.pin_memory() for name, value in tokens.present().items()})
+            places = places.pin_memory()
+        return _Microbatch(tokens.to(platform.device), places.to(platform.device, non_blocking=True))

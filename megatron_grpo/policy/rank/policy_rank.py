@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import LossFunction
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
@@ -58,7 +60,7 @@ class PolicyRank(ModelRank):
         load_hf_weights(model, self.shape, folder)
         return model
 
-    def logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+    def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the current weights.
 
         Returns:
@@ -67,8 +69,12 @@ class PolicyRank(ModelRank):
         self.model.eval()
         return self._forward_tokens(self.model, batch, microbatches)
 
-    def reference_logprobs(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
-        """The same under the frozen reference policy."""
+    def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+        """Log-probability of every token of `batch` under the frozen reference policy.
+
+        Returns:
+            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+        """
         assert self.reference is not None, "the reference policy was not loaded"
         if self._offload_reference:
             self.reference.to(current_platform().device)
@@ -95,11 +101,12 @@ class PolicyRank(ModelRank):
             chunk_tokens=self.config.logprob_chunk_size,
         )
 
-    def _loss_entries(self, output: Tensor, loss_fn: LossFunction) -> dict[str, Tensor]:
+    def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
         if not loss_fn.needs_entropy:
-            return {}
+            return tokens
         chunk = self.config.logprob_chunk_size
-        return {"entropy": token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)}
+        entropy = token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)
+        return replace(tokens, entropy=entropy)
 
     def _shard(self, logits: Tensor) -> VocabShard:
         group = parallel_state.get_tensor_model_parallel_group()

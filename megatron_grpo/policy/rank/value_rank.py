@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.modeling.value_head import build_value_model, token_values
@@ -33,7 +33,7 @@ class ValueRank(ModelRank):
         self.shape = shape
         super().__init__(model, config, decay_steps)
 
-    def values(self, batch: SequenceBatch, microbatches: Microbatches) -> Tensor | None:
+    def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.
 
         Returns:

@@ -76,25 +76,25 @@ _sender: BucketSender | None = None
 """This process's end of its group: a process is one policy rank."""
 
 
-def connect_sender(engine: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) -> None:
+def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) -> None:
     """Open the group of this rank's stage, if this is the rank that sends; returns when every receiver has joined."""
     global _sender
     _sender = None
     place = _place()
     if not place.gathers or place.tensor != 0:
         return
-    specs = hf_specs(engine.model, engine.shape)
+    specs = hf_specs(rank.model, rank.shape)
     buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
     device = current_platform().device
     write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
     _sender = BucketSender(place.stage, buckets, join(rendezvous, place.stage, 0, device), device)
 
 
-def send_weights(engine: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
+def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
     """Send this stage's weights, gathered over its tensor-parallel ranks; what was sent, on the rank that sends."""
     if not _place().gathers:
         return None
-    tensors = iter_hf_tensors(engine.model, engine.shape, bucket_bytes)
+    tensors = iter_hf_tensors(rank.model, rank.shape, bucket_bytes)
     try:
         return _sender.send(tensors, version) if _sender is not None else None
     finally:

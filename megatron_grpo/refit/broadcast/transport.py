@@ -23,7 +23,7 @@ class PolicyRanks(Protocol):
     """What the transport needs of the policy."""
 
     def submit(self, fn: Any, *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(engine, *args) on every rank, ranks in order."""
+        """Run fn(rank's model, *args) on every rank, ranks in order."""
 
 
 class BroadcastTransport(WeightTransport):

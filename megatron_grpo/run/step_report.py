@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.data.trajectory import SampledGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,5 +14,5 @@ class StepReport:
     metrics: dict[str, float]
     timing: dict[str, float]
     throughput: dict[str, float]
-    trajectories: list[Trajectory]
-    """Those that were trained on."""
+    groups: list[SampledGroup]
+    """What was trained on."""

@@ -1,0 +1,89 @@
+"""The figures of a step: about what was sampled, what was learnt, what was sent, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_grpo.algorithms.samples import StepSamples
+from megatron_grpo.algorithms.scoring import Scores
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.trajectory import Outcome
+from megatron_grpo.observability.throughput import peak_tflops, throughput
+from megatron_grpo.policy.interface import PolicyInterface, TrainResult
+from megatron_grpo.refit.interface import TransferReport
+from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
+from megatron_grpo.run.step_report import StepReport
+
+
+def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
+    """About everything that was sampled, except groups_without_signal and filtered_reward: of what is trained on.
+
+    groups_without_signal is the share of prompts whose samples all got the same reward (with GDPO, the same advantage);
+    it is left out with one sample to a prompt.
+    """
+    sampled: list[Outcome] = samples.sampled
+    generations = config.loop.num_generations_per_prompt
+    metrics = {
+        **rollout_metrics(sampled),
+        **length_metrics(sampled),
+        **group_metrics(sampled, generations),
+        **reward_function_metrics(sampled),
+        **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
+        "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
+        **samples.metrics,
+    }
+    if config.loop.use_dynamic_sampling:
+        metrics["filtered_reward"] = rollout_metrics(samples.outcomes)["reward"]
+    return metrics
+
+
+def learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
+    """About the policy's optimizer steps; with None there were none."""
+    valid_tokens = float(batch.loss_tokens)
+    if learned is None:
+        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
+    return {
+        "loss": learned.loss,
+        "grad_norm": learned.grad_norm,
+        "learning_rate": learned.learning_rate,
+        **learned.metrics,
+        "optimizer_steps": float(learned.optimizer_steps),
+        "valid_tokens": valid_tokens,
+    }
+
+
+def report(
+    config: Config,
+    samples: StepSamples,
+    metrics: Mapping[str, float],
+    learned: TrainResult | None,
+    transfer: TransferReport,
+    *,
+    policy: PolicyInterface,
+    timing: Mapping[str, float],
+) -> StepReport:
+    """What the step did, for the loop around it.
+
+    Args:
+        config: layout and passes, which throughput is computed from.
+        samples: what was sampled and trained on.
+        metrics: of sampling and learning.
+        learned: the policy's optimizer steps; None: there were none.
+        transfer: the refit that ended the step.
+        policy: whose sizes and device throughput is computed from.
+        timing: seconds by phase.
+    """
+    passes = 0.0
+    if learned is not None:  # minibatches without a token in the loss had no optimizer step
+        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
+    peak = peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device)
+    speed = throughput(
+        policy.shape,
+        [outcome.tokens for outcome in samples.outcomes],
+        timing,
+        passes=passes,
+        devices=config.policy.parallel.world_size,
+        peak=peak,
+    )
+    return StepReport({**metrics, "refit_bytes": float(transfer.bytes_sent)}, dict(timing), speed, samples.groups)

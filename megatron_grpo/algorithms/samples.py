@@ -1,0 +1,110 @@
+"""The rollouts that a step trains on: one generation batch, or as many as dynamic sampling takes to fill the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
+from megatron_grpo.algorithms.scoring import Scores, score
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.trajectory import Outcome, SampledGroup
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.run.sample_source import SampleSource
+
+
+@dataclass(slots=True)
+class StepSamples:
+    """What was sampled for a step."""
+
+    groups: list[SampledGroup] = field(default_factory=list)
+    """To train on, numbered by their place."""
+    scores: Scores | None = None
+    """Of these groups, where dynamic sampling asked for them; None: nobody did yet."""
+    sampled: list[Outcome] = field(default_factory=list)
+    """Everything that was sampled, also what dynamic sampling dropped."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of the rollouts that are trained on; the samples of a prompt are neighbours."""
+        return [outcome for group in self.groups for outcome in group.outcomes]
+
+
+def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
+    """Sample the groups of the next step; None: the data is used up.
+
+    What dynamic sampling has by then stays in source.waiting, for a run that is continued with more epochs.
+
+    Raises:
+        SamplingError: an engine failed, too many rollouts did, a reward is not finite, or dynamic sampling did not
+            fill the step within its limit.
+        RunError: a sampling log-probability is not finite.
+    """
+    samples, loop = StepSamples(), source.config.loop
+    without_signal = surplus = gen_batches = 0
+    known: dict[int, Scores] = {}
+    while prompts := next(batches, None):
+        gen_batches += 1
+        groups = _rollouts(source, prompts, timer)
+        outcomes = [outcome for group in groups for outcome in group.outcomes]
+        samples.sampled += outcomes
+        if not loop.use_dynamic_sampling:
+            samples.groups = groups
+            return samples
+        scores = score(source.config, outcomes)
+        known |= {id(group): scores.of_groups([number]) for number, group in enumerate(groups)}
+        outcome = dynamic_sampling(
+            groups, scores.kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=source.waiting
+        )
+        source.waiting[:] = outcome.batch_cache
+        without_signal += outcome.without_signal
+        surplus += outcome.surplus
+        if outcome.is_batch_complete:
+            of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in outcome.groups]
+            samples.groups, samples.scores = _renumbered(outcome.groups), Scores.joined(of_groups)
+            samples.metrics = {
+                "dynamic_sampling_gen_batches": float(gen_batches),
+                "dynamic_sampling_groups_without_signal": float(without_signal),
+                "dynamic_sampling_groups_sliced": float(surplus),
+            }
+            return samples
+        _require_within_limit(source, gen_batches)
+    return None
+
+
+def _rollouts(source: SampleSource, prompts: list[DatumSpec], timer: StepTimer) -> list[SampledGroup]:
+    state = source.state
+    state["generation_batches"] += 1
+    state["consumed_samples"] += len(prompts)
+    groups = source.rollouts.collect(
+        prompts,
+        samples_per_prompt=source.config.loop.num_generations_per_prompt,
+        settings=source.settings,
+        run_seed=source.config.loop.seed,
+        step=state["generation_batches"],
+        timer=timer,
+    )
+    source.guard.require_finite_samples(groups, state["total_steps"] + 1)
+    return groups
+
+
+def _renumbered(groups: list[SampledGroup]) -> list[SampledGroup]:
+    """The groups, numbered by their place in the step: they come from several generation batches."""
+    return [
+        SampledGroup([replace(outcome, group=number) for outcome in group.outcomes], group.payload)
+        for number, group in enumerate(groups)
+    ]
+
+
+def _require_within_limit(source: SampleSource, gen_batches: int) -> None:
+    loop, section = source.config.loop, source.config.algorithm
+    limit = loop.dynamic_sampling_max_gen_batches
+    if gen_batches >= limit:
+        raise SamplingError(
+            f"dynamic sampling found {len(source.waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
+            f"{section}.dynamic_sampling_max_gen_batches={limit} generation batches: the samples of nearly every "
+            f"prompt get the same reward; choose easier or harder prompts, more {section}.num_generations_per_prompt, "
+            "or a higher limit"
+        )

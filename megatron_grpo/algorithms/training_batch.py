@@ -1,0 +1,69 @@
+"""The batch of a step: which rollouts are in the loss, and their tokens in shards that the replicas fetch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import Shard, StepBatch
+from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.rollouts.pool import RolloutPool
+
+
+def training_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool) -> StepBatch:
+    """Lay the rollouts of a step out in shards, one for each replica of the policy.
+
+    The loss leaves out rollouts without a reward (nobody had an opinion, or they failed), those whose loss multiplier
+    is 0 and, with overlong_filtering, those that were cut off.
+
+    Args:
+        config: layouts and minibatches, and what is left out of the loss.
+        groups: of the step.
+        rollouts: whose workers put the shards into the object store.
+    """
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    overlong = config.loop.overlong_filtering
+    batch = StepBatch(
+        lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
+        response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
+        in_loss=np.array(
+            [
+                outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
+                for outcome in outcomes
+            ]
+        ),
+    )
+    if config.loss_fn.positive_example_nll_weight > 0:
+        batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
+    sequences = assign(config, batch)
+    fields = rollouts.build_shards(groups, sequences)
+    batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
+    return batch
+
+
+def assign(config: Config, batch: StepBatch) -> list[NDArray[np.int64]]:
+    """The numbers of the sequences of each shard, ascending.
+
+    Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
+    in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones.
+    """
+    policy, value = config.policy, config.value_model
+    replicas = policy.parallel.data
+    shards = replicas if value is None else math.lcm(replicas, value.parallel.data)
+    if shards == 1:
+        return [np.arange(len(batch))]
+    members: list[list[int]] = [[] for _ in range(shards)]
+    for numbers in batch.minibatches(policy.train_global_batch_samples or len(batch)):
+        plan = plan_microbatches(
+            batch.lengths[numbers],
+            data_parallel=min(shards, len(numbers)),
+            microbatch_tokens=policy.microbatch_tokens,
+            pad_to_multiple=policy.parallel.sequence_multiple,
+        )
+        for shard, microbatches in enumerate(plan):
+            members[shard] += [int(numbers[index]) for microbatch in microbatches for index in microbatch]
+    return [np.array(sorted(one), dtype=np.int64) for one in members]

@@ -1,0 +1,229 @@
+"""The typed batch: per-token entries of sequences, flat or as rectangles, and a step's batch as the driver holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenFields:
+    """Everything that is known of each token; what a stage does not need, or has not been computed yet, is None.
+
+    All tensors have one shape: [tokens], sequences laid end to end, or [sequences, length], padded with zeros on the
+    right. An entry speaks of the token at its own place: `prev_logprobs[t]` is the log-probability of `token_ids[t]`
+    given what precedes it in its sequence, and 0 at the first token, which nothing predicts.
+    """
+
+    token_ids: Tensor | None = None
+    """Vocabulary entries: int32 in storage, int64 in rectangles."""
+    sampled: Tensor | None = None
+    """bool: drawn by the policy, rather than given."""
+    loss_mask: Tensor | None = None
+    """float32: 1 where the loss is taken, else 0."""
+    generation_logprobs: Tensor | None = None
+    """float32: log-probability under which the engine drew the token; 0 where it was given."""
+    prev_logprobs: Tensor | None = None
+    """float32: under the policy at the start of the step, as the training framework computes it."""
+    reference_logprobs: Tensor | None = None
+    """float32: under the reference policy."""
+    advantages: Tensor | None = None
+    """float32; 0 where nothing was sampled."""
+    positive: Tensor | None = None
+    """float32: 1 in the sampled tokens of correct responses."""
+    values: Tensor | None = None
+    """float32: what the value model expected before the token, at the start of the step."""
+    returns: Tensor | None = None
+    """float32: what the value model is to expect before the token."""
+    entropy: Tensor | None = None
+    """float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
+
+    def present(self) -> dict[str, Tensor]:
+        """The entries that are there, by name."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def to(self, device: torch.device) -> TokenFields:
+        """The entries on a device. From pinned memory the copies do not wait for it."""
+        return TokenFields(**{name: value.to(device, non_blocking=True) for name, value in self.present().items()})
+
+
+def given(entry: Tensor | None) -> Tensor:
+    """An entry of TokenFields that whoever asks for it knows to be there."""
+    assert entry is not None, "an entry that was not computed or not fetched"
+    return entry
+
+
+STORED_DTYPES: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "sampled": np.bool_,
+    "generation_logprobs": np.float32,
+    "prev_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+    "advantages": np.float32,
+    "values": np.float32,
+    "returns": np.float32,
+}
+"""Entries that live in the object store, one array a shard, with their types. The others follow on the rank."""
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Sequences of different lengths laid end to end, on one device."""
+
+    lengths: list[int]
+    """Tokens of each sequence."""
+    fields: TokenFields
+    """Entries of shape [sum(lengths)]."""
+
+    def __post_init__(self) -> None:
+        total = sum(self.lengths)
+        for name, values in self.fields.present().items():
+            assert values.shape == (total,), f"{name} has shape {tuple(values.shape)}, expected ({total},)"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, indices: Sequence[int]) -> TokenBatch:
+        """The sequences with these indices, in this order."""
+        places = torch.from_numpy(token_places(np.asarray(self.lengths), np.asarray(indices, dtype=np.int64)))
+        chosen = {name: values[places] for name, values in self.fields.present().items()}
+        return TokenBatch([self.lengths[i] for i in indices], TokenFields(**chosen))
+
+    def rectangles(self, width: int) -> TokenFields:
+        """Every entry as [sequences, width], padded on the right with zeros; token ids become int64.
+
+        Args:
+            width: columns; at least the longest sequence.
+        """
+        places = self.places(width)
+
+        def padded(values: Tensor) -> Tensor:
+            out = values.new_zeros(len(self) * width)
+            out[places] = values
+            return out.view(len(self), width)
+
+        made = TokenFields(**{name: padded(values) for name, values in self.fields.present().items()})
+        return made if made.token_ids is None else replace(made, token_ids=made.token_ids.long())
+
+    def places(self, width: int) -> Tensor:
+        """[sum(lengths)], int64: where each token stands in a rectangle of `width` columns that is read row by row."""
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        longest = max(self.lengths, default=0)
+        assert longest <= width, f"a sequence of {longest} tokens in {width} columns"
+        starts = np.arange(len(lengths), dtype=np.int64) * width
+        return torch.from_numpy(np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum()))
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each sequence begins when sequences of these lengths lie end to end."""
+    return np.cumsum(lengths) - lengths
+
+
+def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Places of the tokens of some sequences, one sequence after the other.
+
+    Args:
+        lengths: [all sequences], tokens of each; they lie end to end.
+        sequences: [chosen], numbers of the wanted ones.
+
+    Returns:
+        [tokens of the chosen], indices into the flat entries of all.
+    """
+    all_lengths = lengths.astype(np.int64)
+    chosen = all_lengths[sequences]
+    return np.repeat(_starts(all_lengths)[sequences] - _starts(chosen), chosen) + np.arange(chosen.sum())
+
+
+@dataclass(slots=True)
+class Shard:
+    """Some sequences of a step, whose tokens lie together in the object store."""
+
+    sequences: NDArray[np.int64]
+    """Their numbers in the step, ascending."""
+    fields: dict[str, Any]
+    """By name of an entry of `STORED_DTYPES`: reference (Ray's) to one array over the shard's tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBatch:
+    """The sequences that a step trains on, as the driver holds them: numbers by sequence, references to the tokens.
+
+    The samples of a prompt are neighbours. Every model replica works on whole shards.
+    """
+
+    lengths: NDArray[np.int64]
+    """[sequences], tokens of each, prompt included."""
+    response_tokens: NDArray[np.int64]
+    """[sequences], sampled tokens of each."""
+    in_loss: NDArray[np.bool_]
+    """[sequences]: whether the loss is taken over the sampled tokens."""
+    positive: NDArray[np.bool_] | None = None
+    """[sequences]: whether the response is correct; None: nobody asks."""
+    advantages: NDArray[np.float32] | None = None
+    """[sequences]: advantage of all sampled tokens of a response; None: it differs by token, and is in the shards."""
+    shards: list[Shard] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that the loss is taken over."""
+        return int(self.response_tokens[self.in_loss].sum())
+
+    def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
+        """Numbers of the sequences of one optimizer step after the other, neighbours together."""
+        for start in range(0, len(self), samples):
+            yield np.arange(start, min(start + samples, len(self)))
+
+
+@dataclass(slots=True, kw_only=True)
+class ReplicaWork:
+    """What one model replica computes on in one call: sequences of its shards, in microbatches."""
+
+    shards: list[dict[str, Any]]
+    """Of each shard the references to its entries, by name."""
+    shard_lengths: list[NDArray[np.int64]]
+    """Of each shard the tokens of its sequences."""
+    rows: NDArray[np.int64]
+    """[sequences], the wanted ones among those of all shards, counted through."""
+    microbatches: list[list[int]]
+    """Indices into `rows`."""
+    in_loss: NDArray[np.bool_]
+    """[sequences] of `rows`: whether the loss is taken over the response."""
+    positive: NDArray[np.bool_] | None
+    """[sequences] of `rows`: whether the response is correct; None: nobody asks."""
+    advantages: NDArray[np.float32] | None
+    """[sequences] of `rows`: advantage of the response; None: it is in the shards, or is not needed."""
+
+    def token_batch(self, stored: list[dict[str, NDArray[Any]]]) -> TokenBatch:
+        """The sequences of `rows` in their order, with the entries that were fetched and those that follow from them.
+
+        Args:
+            stored: of each shard its arrays by name, every shard the same names.
+        """
+        lengths = np.concatenate(self.shard_lengths)
+        places = token_places(lengths, self.rows)
+        chosen_lengths = lengths[self.rows]
+        arrays = {name: np.concatenate([one[name] for one in stored])[places] for name in stored[0]}
+        made = TokenFields(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        if made.sampled is not None:
+            made.loss_mask = self._spread(self.in_loss, chosen_lengths, made.sampled)
+            if self.positive is not None:
+                made.positive = self._spread(self.positive, chosen_lengths, made.sampled)
+            if self.advantages is not None:
+                made.advantages = self._spread(self.advantages, chosen_lengths, made.sampled)
+        return TokenBatch(chosen_lengths.tolist(), made)
+
+    @staticmethod
+    def _spread(by_sequence: NDArray[Any], lengths: NDArray[np.int64], sampled: Tensor) -> Tensor:
+        """One number a sequence -> [tokens], float32: that number at its sampled tokens, 0 at the others."""
+        by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
+        return torch.where(sampled, by_token, by_token.new_zeros(()))

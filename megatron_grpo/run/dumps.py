@@ -1,0 +1,39 @@
+"""Writing the rollouts of a step to the run's folder, while the step goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.schema import LoggerConfig
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.rollouts.pool import RolloutPool
+
+
+class RolloutDumps:
+    """Starts the writing as soon as a step has its rollouts; the step is reported only when they are on disk."""
+
+    def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path) -> None:
+        """
+        Args:
+            rollouts: whose workers write.
+            config: which rollouts are written.
+            run_dir: the run's folder.
+        """
+        self._rollouts, self._config, self._run_dir = rollouts, config, run_dir
+        self._writing: dict[int, Any] = {}
+
+    def begin(self, step: int, groups: list[SampledGroup]) -> None:
+        """Have the rollouts of a step written, as logger.rollouts says which."""
+        if self._config.rollouts != "off":
+            limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
+            self._writing[step] = self._rollouts.dump(step, groups, self._run_dir, sample=limit)
+
+    def finish(self, step: int) -> None:
+        """Return when the rollouts of a step are on disk.
+
+        Raises:
+            RunError: they could not be written.
+        """
+        if step in self._writing:
+            self._rollouts.wait_dump(self._writing.pop(step))

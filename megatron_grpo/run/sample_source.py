@@ -1,0 +1,26 @@
+"""Where the samples of a step come from, and what is kept of them from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.save_state import GRPOSaveState
+
+
+@dataclass(kw_only=True)
+class SampleSource:
+    """What the samples of a step are drawn with, and what is kept of it from step to step."""
+
+    config: Config
+    rollouts: RolloutPool
+    settings: SamplingSettings
+    guard: FiniteGuard
+    state: GRPOSaveState
+    """Of the run; sampling counts the prompts and generation batches that it uses."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
