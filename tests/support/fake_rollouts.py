@@ -63,7 +63,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 class FakeRollouts:
-    """A `RolloutPool` without processes. Rollouts are what `answers` says; the rest is done for real, in plain loops."""
+    """A `RolloutPool` without processes. `answers` says what is sampled; the rest is done for real, in plain loops."""
 
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers

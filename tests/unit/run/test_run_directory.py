@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_grpo.preflight.load import compose_config
 
 from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory, record_start
 
 
