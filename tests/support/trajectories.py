@@ -12,7 +12,7 @@ from megatron_grpo.data.trajectory import Outcome, Span, Trajectory
 
 
 def make_trajectory(tokens: int = 2, *, prompt_tokens: int = 1, **changes: Any) -> Trajectory:
-    """A response of `tokens` tokens, each sampled at log-probability -1/3; `changes` are fields, arrays may be lists."""
+    """A response of `tokens` tokens, all sampled at log-probability -1/3; `changes` are fields, arrays may be lists."""
     length = prompt_tokens + tokens
     values: dict[str, Any] = {
         "prompt_idx": 0,
