@@ -25,15 +25,15 @@ from megatron_grpo.cluster.ray_settings import prepare_ray_environment
 prepare_ray_environment()  # before anything imports Ray
 
 import torch  # noqa: E402
+from megatron_grpo.rollouts.batch import to_sequence_batch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages  # noqa: E402
-from megatron_grpo.preflight.load import load_config  # noqa: E402
 from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
 from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
-from megatron_grpo.rollouts.batch import to_sequence_batch  # noqa: E402
+from megatron_grpo.preflight.load import load_config  # noqa: E402
 
 WARM_UP_STEPS = 3
 

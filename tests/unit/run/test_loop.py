@@ -15,8 +15,8 @@ from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopCo
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
 from tests.support.trajectories import make_trajectory
 
 CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
