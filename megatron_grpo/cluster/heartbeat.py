@@ -106,7 +106,7 @@ class Phases:
     def leave(self, token: object) -> None:
         """End the phase that `enter` returned this for."""
         with self._lock:
-            del self._active[token]
+            self._active.pop(token, None)  # not there any more: the process was forked within it
             if not self._active:
                 self.idle_since = time.time()
 
