@@ -46,12 +46,15 @@ class RayCluster:
                     f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
                 ) from None
             return
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
+            )
+        except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
+            raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def reserve(
         self, policy: ParallelConfig, generation: GenerationParallelConfig, value: ParallelConfig | None = None
