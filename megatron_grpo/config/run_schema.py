@@ -84,6 +84,15 @@ class LoggerConfig(Section):
     progress: bool = True
     """Show the live progress line."""
 
+    rollouts: Literal["all", "sample", "off"] = "all"
+    """Which rollouts of a step are written to run_dir/rollouts."""
+
+    rollouts_sample: Positive = 64
+    """Rollouts written per step with rollouts=sample."""
+
+    level: Literal["debug", "info", "warning"] = "info"
+    """Detail of the per-process logs in run_dir/logs."""
+
 
 @dataclass(kw_only=True)
 class PrepareConfig(Section):

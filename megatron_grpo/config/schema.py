@@ -21,6 +21,7 @@ from megatron_grpo.config.policy_schema import (
 )
 from megatron_grpo.config.ppo_schema import MseValueLossConfig, PPOConfig
 from megatron_grpo.config.reward_schema import AdvantageEstimatorConfig, RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.rollout_schema import RolloutsConfig
 from megatron_grpo.config.run_schema import CheckpointingConfig, ClusterConfig, LoggerConfig, PrepareConfig, WandbConfig
 from megatron_grpo.config.section import MISSING, Positive, Section
 
@@ -51,6 +52,7 @@ __all__ = [
     "RefitConfig",
     "RewardScalingConfig",
     "RewardShapingConfig",
+    "RolloutsConfig",
     "ValueConfig",
     "ValueModelConfig",
     "WandbConfig",
@@ -95,6 +97,7 @@ class Config(Section):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
