@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
@@ -26,14 +27,20 @@ class RayCluster:
         self._engine_groups: list[PlacementGroup] = []
 
     def start(self) -> None:
-        """Start Ray on this machine, or join the cluster at `cluster.ray_address`."""
-        if self.config.ray_address is not None:
+        """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
+
+        Raises:
+            RunError: no cluster answers there.
+        """
+        address = self.config.ray_address
+        if address is not None:
+            reason = malformed(address) or unreachable(address)
+            if reason is not None:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
             try:
-                ray.init(address=self.config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError as error:
-                raise RunError(
-                    f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
-                ) from None
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
             return
         ray.init(
             include_dashboard=False,
