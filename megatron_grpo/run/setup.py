@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.signals import terminated_like_interrupted
-from megatron_grpo.config.checks.idle import cautions, idle_settings
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
@@ -71,10 +70,6 @@ def setup(config: Config) -> Iterator[GRPORun]:
             gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
             stack.callback(gc.unfreeze)
             run.logger.started(startup_s=time.monotonic() - started, changes=changes)
-            for caution in cautions(config):
-                run.logger.note(f"{caution.subject} {caution.text}")
-            for idle in idle_settings(config):
-                run.logger.note(f"{idle.subject} changes nothing in this run: {idle.text}")
             yield run
 
 
