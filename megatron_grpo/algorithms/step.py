@@ -17,7 +17,7 @@ from megatron_grpo.losses.consistency import mask_inconsistent_sequences
 from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.interface import TrainResult
-from megatron_grpo.refit.interface import TransferReport, WeightTransport
+from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
 from megatron_grpo.rollouts.batch import sampled_mask, to_sequence_batch
 from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
 from megatron_grpo.run.context import GRPORun
@@ -106,29 +106,38 @@ def require_finite(run: GRPORun, step: Step, name: str) -> None:
 def finish_step(
     run: GRPORun, step: Step, learned: TrainResult | None, more: Mapping[str, float] | None = None
 ) -> StepReport:
-    """Publish the policy's weights and report the step.
+    """Publish the policy's weights and report the step; `StepReport.failure` says if they could not be published.
 
     Args:
         learned: the policy's optimizer steps; None: there were none.
         more: further metrics.
-
-    Raises:
-        RefitError: see `refit_policy_generation`.
     """
     with step.timer.phase("refit"):
-        transfer = refit_policy_generation(run.transport, step.number)
+        transfer = publish(run.transport, step.number)
     metrics = {
         **_sampling_metrics(run.config, step),
         **step.masked,
         **_learning_metrics(learned, step.batch),
         **(more or {}),
-        "refit_bytes": float(transfer.bytes_sent),
+        **({} if isinstance(transfer, RefitError) else {"refit_bytes": float(transfer.bytes_sent)}),
     }
     timing = step.timer.seconds
     passes = 0.0
     if learned is not None:  # minibatches without a token in the loss had no optimizer step
         passes = run.config.passes_per_step * learned.optimizer_steps / run.config.optimizer_steps_per_step
-    return StepReport(metrics, timing, _throughput(run, step.batch, timing, passes), step.trajectories)
+    failure = transfer if isinstance(transfer, RefitError) else None
+    return StepReport(metrics, timing, _throughput(run, step.batch, timing, passes), step.trajectories, failure)
+
+
+def publish(transport: WeightTransport, version: int) -> TransferReport | RefitError:
+    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step.
+
+    The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
+    """
+    try:
+        return refit_policy_generation(transport, version)
+    except RefitError as error:
+        return error
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:

@@ -94,12 +94,16 @@ class RankActor:
 def save_checkpoint(engine: Any, folder: str) -> None:
     """Write this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import save_rank
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
 
-    save_rank(engine, folder)
+    with errors_told(f"{folder} cannot be written"):
+        save_rank(engine, folder)
 
 
 def load_checkpoint(engine: Any, folder: str) -> None:
     """Load this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import load_rank
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
 
-    load_rank(engine, folder)
+    with errors_told(f"{folder} cannot be loaded"):
+        load_rank(engine, folder)

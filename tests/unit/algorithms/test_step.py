@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_grpo.preflight.load import compose_config
 from torch import Tensor
 
 from megatron_grpo.algorithms import grpo, step
@@ -22,6 +21,8 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.source import known_shape
 from megatron_grpo.observability.throughput import forward_flops
 from megatron_grpo.policy.interface import TrainResult
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.refit.interface import RefitError
 from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.documented import undocumented
@@ -95,6 +96,22 @@ class Run:
         assert report is not None
         self.state["total_steps"] += 1
         return report
+
+
+def test_a_refit_that_fails_is_part_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, monkeypatch)
+    published = run.step()
+    error = RefitError("generation engine 0 died")
+
+    def fail(_: int) -> None:
+        raise error
+
+    run.transport.publish = fail
+    failed = run.step()
+    assert (published.failure, failed.failure) == (None, error)
+    assert len(run.policy.batches) == 2, "the policy learnt before"
+    assert published.metrics.keys() - failed.metrics.keys() == {"refit_bytes"}
+    assert failed.metrics.keys() < published.metrics.keys()
 
 
 def test_the_reference_moves_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
