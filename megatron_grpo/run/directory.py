@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -88,21 +89,56 @@ def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
 def record_start(folder: Path, config: Config) -> None:
     """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
     temporary = folder / (CONFIG_FILE + ".tmp")
-    temporary.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    with temporary.open("w") as file:
+        yaml.safe_dump(dataclasses.asdict(config), file, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())  # else a machine that goes down may leave the new name with an empty file
     temporary.rename(folder / CONFIG_FILE)
     _link_latest(folder)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """The configuration that `record_start` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read or is no configuration; the text names the file.
+    """
+    try:
+        values = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is damaged: it is not UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise ValueError(f"{file} is empty")
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    return values
 
 
 def changes_since_last_start(folder: Path, config: Config) -> list[str]:
     """What differs from the configuration that the folder's run was last started with, one line per key.
 
     Raises:
-        ConfigError: the folder belongs to another run.
+        ConfigError: the folder belongs to another run, or its configuration cannot be read.
     """
     file = folder / CONFIG_FILE
-    if not file.exists():
+    try:
+        before = dict(leaves(read_config_file(file)))
+        if "algorithm" not in before:
+            raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    except FileNotFoundError:
         return []
-    before = dict(leaves(yaml.safe_load(file.read_text())))
+    except ValueError as error:
+        advice = (
+            "it tells whose folder this is. Put it back, choose another run_dir, or delete it if this is the same run"
+        )
+        raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
     now = dict(leaves(dataclasses.asdict(config)))
     for key in IDENTITY:
         if before.get(key) != now[key]:
