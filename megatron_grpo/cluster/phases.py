@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -52,9 +53,23 @@ class Phases:
     def leave(self, token: object) -> None:
         """End the phase that `enter` returned this for."""
         with self._lock:
-            name, _ = self._active.pop(token)
+            name, _ = self._active.pop(token, (None, 0.0))  # nothing there: the process was forked within the phase
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
+
+    def before_fork(self) -> None:
+        """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child."""
+        self._lock.acquire()
+
+    def after_fork(self) -> None:
+        """Let other threads in again."""
+        self._lock.release()
+
+    def forget(self) -> None:
+        """In a forked process: it is in none of its parent's phases, and does not write its parent's record."""
+        self._active.clear()
+        self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
+        self._lock.release()
 
     def current(self) -> tuple[Phase, ...]:
         """Those that the process is in, the first entered first; calls in the phase of another are counted with it."""
@@ -67,6 +82,9 @@ class Phases:
 
 
 THIS_PROCESS = Phases()
+os.register_at_fork(
+    before=THIS_PROCESS.before_fork, after_in_parent=THIS_PROCESS.after_fork, after_in_child=THIS_PROCESS.forget
+)
 
 
 class PhaseScope(ContextDecorator):
