@@ -73,7 +73,7 @@ def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Seq
         processes: the names under which they log; None: as `workers` says.
     """
     where = report_late(what, list(dict.fromkeys(processes or workers)))
-    return RunError(f"{what}: no answer from {listed(workers)} within {deadline_s:g} s{where}")
+    return RunError(f"{what}: no answer from {listed(workers)} within {round(deadline_s, 1):g} s{where}")
 
 
 def listed(names: Sequence[str]) -> str:

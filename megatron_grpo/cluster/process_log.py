@@ -72,8 +72,12 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def level_of_libraries() -> str:
-    """The level from which on vLLM and its like shall write, as logging calls it; "ERROR" when nothing is logged."""
-    return os.environ.get(LEVEL_VARIABLE, "error").upper()
+    """The level from which on vLLM and its like shall write, as logging calls it: at debug level they write too much.
+
+    "ERROR" when nothing is logged.
+    """
+    level = os.environ.get(LEVEL_VARIABLE, "error").upper()
+    return "INFO" if level == "DEBUG" else level
 
 
 class OncePerMessage(logging.Filter):

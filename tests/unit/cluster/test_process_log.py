@@ -113,7 +113,7 @@ def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pyt
     handlers, on_signal = list(logging.getLogger().handlers), signal.getsignal(signal.SIGUSR1)
     with driver_log(tmp_path, "debug") as folder:
         assert log_environment()[FOLDER_VARIABLE] == str(folder) == str(tmp_path / "logs")
-        assert level_of_libraries() == "DEBUG"
+        assert level_of_libraries() == "INFO"
         begin_process_log("policy rank 0")  # a part that runs in the driver, as in tests
         current = current_log()
         assert current is not None
