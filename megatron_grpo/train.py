@@ -9,6 +9,7 @@ from typing import Literal
 
 import yaml
 
+from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.help import help_text, version
@@ -72,7 +73,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
         if config.cluster.ray_address is None:
             prepare_ray_environment()
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-        _run(config)
+        run_of(config.algorithm)(config)
     return 0
 
 
@@ -88,15 +89,6 @@ def _check_start(config: Config) -> None:
         check_reward_functions(config.env)
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
-
-
-def _run(config: Config) -> None:
-    """The algorithm that the configuration names, imported after the checks: torch and Ray take seconds to import."""
-    if config.algorithm == "ppo":
-        from megatron_grpo.algorithms.ppo import run
-    else:
-        from megatron_grpo.algorithms.grpo import run
-    run(config)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:

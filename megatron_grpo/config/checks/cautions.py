@@ -51,9 +51,8 @@ def _rarely_ranked(config: Config) -> Iterator[Problem]:
 
 
 def _long_warmups(config: Config) -> Iterator[Problem]:
-    steps, waiting = config.loop.max_num_steps, 0
-    if config.algorithm == "ppo":
-        waiting = config.ppo.policy_training_start_step
+    steps, waiting = config.loop.max_num_steps, config.loop.steps_without_policy
+    if config.loop.has_value_model:
         yield from _long_warmup(
             "value", config.value.optimizer, steps * config.value_optimizer_steps_per_step, config.algorithm
         )

@@ -119,7 +119,7 @@ def _validates(config: Config) -> bool:
 
 
 def _schedules(config: Config) -> Iterator[Problem]:
-    value = [("value", config.value.optimizer)] if config.algorithm == "ppo" else []
+    value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         if optimizer.min_lr > optimizer.lr:
             text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"
