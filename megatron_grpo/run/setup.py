@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -112,6 +113,10 @@ def _bring_up(
             part.wait_ready()
     transport = BroadcastTransport(policy, generation, config.refit)
     transport.connect()
+    if not search.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
     start_from = search.result()
     checkpointer.remove_leftovers()
     state, waiting = _resume(start_from, config, policy, value, data.loader)

@@ -109,6 +109,12 @@ def test_one_that_an_earlier_version_wrote_is_taken_with_a_remark(without_manife
     assert read_state(without_manifest)["metrics"] == {"loss": 0.5}
 
 
+def test_one_that_an_earlier_version_wrote_may_get_a_validation(without_manifest: Path, tmp_path: Path) -> None:
+    for copy in every_kill(without_manifest, tmp_path, lambda folder: replace_state(folder, NEW)):
+        assert verify(copy) is not None
+    assert read_state(copy) == NEW
+
+
 @pytest.mark.parametrize(
     "damage",
     [one for one in DAMAGES if one is not extend and one.__name__ != "flip"],
@@ -150,6 +156,7 @@ def test_an_empty_folder_and_what_is_none(tmp_path: Path) -> None:
         verify(tmp_path / "step_101")
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_whatever_dataloader_pt_holds_is_no_traceback(without_manifest: Path) -> None:
     """Every way of tearing a real file, and random bytes; what passes for one may come through, nothing else may."""
     path = without_manifest / LOADER_FILE
