@@ -20,9 +20,9 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import StepGuard
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.save_state import GRPOSaveState
 from megatron_grpo.run.setup import setup
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 __all__ = [

@@ -13,7 +13,7 @@ from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.policy.interface import PolicyInterface, TrainResult
 from megatron_grpo.refit.interface import TransferReport
 from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.step_report import StepReport
 
 
 def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:

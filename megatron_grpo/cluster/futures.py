@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +10,23 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.late import report_hanging, report_late
 from megatron_grpo.config.errors import RunError
+
+NAMED = 8
+"""Most workers that a message lists by name."""
+
+logger = logging.getLogger(__name__)
 
 
 def gather(
-    refs: Sequence[ray.ObjectRef], *, deadline_s: float, what: str, name: Callable[[int], str] = "rank {}".format
+    refs: Sequence[ray.ObjectRef],
+    *,
+    deadline_s: float,
+    what: str,
+    name: Callable[[int], str] = "rank {}".format,
+    process: Callable[[int], str] | None = None,
 ) -> list[Any]:
     """Results of `refs` in their order, failing as soon as the first one fails.
 
@@ -22,24 +35,52 @@ def gather(
         deadline_s: seconds for all of them together.
         what: the phase, for messages ("training step").
         name: how to call the worker behind refs[i].
+        process: the name under which the worker behind refs[i] logs; None: as `name` says.
 
     Raises:
         RunError: a worker died, its call raised, or the deadline passed; says which worker and why.
     """
+    process = process or name
     end = time.monotonic() + deadline_s
     index = {ref: i for i, ref in enumerate(refs)}
     results: dict[ray.ObjectRef, Any] = {}
     pending = list(refs)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not done:
-            waiting = ", ".join(name(index[ref]) for ref in pending)
-            raise RunError(f"{what}: no answer from {waiting} within {deadline_s:g} s")
-        try:
-            results[done[0]] = ray.get(done[0])
-        except RayError as error:
-            raise RunError(f"{what}: {name(index[done[0]])} {explain(error)}") from error
+    logger.debug("%s: waits up to %g s for %s", what, deadline_s, listed([name(i) for i in range(len(refs))]))
+    with phase(what):
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not done:
+                late = [index[ref] for ref in pending]
+                raise overdue(what, [name(i) for i in late], deadline_s, [process(i) for i in late])
+            try:
+                results[done[0]] = ray.get(done[0])
+            except RayError as error:
+                failed = index[done[0]]
+                others = report_hanging([process(failed), *(process(index[ref]) for ref in pending)])
+                raise RunError(f"{what}: {name(failed)} {explain(error)}{others}") from error
     return [results[ref] for ref in refs]
+
+
+def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Sequence[str] | None = None) -> RunError:
+    """What to raise when a deadline has passed: names the late workers and where they are; their logs get their stacks.
+
+    Takes up to a few seconds, in which the late ones write their stacks.
+
+    Args:
+        what: the phase ("training step").
+        workers: how messages call the late ones.
+        deadline_s: seconds that they had.
+        processes: the names under which they log; None: as `workers` says.
+    """
+    where = report_late(what, list(dict.fromkeys(processes or workers)))
+    return RunError(f"{what}: no answer from {listed(workers)} within {deadline_s:g} s{where}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names for a message, not thousands; repeated ones once."""
+    unique = list(dict.fromkeys(names))
+    more = f" and {len(unique) - NAMED} more" if len(unique) > NAMED else ""
+    return ", ".join(unique[:NAMED]) + more
 
 
 def explain(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """A process that outlives the driver by a few seconds and ends what the driver could not: `python -m` this module.
 
-Ray's agents notice only after a minute that the driver was killed. The guardian holds the other end of a pipe, which
-the kernel closes however the driver ends, and remembers which processes the driver had started.
+Ray's agents notice only after a minute that the driver was killed, and a process that is stopped (SIGSTOP) hears nothing
+of Ray's end. The guardian holds the other end of a pipe, which the kernel closes however the driver ends, and remembers
+which processes the driver had started.
 """
 
 from __future__ import annotations
@@ -12,47 +13,64 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 
 REFRESH_S = 2.0
 """How often the driver's processes are looked up while it lives."""
 
-ALL_IS_WELL = b"."
-"""What the driver writes to the pipe when it has cleaned up itself."""
+CLEANED_UP = b"."
+"""What the driver writes to the pipe when it has ended its processes itself."""
 
 GRACE_S = 4.0
 """Time that processes have to end by themselves and free what they share, once the driver is gone."""
 
+COMMAND_S = 30.0
+"""Deadline of the command that is run after a driver that was killed."""
+
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """End every process that this process starts in the body if it is killed there; else that is left to the body."""
-    command = [sys.executable, "-m", __name__, str(os.getpid())]
+def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
+    """End every process that this process starts in the body if it is killed there.
+
+    Else the body ends them itself, and only those are ended that it could not: what was started by something that the
+    body started, and has outlived that. Children of this process are left alone, be they the body's or others'.
+
+    Args:
+        if_killed: a command that is run once this process was killed and its processes are ended.
+    """
+    command = [sys.executable, "-m", __name__, str(os.getpid()), *if_killed]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guardian:
         assert guardian.stdin is not None
         try:
             yield
         finally:
             with contextlib.suppress(BrokenPipeError):
-                guardian.stdin.write(ALL_IS_WELL)
+                guardian.stdin.write(CLEANED_UP)
                 guardian.stdin.close()
 
 
-def main(driver: int) -> None:
-    """Watch the driver until it says that all is well or is gone; in that case end what is left of its processes."""
+def main(driver: int, if_killed: Sequence[str]) -> None:
+    """Watch the driver until it says that it cleaned up or is gone; then end what is left of its processes."""
     started: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], REFRESH_S)[0]:
         started = _family(driver, started)
-    if os.read(sys.stdin.fileno(), 1) == ALL_IS_WELL:
-        return
+    cleaned_up = os.read(sys.stdin.fileno(), 1) == CLEANED_UP
     deadline = time.monotonic() + GRACE_S
-    while (left := _family(driver, started)) and time.monotonic() < deadline:
+    while (left := _left(driver, started, cleaned_up)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    if if_killed and not cleaned_up:
+        subprocess.run(if_killed, timeout=COMMAND_S, check=False)
+
+
+def _left(driver: int, started: set[psutil.Process], cleaned_up: bool) -> set[psutil.Process]:
+    """What is to be ended of the processes that were started under the driver."""
+    left = _family(driver, started)
+    return left - _family(driver, set()) if cleaned_up else left
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
@@ -69,4 +87,4 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
@@ -29,7 +30,12 @@ class RayCluster:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`."""
         if self.config.ray_address is not None:
             try:
-                ray.init(address=self.config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(
+                    address=self.config.ray_address,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": log_environment()},
+                )
             except ConnectionError as error:
                 raise RunError(
                     f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"

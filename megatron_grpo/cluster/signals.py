@@ -13,7 +13,7 @@ def terminated_like_interrupted() -> Iterator[None]:
     """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, so that every process is ended."""
 
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("SIGTERM")
 
     previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, interrupt)
     try:

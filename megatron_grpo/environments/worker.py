@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import ray
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
@@ -28,6 +30,7 @@ class EnvironmentWorker:
             name: task name, for messages.
             config: which environment.
         """
+        begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name = name
         self._environment = create_environment(config)
 
@@ -39,6 +42,7 @@ class EnvironmentWorker:
             "multi_turn": self._environment.multi_turn,
         }
 
+    @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """Answers to several calls of `reset`, `step` and `score` below, given by name and arguments."""
         return [getattr(self, method)(*arguments) for method, arguments in jobs]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
@@ -55,6 +57,8 @@ class VllmEngine:
     """
 
     def __init__(self, settings: VllmSettings) -> None:
+        self._name = f"generation engine {settings.index}"
+        begin_process_log(self._name)
         self._settings = settings
         self._llm: AsyncLLM | None = None
         self._parking: asyncio.Task[None] | None = None
@@ -63,10 +67,11 @@ class VllmEngine:
         self._in_flight = 0
         self._entry = asyncio.Lock()
 
+    @phase("start")
     async def start(self) -> None:
         """Start the processes, load the weights of the model folder and run one small batch."""
-        os.environ[ENGINE_MARKER] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ[ENGINE_MARKER] = self._name
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -103,7 +108,7 @@ class VllmEngine:
             raise RuntimeError(self._unusable)
         waiting: dict[int, RequestOutputCollector] = {}
         arrivals = _Arrivals(len(requests))
-        with _deaths_explained():
+        with phase("generate"), _deaths_explained():
             try:
                 waiting = await self._add(call, requests, settings)
                 for queue in waiting.values():
@@ -124,6 +129,7 @@ class VllmEngine:
         with _deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
+    @phase("connect the refit")
     async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
         """Join every worker to the refit's groups.
 
@@ -133,11 +139,13 @@ class VllmEngine:
         """
         await self._on_workers("connect_refit", rendezvous, first_receiver)
 
+    @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
         """Take one version into every worker. From here until it is committed the engine refuses to generate."""
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
         await self._on_workers("receive_refit", version)
 
+    @phase("commit weights")
     async def commit_weights(self, version: int) -> None:
         """Serve what was received, under this version."""
         llm = await self._parked()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 import time
 
 import psutil
 
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.generation.shared_memory import free, queue_segments
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
-"""Environment variable that our engine actor sets and its processes inherit; other users of vLLM are left alone."""
+"""Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
 
 WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
 """Name of our receiver in vLLM's registry of weight-transfer engines."""
@@ -32,11 +34,22 @@ def register() -> None:
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}")
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
     )
     _sleep_instead_of_spinning_on_cpu()
     threading.Thread(target=_exit_with_parent, args=(_parent(),), name="parent-watchdog", daemon=True).start()
+
+
+def _role() -> str:
+    """What this process is to its engine; one that a Ray executor placed learns its rank only later."""
+    vllm_name = multiprocessing.current_process().name
+    if vllm_name.startswith("EngineCore"):
+        return "core"
+    if vllm_name.startswith("VllmWorker-"):
+        return f"worker {vllm_name.removeprefix('VllmWorker-')}"
+    return f"worker {socket.gethostname()} {os.getpid()}"
 
 
 def _parent() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
@@ -13,9 +15,11 @@ from megatron_grpo.observability.json_files import read_lines
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
-from megatron_grpo.observability.summary import write_summary
+from megatron_grpo.observability.summary import COMPLETED, Ending, write_summary
 from megatron_grpo.observability.timers import TOTAL
 from megatron_grpo.observability.trackers import TensorBoardTracker, Tracker, WandbTracker
+
+logger = logging.getLogger(__name__)
 
 LOGGING = "logging"
 """Phase under which the time spent here is reported, one step late: that of a step is known only after its line."""
@@ -47,20 +51,26 @@ class RunLogger:
         self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
         self._logging_s = 0.0
-        self._startup_s = 0.0
+        self._startup_s: float | None = None
+        self._startup_parts_s: Mapping[str, float] = {}
+        self._ending = COMPLETED
         self._started = time.monotonic()
         earlier = read_lines(self.run_dir / METRICS_FILE)
         self._earlier_s = sum(step["timing"][TOTAL] for step in earlier)
         self._resume_step = resume_step
 
-    def started(self, *, startup_s: float, changes: Sequence[str] = ()) -> None:
+    def started(
+        self, *, startup_s: float, parts: Mapping[str, float] | None = None, changes: Sequence[str] = ()
+    ) -> None:
         """All processes are up and the first step can begin.
 
         Args:
             startup_s: seconds that it took.
+            parts: seconds of each part of the start-up, by name of the part; they may overlap.
             changes: how the configuration differs from the one that a resumed run had before, a line each.
         """
         self._startup_s = startup_s
+        self._startup_parts_s = parts or {}
         self._started = time.monotonic()
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
@@ -88,6 +98,7 @@ class RunLogger:
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
         self._progress.step(step, metrics, timing)
+        logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -117,8 +128,9 @@ class RunLogger:
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
 
     def note(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, and write it into the driver's log."""
         self._progress.message(text)
+        logger.info(text)
 
     def note_once(self, kind: str, text: str) -> None:
         """Print a line unless one of this kind was printed before."""
@@ -126,20 +138,29 @@ class RunLogger:
             self._noted.add(kind)
             self.note(text)
 
-    def finish(self) -> None:
-        """The run is complete: write summary.json and the plot, and print the outcome."""
-        train_s = self._earlier_s + time.monotonic() - self._started
-        summary = write_summary(
+    def ends_early(self, outcome: Literal["early_stop", "data_used_up"], reason: str) -> None:
+        """Training ends well, though not at its last step; `finish` writes the reason into summary.json."""
+        self._ending = Ending(outcome, reason)
+
+    def write_summary(self, ending: Ending) -> dict[str, Any]:
+        """Write summary.json of a run that ends like this; its contents."""
+        return write_summary(
             self.run_dir,
-            startup_s=self._startup_s,
-            train_s=train_s,
             samples_per_step=self.config.samples_per_step,
+            ending=ending,
+            startup_s=self._startup_s,
+            train_s=self._earlier_s + time.monotonic() - self._started,
+            startup_parts_s=self._startup_parts_s,
         )
+
+    def finish(self) -> None:
+        """Training is over: write summary.json and the plot, and print the outcome."""
+        summary = self.write_summary(self._ending)
         plot = plot_run(self.run_dir)
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         known = before is not None and after is not None
         accuracy = f", held-out accuracy {before:.3f} -> {after:.3f}" if known else ""
-        self.note(f"{summary['steps']} steps in {format_duration(train_s)}{accuracy}; curves in {plot}")
+        self.note(f"{summary['steps']} steps in {format_duration(summary['train_s'])}{accuracy}; curves in {plot}")
 
     def close(self) -> None:
         """Close every file and tracker; idempotent."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.observability.json_files import read_lines, write_json
 from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
@@ -15,20 +17,44 @@ WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refi
 """Phases that are the work itself; the rest of a step is overhead."""
 
 
-def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samples_per_step: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended."""
+
+    outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
+    """completed: every step was made; early_stop, data_used_up: the run ended well, before its last step."""
+    reason: str | None = None
+    """Why it ended before its last step, for people; None: it did not."""
+
+
+COMPLETED = Ending("completed")
+
+
+def write_summary(
+    run_dir: str | Path,
+    *,
+    samples_per_step: int,
+    ending: Ending = COMPLETED,
+    startup_s: float | None = None,
+    train_s: float | None = None,
+    startup_parts_s: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """Write summary.json and return its contents.
 
     Args:
-        run_dir: the run's folder, with metrics.jsonl and validation.jsonl.
-        startup_s: seconds until all processes were up.
-        train_s: seconds after that, validations and checkpoints included.
+        run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run came so far.
         samples_per_step: prompts times generations.
+        ending: how the run ended.
+        startup_s: seconds until all processes were up; None: they never were.
+        train_s: seconds after that, validations and checkpoints included; None: not known.
+        startup_parts_s: seconds of each part of the start-up, by name of the part.
 
     Returns:
+        - outcome, reason: of `ending`.
         - accuracy_before, accuracy_after: of the first and the last validation (None where it is not known);
           accuracy_before_step, accuracy_after_step: their steps.
         - steps, samples: in the whole run.
-        - startup_s, train_s; step_s: mean seconds of a step; phase_s: of each phase.
+        - startup_s, startup_parts_s, train_s; step_s: mean seconds of a step; phase_s: of each phase.
         - samples_per_s: samples per second of step time.
         - reward_first, reward_last: mean over the first and last ten steps.
         - token_mult_prob_error_max: largest exp(|training - sampling log-probability|) of any token of the run;
@@ -38,9 +64,10 @@ def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samp
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     validations = read_lines(folder / VALIDATION_FILE)
-    summary: dict[str, Any] = {"steps": len(steps), "samples": len(steps) * samples_per_step}
+    summary: dict[str, Any] = {"outcome": ending.outcome, "reason": ending.reason}
+    summary |= {"steps": len(steps), "samples": len(steps) * samples_per_step}
     summary |= _accuracy(validations)
-    summary |= {"startup_s": startup_s, "train_s": train_s}
+    summary |= {"startup_s": startup_s, "startup_parts_s": dict(startup_parts_s or {}), "train_s": train_s}
     summary |= _times(steps, samples_per_step)
     rewards = _column(steps, "reward")
     summary |= {"reward_first": _mean(rewards[:10]), "reward_last": _mean(rewards[-10:])}
@@ -49,6 +76,22 @@ def write_summary(run_dir: str | Path, *, startup_s: float, train_s: float, samp
     summary["token_mult_prob_error_mean"] = _mean(_column(steps, "token_mult_prob_error"))
     write_json(folder / SUMMARY_FILE, summary)
     return summary
+
+
+def summary_command(run_dir: Path, samples_per_step: int) -> list[str]:
+    """The command line that writes the summary of a run whose driver could not write one because it was killed.
+
+    Args:
+        run_dir: the run's folder.
+        samples_per_step: prompts times generations.
+    """
+    return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step)]
+
+
+def _write_for_killed(run_dir: Path, samples_per_step: int) -> None:
+    if not (run_dir / SUMMARY_FILE).exists():  # else it was killed after its end
+        ending = Ending("failed", "the driver was killed; if memory ran out, the kernel's log (dmesg) says so")
+        write_summary(run_dir, samples_per_step=samples_per_step, ending=ending)
 
 
 def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
@@ -82,3 +125,7 @@ def _column(steps: list[dict[str, Any]], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
+
+
+if __name__ == "__main__":
+    _write_for_killed(Path(sys.argv[1]), int(sys.argv[2]))

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from megatron_grpo.data.outcome import Outcome
+from megatron_grpo.data.trajectory import Outcome
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,6 +13,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
@@ -46,18 +48,21 @@ class RolloutWorker:
     """Ray actor. What it puts into the object store lives as long as somebody refers to it."""
 
     def __init__(self, settings: WorkerSettings) -> None:
+        begin_process_log(f"rollout worker {settings.index}")
         self._settings = settings
         user = f"worker{settings.index}"
         self._engines = Engines([EngineClient(actor, index, user) for index, actor in settings.engines.items()])
         self._environments: dict[str, EnvironmentClient] = {}
         self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
+    @phase("start")
     async def ready(self) -> None:
         """Return when every environment's processes are up; SamplingError when one does not come up."""
         limit = self._settings.startup_timeout_s
         self._environments = {name: EnvironmentClient(one, limit) for name, one in self._settings.environments.items()}
         await asyncio.gather(*(client.start() for client in self._environments.values()))
 
+    @phase("rollouts")
     async def collect(
         self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]
     ) -> tuple[list[Any], list[list[Outcome]]]:
@@ -109,6 +114,7 @@ class RolloutWorker:
         await self._generated[batch].wait()
         del self._generated[batch]
 
+    @phase("build shards")
     async def build_shards(self, payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
         """Put the arrays of `shard_arrays` for each shard.
 
@@ -118,6 +124,7 @@ class RolloutWorker:
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
+    @phase("compute")
     async def compute(
         self,
         function: Compute,
@@ -130,6 +137,7 @@ class RolloutWorker:
         """See `RolloutPool.compute`."""
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
+    @phase("write rollouts")
     async def dump(self, payloads: list[Any], chosen: list[list[int]], file: Path) -> None:
         """Write trajectories into a Parquet file.
 

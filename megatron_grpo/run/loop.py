@@ -12,8 +12,8 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
 
 StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
@@ -39,7 +39,9 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
             _save_finished_steps(run, metrics, before)
             raise
         if report is None:
-            run.logger.note(f"the data is used up: {limits.max_num_epochs} epoch(s)")
+            used_up = f"the data is used up: {limits.max_num_epochs} epoch(s)"
+            run.logger.ends_early("data_used_up", used_up)
+            run.logger.note(used_up)
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
@@ -60,6 +62,7 @@ def _catch_up_on_validation(run: GRPORun) -> None:
 def _stopped_early(run: GRPORun) -> bool:
     reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is not None:
+        run.logger.ends_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
 

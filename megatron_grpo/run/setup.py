@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.checks.idle import cautions, idle_settings
 from megatron_grpo.config.errors import ConfigError, Problem
@@ -18,11 +19,13 @@ from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.environments.registry import build_environments, check_reward_functions
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.registry import check_reward_functions
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.summary import summary_command
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
@@ -37,6 +40,7 @@ from megatron_grpo.run.directory import (
     record_start,
 )
 from megatron_grpo.run.dumps import RolloutDumps
+from megatron_grpo.run.ending import summary_on_failure
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
@@ -59,16 +63,19 @@ def setup(config: Config) -> Iterator[GRPORun]:
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         start_from = _start_from(checkpointer, config)
         changes = changes_since_last_start(run_dir, config)
-        run = _bring_up(config, run_dir, checkpointer, start_from, stack)
-        record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
-        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
-        stack.callback(gc.unfreeze)
-        run.logger.started(startup_s=time.monotonic() - started, changes=changes)
-        for caution in cautions(config):
-            run.logger.note(f"{caution.subject} {caution.text}")
-        for idle in idle_settings(config):
-            run.logger.note(f"{idle.subject} changes nothing in this run: {idle.text}")
-        yield run
+        stack.enter_context(driver_log(run_dir, "info"))
+        with summary_on_failure(run_dir, config.samples_per_step) as known:
+            run = _bring_up(config, run_dir, checkpointer, start_from, stack)
+            known.write = run.logger.write_summary
+            record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
+            gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+            stack.callback(gc.unfreeze)
+            run.logger.started(startup_s=time.monotonic() - started, changes=changes)
+            for caution in cautions(config):
+                run.logger.note(f"{caution.subject} {caution.text}")
+            for idle in idle_settings(config):
+                run.logger.note(f"{idle.subject} changes nothing in this run: {idle.text}")
+            yield run
 
 
 def _start_from(checkpointer: Checkpointer, config: Config) -> Path | None:
@@ -87,7 +94,7 @@ def _bring_up(
         importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
     folder = model_folder(config.policy.model.path)
     if config.cluster.ray_address is None:
-        stack.enter_context(guarded())
+        stack.enter_context(guarded(if_killed=summary_command(run_dir, config.samples_per_step)))
     policy, value, generation = start_models(config, folder, stack)
     environments = build_environments(config.env)
     for environment in environments.values():

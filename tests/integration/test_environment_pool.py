@@ -80,4 +80,4 @@ def test_a_request_without_an_answer_names_the_worker_and_the_cause() -> None:
 def test_the_worker_takes_columns() -> None:
     columns = (("12+13=",) * 2, ("025", "026"), ("stop", "stop"), ({REFERENCE: "025"},) * 2)
     expected = ((1.0, 0.0), (True, False), ({}, {}))
-    assert EnvironmentWorker(EnvironmentConfig(type="addition")).step(columns) == expected
+    assert EnvironmentWorker("environment worker", EnvironmentConfig(type="addition")).step(columns) == expected

@@ -43,16 +43,17 @@ class RankGroup(TrainedModel):
         world = settings.config.parallel.world_size
         threads = settings.config.threads or max(1, (os.cpu_count() or 1) // world)
         actor_class = ray.remote(RankActor)
-        self.actors = [actor_class.options(**actor_options(rank)).remote(rank, world, threads) for rank in range(world)]
+        self.actors = [
+            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, world, threads)
+            for rank in range(world)
+        ]
         self._places: list[RankPlace] = []
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
         """Begin building the model on every rank; returns once the ranks know each other."""
         timeout_s = self._startup_timeout_s
-        (address,) = gather(
-            [self.actors[0].open_store.remote(timeout_s)], deadline_s=timeout_s, what=f"{self.label} start"
-        )
+        (address,) = self._gather([self.actors[0].open_store.remote(timeout_s)], f"{self.label} start", timeout_s)
         self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
 
     def wait_ready(self) -> None:

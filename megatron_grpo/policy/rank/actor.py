@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
 
@@ -54,7 +56,8 @@ class ForwardShare:
 class RankActor:
     """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
 
-    def __init__(self, rank: int, world_size: int, threads: int) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
+        begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
 
@@ -65,6 +68,7 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
+    @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
         """Join the group, build the model and load this rank's weights."""
         from megatron_grpo.cluster.rendezvous import reach_store
@@ -97,8 +101,10 @@ class RankActor:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(this rank's model, *args)."""
-        return fn(self.model, *args)
+        with phase(fn.__name__.strip("_")):
+            return fn(self.model, *args)
 
+    @phase("train")
     def train(self, work: ReplicaWork, loss_fn: Any, counts: Any) -> Any:
         """One optimizer step on the replica's work (`ModelRank.train`)."""
         batch = self._fetch(work, loss_fn)
@@ -117,8 +123,9 @@ class RankActor:
         import numpy as np
         import ray
 
-        batch = self._fetch(work, None)
-        values = getattr(self.model, method)(batch, work.microbatches)
+        with phase(method):
+            batch = self._fetch(work, None)
+            values = getattr(self.model, method)(batch, work.microbatches)
         if values is None:
             return None
         of_sequences = values.isfinite().logical_or(batch.fields.sampled.logical_not()).split(batch.lengths)

@@ -22,7 +22,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.source import known_shape
 from megatron_grpo.observability.throughput import forward_flops
 from megatron_grpo.policy.interface import TrainResult
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.documented import undocumented
 from tests.support.trajectories import make_trajectory

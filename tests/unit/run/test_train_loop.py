@@ -15,7 +15,7 @@ from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopCo
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.trajectories import make_trajectory
 
@@ -33,8 +33,10 @@ class Run:
         self.position = 0
         self.loader = SimpleNamespace(epoch=0, state_dict=lambda: {"position": self.position})
         self.logged: list[str] = []
+        self.endings: list[tuple[str, str]] = []
         self.logger = SimpleNamespace(
             note=self.logged.append,
+            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, _: self.logged.append(f"validation {step}"),
             dump_rollouts=lambda *_: None,

@@ -1,0 +1,225 @@
+"""When somebody is late: where each process is, in words for a message, and the stacks of the late ones in their logs.
+
+A stopped process cannot write its own stacks; py-spy, which comes with Ray, reads them from outside where it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_grpo.cluster.heartbeat import (
+    BEAT_S,
+    FOLDER,
+    Heartbeat,
+    Phase,
+    read_heartbeats,
+    requests_file,
+    this_machine,
+)
+from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
+
+SILENT_S = 5.0
+"""A process of this machine that has not beaten for so long hangs."""
+FAR_SILENT_S = 30.0
+"""Likewise for one of another machine, whose clock may differ and whose files may show late."""
+
+DESCRIBED = 4
+"""Most processes that a message describes; the driver's log has all."""
+
+SIGNAL_WAIT_S = 0.5
+"""Time that processes get to write their stacks, before what follows ends them."""
+REQUEST_WAIT_S = 2.5 * BEAT_S
+"""Likewise for those that look for requests once a beat."""
+
+PY_SPY_S = 10.0
+PY_SPIES = 8
+"""Deadline of py-spy, and most stopped processes that it looks into."""
+
+STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
+"""What the kernel of this machine says of a process; far: it is on another machine."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a process is."""
+
+    heartbeat: Heartbeat
+    state: str
+    """One of STOPPED, TRACED, GONE, ALIVE and FAR."""
+    silence_s: float
+    """Seconds since its last beat."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the process itself is in trouble, rather than waiting for another."""
+        if self.state in (STOPPED, TRACED, GONE):
+            return True
+        return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_S)
+
+    def __str__(self) -> str:
+        beat = self.heartbeat
+        text = f"{beat.name} (pid {beat.pid} on {beat.host}) {doing(beat)}"
+        if self.hangs or self.silence_s > 2 * BEAT_S:
+            text += f", last heartbeat {self.silence_s:.0f} s ago"
+        return text + self._verdict()
+
+    def _verdict(self) -> str:
+        if self.state == STOPPED:
+            return ": its process is stopped (SIGSTOP)"
+        if self.state == TRACED:
+            return ": a debugger holds its process"
+        if self.state == GONE:
+            return ": its process is gone"
+        if self.hangs:
+            where = "its process or its machine hangs" if self.state == FAR else "its interpreter is held"
+            return f": {where}"
+        return ""
+
+
+def doing(beat: Heartbeat) -> str:
+    """What a process was doing at its last beat: "is in phase 'train', entered 21 s ago"."""
+    now = time.time()
+    if not beat.phases:
+        return f"waits for work, for {now - beat.idle_since:.0f} s"
+    if len(beat.phases) == 1 and beat.phases[0].count == 1:
+        return f"is in phase '{beat.phases[0].name}', entered {now - beat.phases[0].since:.0f} s ago"
+    return "is in phases " + ", ".join(_entered(phase, now) for phase in beat.phases)
+
+
+def _entered(phase: Phase, now: float) -> str:
+    age = f"{now - phase.since:.0f} s ago"
+    return f"'{phase.name}' ({age})" if phase.count == 1 else f"'{phase.name}' ({phase.count} times, the first {age})"
+
+
+def report_late(what: str, processes: Sequence[str]) -> str:
+    """Where late processes are, having asked them for their stacks and logged where everybody else is.
+
+    Args:
+        what: the phase that they are late in, for the logs ("training step").
+        processes: their names, like "policy rank 0"; a name stands for its children too ("generation engine 0 core").
+
+    Returns:
+        Text for the end of a message; empty when this process has no log, and so the others none either.
+    """
+    log = current_log()
+    if log is None:
+        return ""
+    everybody = whereabouts(log)
+    late = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
+    silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in late)]
+    logger.error("%s is overdue; where the processes are:\n%s", what, "\n".join(f"  {one}" for one in everybody))
+    ask_for_stacks(log, what, late)
+    parts = _described(late)
+    parts += [f"{name} has not begun: it has no log" for name in silent[:DESCRIBED]]
+    return "".join(f"; {part}" for part in parts) + f"; stacks are in {log.folder}"
+
+
+def report_hanging(processes: Sequence[str]) -> str:
+    """Which of the processes are stopped, gone or silent, for the end of a message about another's failure; often none.
+
+    Args:
+        processes: their names; a name stands for its children too.
+    """
+    log = current_log()
+    if log is None:
+        return ""
+    hanging = [one for one in whereabouts(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
+    return "".join(f"; {part}" for part in _described(hanging))
+
+
+def whereabouts(log: ProcessLog) -> list[Whereabouts]:
+    """Where every process is that has a heartbeat, this one left out."""
+    machine, now = this_machine(), time.time()
+    beats = read_heartbeats(log.folder / FOLDER).values()
+    return [
+        Whereabouts(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
+        for beat in beats
+        if beat.name != log.name
+    ]
+
+
+def _belongs(name: str, processes: Iterable[str]) -> bool:
+    return any(name == process or name.startswith(f"{process} ") for process in processes)
+
+
+def _described(found: Sequence[Whereabouts]) -> list[str]:
+    """Those in trouble first, and no more than fit a message."""
+    ordered = sorted(found, key=lambda one: not one.hangs)
+    parts = [str(one) for one in ordered[:DESCRIBED]]
+    if len(ordered) > DESCRIBED:
+        parts.append(f"of {len(ordered) - DESCRIBED} more the driver's log says where they are")
+    return parts
+
+
+def _state(beat: Heartbeat, machine: str) -> str:
+    if beat.machine != machine:
+        return FAR
+    try:
+        process = psutil.Process(beat.pid)
+        status = process.status()
+        if process.create_time() > beat.beat + 1.0:  # younger than the last beat: another process with the same pid
+            return GONE
+    except psutil.NoSuchProcess:
+        return GONE
+    known = {psutil.STATUS_STOPPED: STOPPED, psutil.STATUS_TRACING_STOP: TRACED}
+    return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else known.get(status, ALIVE)
+
+
+def ask_for_stacks(log: ProcessLog, what: str, late: Sequence[Whereabouts]) -> None:
+    """Get the stacks of these processes into their logs, as far as that is possible, and give them time for it."""
+    stopped = [one.heartbeat for one in late if one.state in (STOPPED, TRACED)]
+    wait_s = 0.0
+    for one in late:
+        beat = one.heartbeat
+        if one.state == ALIVE:
+            _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(beat.pid, signal.SIGUSR1)
+            wait_s = max(wait_s, SIGNAL_WAIT_S)
+        elif one.state == FAR:
+            with requests_file(log.folder / FOLDER, beat.name).open("ab") as file:
+                file.write(b"!")
+            wait_s = max(wait_s, REQUEST_WAIT_S)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        texts = pool.map(_stacks_from_outside, [beat.pid for beat in stopped[:PY_SPIES]])
+        for beat, text in zip(stopped, texts, strict=False):
+            _append(log, beat.name, f"{what} is overdue and this process is stopped; {text}")
+    time.sleep(wait_s)
+
+
+def _stacks_from_outside(pid: int) -> str:
+    """The stacks of a process that cannot write them, or why they are not known."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = str(beside) if beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return "its stacks cannot be read: there is no py-spy"
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its stacks cannot be read: py-spy did not end within {PY_SPY_S:g} s"
+    if done.returncode:
+        return f"its stacks cannot be read: py-spy says {done.stderr.strip()}"
+    return f"its stacks, as py-spy reads them:\n{done.stdout.rstrip()}"
+
+
+def _append(log: ProcessLog, name: str, text: str) -> None:
+    """A line of the driver's in the log of another process."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    with log_file(log.folder, name).open("a", encoding="utf-8") as file:
+        file.write(f"{stamp} [{log.name}] {text}\n")

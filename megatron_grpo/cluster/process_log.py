@@ -1,0 +1,171 @@
+"""One log a process under run_dir/logs, and the heartbeat beside it.
+
+The driver opens its own with `driver_log`, before Ray is started; every other process calls `begin_process_log` with
+its name first thing. They find the folder in the environment, which Ray's workers and vLLM's processes inherit.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from megatron_grpo.cluster.heartbeat import FOLDER, HeartbeatWriter, file_stem
+
+LOGS_FOLDER = "logs"
+"""Folder of the logs, inside the folder of the run."""
+
+DRIVER = "driver"
+"""Name of the driver's process."""
+
+FOLDER_VARIABLE = "MEGATRON_GRPO_LOGS"
+LEVEL_VARIABLE = "MEGATRON_GRPO_LOG_LEVEL"
+"""Environment variables in which the driver tells its processes where and how much to log."""
+
+PACKAGE = "megatron_grpo"
+LOG_FORMAT = "%(asctime)s %(levelname)s [{process}] %(name)s: %(message)s"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ProcessLog:
+    """What this process has open for its log."""
+
+    folder: Path
+    """Of all logs of the run."""
+    name: str
+    """Of this process."""
+    pid: int
+    stream: TextIO
+    """The open file."""
+    handler: logging.Handler
+    heartbeat: HeartbeatWriter
+
+
+_current: ProcessLog | None = None
+
+
+def current_log() -> ProcessLog | None:
+    """This process's log; None: it has none, as in tests of a part."""
+    return _current if _current is not None and _current.pid == os.getpid() else None
+
+
+def log_file(folder: Path, name: str) -> Path:
+    """Where a process logs.
+
+    Args:
+        folder: of the run's logs.
+        name: of the process, like "policy rank 0".
+    """
+    return folder / f"{file_stem(name)}.log"
+
+
+def level_of_libraries() -> str:
+    """The level from which on vLLM and its like shall write, as logging calls it; "ERROR" when nothing is logged."""
+    return os.environ.get(LEVEL_VARIABLE, "error").upper()
+
+
+def log_environment() -> dict[str, str]:
+    """The variables that a process on another node needs in its environment; empty when nothing is logged."""
+    return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE) if name in os.environ}
+
+
+@contextmanager
+def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
+    """Log this process as the driver while the body runs, and let the processes that it starts there log beside it.
+
+    Args:
+        run_dir: folder of the run.
+        level: "debug", "info" or "warning".
+
+    Yields:
+        The folder of the logs.
+    """
+    global _current
+    folder = run_dir.absolute() / LOGS_FOLDER
+    for old in (folder / FOLDER).glob("*"):  # of processes of an earlier start, which may have had more
+        old.unlink(missing_ok=True)
+    before = {name: os.environ.get(name) for name in (FOLDER_VARIABLE, LEVEL_VARIABLE)}
+    os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
+    _current = log = _open(folder, DRIVER, level)
+    logger.info("the driver begins: pid %d, %s", log.pid, " ".join(sys.argv))
+    try:
+        yield folder
+    finally:
+        logger.info("the driver ends")
+        _close(log)
+        _current = None
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def begin_process_log(name: str) -> None:
+    """Give this process its log, for good: records, warnings, what kills it, and all that it prints.
+
+    Does nothing when the driver logs nowhere or the process has its log already.
+
+    Args:
+        name: what messages call the process, like "policy rank 0"; it names the log, "policy_rank_0.log".
+    """
+    global _current
+    if FOLDER_VARIABLE not in os.environ or current_log() is not None:
+        return
+    _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log.stream.fileno(), descriptor)  # what libraries print in C as well; Ray's own files are rarely found
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+    logger.info("%s begins: pid %d", name, log.pid)
+
+
+def _open(folder: Path, name: str, level: str) -> ProcessLog:
+    path = log_file(folder, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT.format(process=name.replace("%", "%%"))))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger(PACKAGE).setLevel(level.upper())
+    logging.captureWarnings(True)
+    faulthandler.enable(file=stream)
+    # In C, so that a process whose interpreter is held answers too: kill -USR1 PID.
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    heartbeat = HeartbeatWriter(folder / FOLDER, name, stream)
+    heartbeat.start()
+    return ProcessLog(folder=folder, name=name, pid=os.getpid(), stream=stream, handler=handler, heartbeat=heartbeat)
+
+
+def _close(log: ProcessLog) -> None:
+    log.heartbeat.stop()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.disable()
+    logging.captureWarnings(False)
+    logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
+    logging.getLogger().removeHandler(log.handler)
+    log.stream.close()
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    logger.critical("the process ends: nobody catches %s", kind.__name__, exc_info=(kind, error, where))
+
+
+def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
+    name = arguments.thread.name if arguments.thread is not None else "a thread"
+    kind, error, where = arguments.exc_type, arguments.exc_value, arguments.exc_traceback
+    if error is not None and not isinstance(error, SystemExit):
+        logger.error("thread %s ends: nobody catches %s", name, kind.__name__, exc_info=(kind, error, where))

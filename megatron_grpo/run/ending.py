@@ -1,0 +1,64 @@
+"""How a run ends when it does not come to its last step: summary.json says so, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, write_summary
+
+logger = logging.getLogger(__name__)
+
+WriteSummary = Callable[[Ending], Any]
+"""Writes summary.json of a run that ended like this."""
+
+
+class SummaryOnFailure:
+    """What is known of a run that has begun to start; see `summary_on_failure`."""
+
+    def __init__(self, run_dir: Path, samples_per_step: int) -> None:
+        """
+        Args:
+            run_dir: the run's folder.
+            samples_per_step: prompts times generations of one step.
+        """
+        self.write: WriteSummary = lambda ending: write_summary(
+            run_dir, samples_per_step=samples_per_step, ending=ending
+        )
+        """Until the run is up and its logger knows more."""
+
+
+@contextmanager
+def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[SummaryOnFailure]:
+    """Write summary.json if the body raises: as "interrupted" after Ctrl-C or SIGTERM, else as "failed".
+
+    Args:
+        run_dir: the run's folder; the summary of an earlier start in it is removed first.
+        samples_per_step: prompts times generations of one step.
+    """
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    known = SummaryOnFailure(run_dir, samples_per_step)
+    try:
+        yield known
+    except KeyboardInterrupt as error:
+        _write(known, Ending("interrupted", str(error) or "Ctrl-C"))
+        raise
+    except Exception as error:
+        _write(
+            known, Ending("failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}")
+        )
+        logger.error("the run failed", exc_info=error)
+        raise
+
+
+def _write(known: SummaryOnFailure, ending: Ending) -> None:
+    """The summary; a disk that is full, for one, must not hide why the run ended."""
+    logger.info("%s: %s", ending.outcome, ending.reason)
+    try:
+        known.write(ending)
+    except OSError as error:
+        logger.error("summary.json could not be written: %s", error)
