@@ -15,6 +15,7 @@ import torch
 from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
 
 from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.interfaces import DatumSpec
@@ -38,7 +39,7 @@ from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import FiniteGuard
-from megatron_grpo.run.report import StepReport
+from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import default_grpo_save_state
 
@@ -121,12 +122,12 @@ class IdleTransport(WeightTransport):
 def measure(sizes: Sizes, folder: Path) -> Any:
     """Figures of steps of these sizes."""
     config = compose_config(sizes.overrides(folder))
-    start_ray()
     with ExitStack() as stack:
+        stack.enter_context(driver_log(Path(config.run_dir), config.logger.level))
+        start_ray()
+        stack.callback(ray.shutdown)
         run = _bring_up(config, sizes, stack)
-        result = measured(sizes, lambda mark: _train(run, mark))
-    ray.shutdown()
-    return result
+        return measured(sizes, lambda mark: _train(run, mark))
 
 
 def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float], float]]:
