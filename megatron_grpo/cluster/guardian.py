@@ -1,8 +1,8 @@
 """A process that outlives the driver by a few seconds and ends what the driver could not: `python -m` this module.
 
-Ray's agents notice only after a minute that the driver was killed, and a process that is stopped (SIGSTOP) hears nothing
-of Ray's end. The guardian holds the other end of a pipe, which the kernel closes however the driver ends, and remembers
-which processes the driver had started.
+Ray's agents notice only after a minute that the driver was killed, and a stopped process (SIGSTOP) never notices Ray's
+end. The guardian holds the other end of a pipe, which the kernel closes however the driver ends, and remembers which
+processes the driver had started.
 """
 
 from __future__ import annotations

@@ -123,10 +123,13 @@ def begin_process_log(name: str) -> None:
     global _current
     if FOLDER_VARIABLE not in os.environ or current_log() is not None:
         return
+    if _current is not None:  # of the process that this one was forked from
+        logging.getLogger().removeHandler(_current.handler)
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(log.stream.fileno(), descriptor)  # what libraries print in C as well; Ray's own files are rarely found
+    faulthandler.enable(file=log.stream)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     logger.info("%s begins: pid %d", name, log.pid)
@@ -142,7 +145,6 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
     root.addHandler(handler)
     logging.getLogger(PACKAGE).setLevel(level.upper())
     logging.captureWarnings(True)
-    faulthandler.enable(file=stream)
     # In C, so that a process whose interpreter is held answers too: kill -USR1 PID.
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     heartbeat = HeartbeatWriter(folder / FOLDER, name, stream)
@@ -153,7 +155,6 @@ def _open(folder: Path, name: str, level: str) -> ProcessLog:
 def _close(log: ProcessLog) -> None:
     log.heartbeat.stop()
     faulthandler.unregister(signal.SIGUSR1)
-    faulthandler.disable()
     logging.captureWarnings(False)
     logging.getLogger(PACKAGE).setLevel(logging.NOTSET)
     logging.getLogger().removeHandler(log.handler)

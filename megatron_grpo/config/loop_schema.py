@@ -21,7 +21,7 @@ class EarlyStopConfig(Section):
     """End training when a validation metric is good enough, or has stopped improving."""
 
     enabled: bool = False
-    """Whether training may end before grpo.max_num_steps."""
+    """Whether training may end before max_num_steps."""
 
     metric_name: str = "val_accuracy"
     """Validation metric that decides."""
@@ -41,13 +41,15 @@ class EarlyStopConfig(Section):
 
 @dataclass(kw_only=True)
 class LoopConfig(Section):
-    """The training loop."""
+    """The training loop of GRPO and of PPO. A run reads these keys under either name: `grpo.KEY` and `ppo.KEY` are one
+    setting, whichever of the two runs."""
 
     num_prompts_per_step: Positive = 32
     """Prompts of one step."""
 
     num_generations_per_prompt: Positive = 16
-    """Responses sampled for each prompt; samples of a step = prompts * generations."""
+    """Responses sampled for each prompt; samples of a step = prompts * generations. With PPO, whose baseline is the
+    value model, one is enough."""
 
     max_num_epochs: Positive = 1
     """Passes over the training data after which training ends."""

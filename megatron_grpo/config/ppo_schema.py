@@ -57,7 +57,7 @@ class PPOAdvantageConfig(Section):
 
 @dataclass(kw_only=True)
 class PPOConfig(LoopConfig):
-    """The training loop of PPO; read with algorithm=ppo."""
+    """What only PPO has; read with algorithm=ppo."""
 
     num_generations_per_prompt: Positive = 1
     """Responses sampled for each prompt; the value model is the baseline, so one is enough."""

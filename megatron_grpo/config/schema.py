@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class GRPOConfig(LoopConfig):
-    """The training loop of GRPO; read with algorithm=grpo."""
+    """What only GRPO has; read with algorithm=grpo."""
 
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of rewards."""

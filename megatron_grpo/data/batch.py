@@ -115,6 +115,8 @@ class TokenBatch:
     def places(self, width: int) -> Tensor:
         """[sum(lengths)], int64: where each token stands in a rectangle of `width` columns that is read row by row."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
+        longest = max(self.lengths, default=0)
+        assert longest <= width, f"a sequence of {longest} tokens in {width} columns"
         starts = np.arange(len(lengths), dtype=np.int64) * width
         return torch.from_numpy(np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum()))
 

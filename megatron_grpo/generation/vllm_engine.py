@@ -15,11 +15,14 @@ import psutil
 
 from megatron_grpo.cluster.heartbeat import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
+from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.generation.shared_memory import free, queue_segments
+from megatron_grpo.generation.vllm_fork import forget_socket, start_importing
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -74,10 +77,13 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+        if current_platform().name == "cpu":
+            _prepare_cpu_processes(self._settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
         await self._warm_up()
@@ -158,8 +164,10 @@ class VllmEngine:
         """End the engine's processes."""
         if self._llm is not None:
             own = psutil.Process()
-            segments = set().union(*(queue_segments(process) for process in [own, *own.children(recursive=True)]))
+            children = own.children(recursive=True)
+            segments = set().union(*(queue_segments(process) for process in [own, *children]))
             self._llm.shutdown(timeout=GRACE_S)
+            kill_stopped(children)
             self._llm = None
             free(segments)
 
@@ -269,9 +277,7 @@ def _deaths_explained() -> Iterator[None]:
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's arguments for this engine; on CPU also sets the environment that its processes inherit."""
-    from vllm.platforms import current_platform
-
+    """vLLM's arguments for this engine."""
     config = settings.config
     arguments: dict[str, Any] = {
         "model": settings.model_path,
@@ -287,19 +293,28 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": "megatron_grpo.refit.broadcast.receiver.RefitWorker",
     }
-    if current_platform.is_cpu():
+    if current_platform().name == "cpu":
         return arguments | _cpu_arguments(settings)
     return arguments | _cuda_arguments(settings)
 
 
-def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+def _prepare_cpu_processes(settings: VllmSettings) -> None:
+    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
     ranks = settings.config.parallel.ranks_per_engine
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(
+    cores = cores_of_ranks(
         sorted(os.sched_getaffinity(0)),
         first=settings.index * ranks,
         ranks=ranks,
         total=settings.config.parallel.data * ranks,
     )
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    if settings.config.engine.enforce_eager:
+        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    start_importing(threads=len(cores.split("|")[0].split(",")))
+
+
+def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     return {
         "distributed_executor_backend": "mp",
         # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.

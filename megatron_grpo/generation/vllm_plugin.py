@@ -12,6 +12,7 @@ import psutil
 
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.generation.shared_memory import free, queue_segments
+from megatron_grpo.generation.vllm_fork import fork_from_there, parent_is_gone
 
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 """Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
@@ -34,12 +35,15 @@ def register() -> None:
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
-    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}")
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
     )
-    _sleep_instead_of_spinning_on_cpu()
-    threading.Thread(target=_exit_with_parent, args=(_parent(),), name="parent-watchdog", daemon=True).start()
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _sleep_instead_of_spinning()
+        fork_from_there()
+    begin_process()
 
 
 def _role() -> str:
@@ -52,25 +56,27 @@ def _role() -> str:
     return f"worker {socket.gethostname()} {os.getpid()}"
 
 
-def _parent() -> int:
-    # A process that multiprocessing started knows who its parent was even if that one is gone already.
-    parent = multiprocessing.parent_process()
-    return os.getppid() if parent is None or parent.pid is None else parent.pid
+def begin_process() -> None:
+    """Give this process its log, and end it when its parent is gone.
+
+    To be called in each process of an engine: a fork takes no threads along.
+    """
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}")
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:
     """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
-    while os.getppid() == parent:
+    # A process that multiprocessing started knows who its parent was even if that one is gone already.
+    while os.getppid() == parent and not parent_is_gone():
         time.sleep(PARENT_CHECK_S)
     free(queue_segments(psutil.Process()))
     os._exit(1)
 
 
-def _sleep_instead_of_spinning_on_cpu() -> None:
+def _sleep_instead_of_spinning() -> None:
     """vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling."""
     from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
-        shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS

@@ -11,7 +11,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import explain
+from megatron_grpo.cluster.futures import explain, overdue
+from megatron_grpo.cluster.late import report_hanging
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -103,7 +104,7 @@ class EngineClient:
                     _settle(asked[index].answer, output)
             self._unanswered(asked, f"{self.name} ended a call without an answer")
         except RayError as error:
-            self._unanswered(asked, f"generation: {self.name} {explain(error)}")
+            self._unanswered(asked, f"generation: {self.name} {explain(error)}{report_hanging([self.name])}")
 
     @staticmethod
     def _unanswered(asked: Sequence[_Asked], reason: str) -> None:
@@ -162,8 +163,9 @@ class Engines:
     def fail_busy(self, deadline_s: float) -> None:
         """Everybody who still waits for a response fails with a message that names the engines that are late."""
         late = [client for client in self.clients if client.busy]
+        reason = str(overdue("generation", [client.name for client in late], deadline_s))
         for client in late:
-            client.fail(f"generation: no answer from {', '.join(one.name for one in late)} within {deadline_s:g} s")
+            client.fail(reason)
 
 
 def _water_level(loads: Sequence[int], amount: int) -> float:

@@ -28,13 +28,17 @@ def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float
     failed = [one for one in outcomes if one.failure is not None]
     if len(failed) <= max_failed_fraction * len(outcomes):
         return
+    raise SamplingError(
+        f"{len(failed)} of {len(outcomes)} rollouts failed, more than rollouts.max_failed_fraction="
+        f"{max_failed_fraction:g} allows: {reasons(failed)}"
+    )
+
+
+def reasons(failed: Sequence[Outcome]) -> str:
+    """Why rollouts failed, the most frequent reasons first, each with the row of one example."""
     rows: dict[str, int] = {}
     for one in failed:
         rows.setdefault(str(one.failure), one.prompt_idx)
     counted = Counter(str(one.failure) for one in failed).most_common()
     shown = "; ".join(f"{count} x {reason}, row {rows[reason]}" for reason, count in counted[:REASONS_SHOWN])
-    more = f"; and {len(counted) - REASONS_SHOWN} other reasons" if len(counted) > REASONS_SHOWN else ""
-    raise SamplingError(
-        f"{len(failed)} of {len(outcomes)} rollouts failed, more than rollouts.max_failed_fraction="
-        f"{max_failed_fraction:g} allows: {shown}{more}"
-    )
+    return shown + (f"; and {len(counted) - REASONS_SHOWN} other reasons" if len(counted) > REASONS_SHOWN else "")

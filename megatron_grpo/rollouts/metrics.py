@@ -75,7 +75,7 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     for outcome in outcomes:
         for name, reward in outcome.reward_parts.items():
             values.setdefault(name, []).append(reward)
-    unscored = fmean(outcome.reward is None for outcome in outcomes)
+    unscored = fmean(outcome.reward is None and outcome.failure is None for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})

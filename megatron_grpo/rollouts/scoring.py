@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections import deque
@@ -13,10 +14,12 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from megatron_grpo.cluster.futures import explain
+from megatron_grpo.cluster.futures import explain, overdue
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import Scored, ScoringJob, Turn
 from megatron_grpo.rollouts.failures import RolloutFailure
+
+logger = logging.getLogger(__name__)
 
 
 class EnvironmentProcesses(Protocol):
@@ -122,7 +125,7 @@ class EnvironmentClient:
             while True:
                 await self._work.wait()
                 calls = self._take()
-                reason = await self._run(process["actor"], calls) if calls else None
+                reason = await self._run(process, calls) if calls else None
                 if reason is not None:
                     self._kill(process)
                     self._again(calls, reason)
@@ -133,13 +136,15 @@ class EnvironmentClient:
                 if not call.answer.done():
                     call.answer.set_exception(error)
 
-    async def _run(self, actor: Any, calls: list[_Call]) -> str | None:
+    async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
         jobs = [(call.method, call.arguments) for call in calls]
         try:
-            answers = await asyncio.wait_for(_result(actor.run.remote(jobs)), timeout_s)
+            answers = await asyncio.wait_for(_result(process["actor"].run.remote(jobs)), timeout_s)
         except TimeoutError:
+            who = f"environment {name} worker {process['pid']}"
+            logger.warning("%s", await asyncio.to_thread(overdue, "scoring", [who], timeout_s))
             return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
         except RayActorError:
             return f"environment {name}: its process ended over this response"
@@ -184,7 +189,7 @@ class EnvironmentClient:
             text = f"environment {name}: a process did not start within {self._startup_timeout_s:g} s"
             raise SamplingError(text) from None
         except RayError as error:
-            raise SamplingError(f"environment {name}: a process did not start: it {explain(error)}") from error
+            raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
         return {**described, "actor": actor}
 
     def _kill(self, process: dict[str, Any]) -> None:

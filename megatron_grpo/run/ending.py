@@ -44,8 +44,9 @@ def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[Summary
     known = SummaryOnFailure(run_dir, samples_per_step)
     try:
         yield known
-    except KeyboardInterrupt as error:
-        _write(known, Ending("interrupted", str(error) or "Ctrl-C"))
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray raises the latter when SIGTERM comes while it starts
+        reason = str(error) or "Ctrl-C"
+        _write(known, Ending("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
         raise
     except Exception as error:
         _write(

@@ -10,6 +10,7 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
@@ -25,6 +26,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
 
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
+        RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
         RunError: see the algorithm's step.
     """
     limits, state = run.config.loop, run.state
@@ -81,11 +83,14 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
 
     Raises:
-        RunError: the validation failed, or checkpoints cannot be ranked; the step was logged and saved.
+        RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
+            step was logged and saved.
     """
     step, metrics = run.state["total_steps"], dict(report.metrics)
-    failure: RunError | None = None
-    if _validation_due(run):
+    failure = report.failure
+    if failure is not None:  # saving waits for ranks that the failure may have left busy
+        run.logger.note(f"the weights of step {step} were not published; the step is saved before the run ends")
+    elif _validation_due(run):
         try:
             metrics |= _validated(run)
         except SamplingError as error:
@@ -103,10 +108,13 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
 
 
 def _remark(run: GRPORun, step: int, report: StepReport) -> None:
-    """Tell of a step that taught nothing, and once of responses that nobody gave a reward."""
+    """Tell of a step that taught nothing, of rollouts that failed, and once of responses that nobody gave a reward."""
     if not report.metrics["valid_tokens"]:
         run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
     outcomes = [outcome for group in report.groups for outcome in group.outcomes]
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if failed:
+        run.logger.note(f"step {step}: {len(failed)} of {len(outcomes)} rollouts failed: {reasons(failed)}")
     unscored = [outcome for outcome in outcomes if outcome.reward is None and outcome.failure is None]
     if unscored:
         run.logger.note_once(
@@ -136,7 +144,7 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: S
         return
     try:
         save_checkpoint(run, metrics, snapshot)
-    except (OSError, RuntimeError) as error:
+    except RunError as error:
         run.logger.note(f"step {step} could not be saved: {error}")
 
 

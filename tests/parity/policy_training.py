@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from tests.parity.ranks import Layout
-from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
+from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps=1e-2, warmup_steps=2)
@@ -22,19 +22,17 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, adam_eps
 MAX_GRAD_NORM = 0.5
 
 
-def make_batch() -> SequenceBatch:
+def make_batch() -> TokenBatch:
     """Eight sequences of different lengths with random masks, advantages and sampling log-probabilities."""
     generator = torch.Generator().manual_seed(3)
     mask, total = random_mask(generator), sum(LENGTHS)
-    return SequenceBatch(
-        lengths=LENGTHS,
-        token_ids=torch.randint(0, VOCAB, (total,), generator=generator),
-        tokens={
-            "loss_mask": mask,
-            "advantages": torch.randn(total, generator=generator),
-            "generation_logprobs": -torch.rand(total, generator=generator),
-        },
+    tokens = TokenFields(
+        token_ids=torch.randint(0, VOCAB, (total,), generator=generator).int(),
+        loss_mask=mask,
+        advantages=torch.randn(total, generator=generator),
+        generation_logprobs=-torch.rand(total, generator=generator),
     )
+    return TokenBatch(LENGTHS, tokens)
 
 
 def make_engine(
@@ -55,11 +53,11 @@ def make_engine(
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
 
-def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], ClippedPGLossFn, GlobalCounts]:
+def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], ClippedPGLossFn, GlobalCounts]:
     """This rank's share of `make_batch`, its microbatches, a loss without KL, and the counts of the whole step."""
     share, microbatches, _ = rank_share(make_batch(), layout)
     loss_fn = ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
-    return share, microbatches, loss_fn, GlobalCounts.of(make_batch())
+    return share, microbatches, loss_fn, step_counts(make_batch())
 
 
 def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
@@ -77,7 +75,8 @@ def gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dic
     found = []
     for model in models:
         engine = make_engine(layout, model, distributed=False)
-        engine.compute_gradients(*train_arguments(layout))
+        share, microbatches, loss_fn, counts = train_arguments(layout)
+        engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)
         found.append((gradients, engine.optimizer.grad_norm()))
     return found
@@ -86,13 +85,13 @@ def gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dic
 def hf_loss(model: torch.nn.Module) -> Tensor:
     """The policy-gradient loss at ratio 1, one sequence at a time."""
     batch = make_batch()
-    total = torch.zeros(())
-    columns = (batch.token_ids, batch.tokens["loss_mask"], batch.tokens["advantages"])
+    tokens, total = batch.fields, torch.zeros(())
+    columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.advantages)
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         logits = model(ids[None]).logits[0, :-1] / 0.8
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         total = total - (logprobs * advantages[1:] * mask[1:]).sum()
-    return total / batch.tokens["loss_mask"].sum()
+    return total / tokens.loss_mask.sum()
 
 
 def expect_gradients_of_transformers(

@@ -64,12 +64,12 @@ def bonus_on_rank(layout: Layout, model: TinyModel) -> tuple[float, dict[str, Te
 def hf_entropy(model: torch.nn.Module, temperature: float) -> Tensor:
     """The mean over the tokens in the loss, one sequence at a time."""
     batch = make_batch()
-    total = torch.zeros(())
-    masks = batch.tokens["loss_mask"].split(batch.lengths)
-    for ids, mask in zip(batch.token_ids.split(batch.lengths), masks, strict=True):
+    tokens, total = batch.fields, torch.zeros(())
+    columns = (tokens.token_ids.long(), tokens.loss_mask)
+    for ids, mask in zip(*(column.split(batch.lengths) for column in columns), strict=True):
         logits = model(ids[None]).logits[0, :-1] / temperature
         total = total + (torch.distributions.Categorical(logits=logits).entropy() * mask[1:]).sum()
-    return total / batch.tokens["loss_mask"].sum()
+    return total / tokens.loss_mask.sum()
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2)], ids=str)

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.packing import plan_microbatches
-from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.losses.interface import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
-from tests.parity.training import LENGTHS, merged
+from tests.parity.training import LENGTHS, fetched, merged, step_counts
 from tests.support.loss_oracle import CONFIGS
 from tests.support.tiny_models import TinyModel
 
@@ -24,13 +23,14 @@ Gradients = dict[str, Tensor]
 """By the names of transformers."""
 
 
-def learning_batch() -> SequenceBatch:
+def learning_batch() -> TokenBatch:
     """`make_batch` with all that any loss asks for, and ratios well away from 1."""
     batch, generator = make_batch(), torch.Generator().manual_seed(5)
-    for name in ("prev_logprobs", "reference_logprobs"):
-        batch.tokens[name] = -3 - torch.randn(len(batch.token_ids), generator=generator)
-    batch.tokens["generation_logprobs"] = batch.tokens["prev_logprobs"] + 0.2 * batch.tokens["generation_logprobs"]
-    batch.tokens["positive"] = torch.cat([torch.full((n,), float(i % 2)) for i, n in enumerate(batch.lengths)])
+    tokens, total = batch.fields, sum(batch.lengths)
+    tokens.prev_logprobs = -3 - torch.randn(total, generator=generator)
+    tokens.reference_logprobs = -3 - torch.randn(total, generator=generator)
+    tokens.generation_logprobs = tokens.prev_logprobs + 0.2 * tokens.generation_logprobs
+    tokens.positive = torch.cat([torch.full((n,), float(i % 2)) for i, n in enumerate(batch.lengths)])
     return batch
 
 
@@ -47,8 +47,8 @@ def gradients_on_rank(layout: Layout, model: TinyModel, cuts: dict[str, Cut]) ->
         batch = learning_batch().select(order)
         plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=microbatch_tokens)
         share = plan[parallel_state.get_data_parallel_rank()]
-        loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), GlobalCounts.of(batch)
-        metrics = engine.compute_gradients(batch, share, loss_fn, counts)
+        loss_fn, counts = ClippedPGLossFn(CONFIGS[name]), step_counts(batch)
+        metrics = engine.compute_gradients(fetched(engine, batch, loss_fn), share, loss_fn, counts)
         found[name] = sum(float(one["loss"]) for one in metrics), whole_gradients(engine)
     return found
 

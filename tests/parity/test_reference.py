@@ -110,7 +110,7 @@ def bad_gradient_on_rank(layout: Layout, model: TinyModel) -> tuple[float, bool,
     engine, undisturbed = make_engine(layout, model), make_engine(layout, model)
     batch, *rest = train_arguments(layout)
     spoilt = batch.select(list(range(len(batch))))
-    spoilt.tokens["advantages"][spoilt.tokens["loss_mask"] > 0] = float("inf")
+    spoilt.fields.advantages[spoilt.fields.loss_mask > 0] = float("inf")
     share = engine.train(spoilt, *rest)
     untouched = all(map(torch.equal, weights(engine), weights(undisturbed)))
     for one in (engine, undisturbed):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaForTokenClassification, PreTrainedMode
 
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.families import shape_of_folder
@@ -20,7 +20,7 @@ from megatron_grpo.models.value_head import as_value_model
 from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
 from megatron_grpo.policy.rank.value_rank import ValueRank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
-from tests.parity.training import LENGTHS, merged, random_mask, rank_share, whole_tensors
+from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel
 
 VALUE_LAYOUTS = [*LAYOUTS, Layout(data=2)]
@@ -57,13 +57,14 @@ def reward_models(
     return made
 
 
-def make_batch() -> SequenceBatch:
+def make_batch() -> TokenBatch:
     """Eight sequences of different lengths with random masks, returns and earlier values."""
     generator = torch.Generator().manual_seed(3)
     mask, total = random_mask(generator), sum(LENGTHS)
     values, returns = torch.randn(2, total, generator=generator)
     token_ids = torch.randint(1, VOCAB, (total,), generator=generator)  # transformers gives padding, 0, no gradient
-    return SequenceBatch(LENGTHS, token_ids, {"loss_mask": mask, "values": values, "returns": returns})
+    tokens = TokenFields(token_ids=token_ids.int(), loss_mask=mask, values=values, returns=returns)
+    return TokenBatch(LENGTHS, tokens)
 
 
 def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> ValueRank:
@@ -80,7 +81,8 @@ def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] 
     found: list[dict[int, Tensor] | None] = []
     for path in paths:
         share, microbatches, order = rank_share(make_batch(), layout)
-        values = make_engine(layout, path).values(share, microbatches)
+        engine = make_engine(layout, path)
+        values = engine.values(fetched(engine, share, None), microbatches)
         pieces = None if values is None else values.split(share.lengths)
         found.append(None if pieces is None else dict(zip(order, pieces, strict=True)))
     return found
@@ -94,26 +96,26 @@ def hf_values(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 def hf_loss(model: PreTrainedModel) -> Tensor:
     """The clipped loss, one sequence at a time."""
-    batch = make_batch()
-    total = torch.zeros(())
-    columns = (batch.token_ids, *(batch.tokens[name] for name in ("loss_mask", "values", "returns")))
+    tokens, total = make_batch().fields, torch.zeros(())
+    columns = (tokens.token_ids.long(), tokens.loss_mask, tokens.values, tokens.returns)
     for ids, mask, old, returns in zip(*(column.split(LENGTHS) for column in columns), strict=True):
         values = hf_values(model, ids)
         clipped = old + (values - old).clamp(-CLIP, CLIP)
         total = total + (torch.maximum((values - returns) ** 2, (clipped - returns) ** 2) * mask).sum()
-    return 0.5 * total / batch.tokens["loss_mask"].sum()
+    return 0.5 * total / tokens.loss_mask.sum()
 
 
-def train_arguments(layout: Layout) -> tuple[SequenceBatch, list[list[int]], MseValueLossFn, GlobalCounts]:
+def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], MseValueLossFn, GlobalCounts]:
     share, microbatches, _ = rank_share(make_batch(), layout)
-    return share, microbatches, MseValueLossFn(MseValueLossConfig(value_clip=CLIP)), GlobalCounts.of(make_batch())
+    return share, microbatches, MseValueLossFn(MseValueLossConfig(value_clip=CLIP)), step_counts(make_batch())
 
 
 def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str, Tensor], float, float]]:
     found = []
     for path in paths:
         engine = make_engine(layout, path, distributed=False)
-        shares = engine.compute_gradients(*train_arguments(layout))
+        share, microbatches, loss_fn, counts = train_arguments(layout)
+        shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         for parameter in engine.model.parameters():
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
@@ -129,7 +131,7 @@ def test_values_equal_transformers(layout: Layout, reward_models: dict[str, Rewa
         whole = {i: values for found in by_rank for i, values in (found[index] or {}).items()}
         model = reward_model.load()
         with torch.no_grad():
-            for i, ids in enumerate(make_batch().token_ids.split(LENGTHS)):
+            for i, ids in enumerate(make_batch().fields.token_ids.long().split(LENGTHS)):
                 torch.testing.assert_close(
                     whole[i], hf_values(model, ids), atol=2e-5, rtol=0, msg=lambda m, n=name: n + m
                 )

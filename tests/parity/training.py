@@ -6,8 +6,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.packing import plan_microbatches
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.losses.interface import GlobalCounts, LossFunction
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from megatron_grpo.policy.rank.value_rank import ValueRank
@@ -24,7 +25,32 @@ def random_mask(generator: torch.Generator) -> Tensor:
     return mask
 
 
-def rank_share(batch: SequenceBatch, layout: Layout) -> tuple[SequenceBatch, list[list[int]], list[int]]:
+def step_counts(batch: TokenBatch) -> GlobalCounts:
+    """Counts of an optimizer step on the whole batch, from its masks."""
+    masks = [piece.tolist() for piece in batch.fields.loss_mask.split(batch.lengths)]
+    return GlobalCounts(
+        tokens=sum(map(sum, masks)),
+        sequences=float(sum(map(any, masks))),
+        all_sequences=float(len(masks)),
+        positive_tokens=0.0 if batch.fields.positive is None else float(batch.fields.loss_mask @ batch.fields.positive),
+    )
+
+
+def fetched(model: PolicyRank | ValueRank, batch: TokenBatch, loss_fn: LossFunction | None) -> TokenBatch:
+    """The batch with no more than this rank gets in a run: the entries that its stage uses, and what follows from them.
+
+    Args:
+        model: this rank's.
+        batch: with every entry.
+        loss_fn: of an optimizer step; None: the pass only computes outputs.
+    """
+    names = {*model.stored_entries(loss_fn)}
+    if "sampled" in names:
+        names |= {"loss_mask", "positive"}
+    return TokenBatch(batch.lengths, TokenFields(**{n: v for n, v in batch.fields.present().items() if n in names}))
+
+
+def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list[int]], list[int]]:
     """This replica's sequences, its microbatches, and which sequences of the batch they are, as the driver plans it."""
     plan = plan_microbatches(batch.lengths, data_parallel=layout.data, microbatch_tokens=30, pad_to_multiple=2)
     mine = plan[parallel_state.get_data_parallel_rank()]

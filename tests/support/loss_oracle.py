@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.interface import GlobalCounts
 
 Row = dict[str, list[float]]
@@ -67,7 +68,7 @@ CONFIGS = {
 }
 
 
-def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor]]:
+def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor, TokenFields]:
     """float64, with ratios from about 0.3 to 3 and the loss on a span in the middle of each row."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,30 +81,30 @@ def random_batch(seed: int, sequences: int = 6, length: int = 9) -> tuple[Tensor
     for row in range(sequences):
         mask[row, 2 : 3 + (row * 3) % (length - 3)] = 1.0  # responses of unlike lengths: averages over them differ
         positive[row, 2:] = float(row % 2)
-    tokens = {
-        "loss_mask": mask,
-        "advantages": normal(1.0),
-        "prev_logprobs": curr + normal(0.5),
-        "generation_logprobs": curr + normal(0.5),
-        "reference_logprobs": curr + normal(0.3),
-        "entropy": normal(1.0).abs(),
-        "positive": positive,
-    }
+    tokens = TokenFields(
+        loss_mask=mask,
+        advantages=normal(1.0),
+        prev_logprobs=curr + normal(0.5),
+        generation_logprobs=curr + normal(0.5),
+        reference_logprobs=curr + normal(0.3),
+        entropy=normal(1.0).abs(),
+        positive=positive,
+    )
     return curr, tokens
 
 
-def counts_of(tokens: dict[str, Tensor]) -> GlobalCounts:
-    """Of a batch that is the whole step."""
-    mask = tokens["loss_mask"]
+def counts_of(tokens: TokenFields) -> GlobalCounts:
+    """Counts of a batch that is the whole step."""
+    mask = tokens.loss_mask
     return GlobalCounts(
         tokens=float(mask.sum()),
         sequences=float((mask.sum(dim=1) > 0).sum()),
         all_sequences=float(len(mask)),
-        positive_tokens=float((mask * tokens["positive"]).sum()),
+        positive_tokens=float((mask * tokens.positive).sum()),
     )
 
 
-def loop_loss(curr: Tensor, tokens: dict[str, Tensor], config: LossConfig) -> float:
+def loop_loss(curr: Tensor, tokens: TokenFields, config: LossConfig) -> float:
     """The definition, token by token."""
     rows = _rows(curr, tokens)
     losses = [[_token_loss(row, t, config) for t in range(len(row["now"]))] for row in rows]
@@ -119,12 +120,12 @@ def loop_loss(curr: Tensor, tokens: dict[str, Tensor], config: LossConfig) -> fl
     return total - config.positive_example_nll_weight * math.fsum(imitated) / len(imitated)
 
 
-def _rows(curr: Tensor, tokens: dict[str, Tensor]) -> list[Row]:
+def _rows(curr: Tensor, tokens: TokenFields) -> list[Row]:
     rows = []
     for row in range(curr.shape[0]):
-        inside = [t for t in range(curr.shape[1]) if tokens["loss_mask"][row, t] > 0]
+        inside = [t for t in range(curr.shape[1]) if tokens.loss_mask[row, t] > 0]
         if inside:
-            entries = {"now": curr, **tokens}
+            entries = {"now": curr, **tokens.present()}
             rows.append({name: [float(values[row, t]) for t in inside] for name, values in entries.items()})
     return rows
 

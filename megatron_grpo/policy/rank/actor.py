@@ -147,12 +147,16 @@ class RankActor:
 def save_checkpoint(rank: Any, folder: str) -> None:
     """Write this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import save_rank
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
 
-    save_rank(rank, folder)
+    with errors_told(f"{folder} cannot be written"):
+        save_rank(rank, folder)
 
 
 def load_checkpoint(rank: Any, folder: str) -> None:
     """Load this rank's part of a checkpoint; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import load_rank
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
 
-    load_rank(rank, folder)
+    with errors_told(f"{folder} cannot be loaded"):
+        load_rank(rank, folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_grpo.rollouts.batch import to_sequence_batch
 
 from megatron_grpo.algorithms.step_advantages import (
     groups_with_signal,
@@ -28,7 +29,6 @@ from megatron_grpo.losses.advantages import (
     group_advantages,
     reinforce_plus_plus_advantages,
 )
-from megatron_grpo.rollouts.batch import to_sequence_batch
 from tests.support.trajectories import make_trajectory
 
 PROMPT = 2

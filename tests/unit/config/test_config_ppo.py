@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron_grpo.preflight.load import compose_config
 from transformers import Qwen3Config
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.preflight.load import compose_config
 
 PPO = "+exp=quickstart_ppo"
 

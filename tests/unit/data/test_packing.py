@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.packing import fewest_microbatches, plan_microbatches, plan_replica
 
 
 def padded(lengths: list[int], microbatch: list[int], multiple: int) -> int:
@@ -40,7 +40,18 @@ def plainly_planned(
             f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
             f"shared out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
         )
-    low, high = 1, microbatch_tokens
+    areas = plain_rectangles(widths, wanted, microbatch_tokens)
+    shares: list[list[int]] = [[] for _ in range(data_parallel)]
+    for start in sorted(areas, key=lambda s: (-areas[s][0], s)):
+        lacking = [rank for rank in range(data_parallel) if len(shares[rank]) < wanted // data_parallel]
+        least = min(lacking, key=lambda rank: (sum(areas[s][0] for s in shares[rank]), rank))
+        shares[least].append(start)
+    return [[order[start : start + areas[start][1]] for start in share] for share in shares]
+
+
+def plain_rectangles(widths: list[int], wanted: int, budget: int) -> dict[int, tuple[int, int]]:
+    """(area, count) of each of the wanted rectangles, by the place where it starts."""
+    low, high = 1, budget
     while low < high:
         middle = (low + high) // 2
         enough = len(plainly_cut(widths, middle)) <= wanted
@@ -51,12 +62,7 @@ def plainly_planned(
         count = areas[largest][1]
         for start, part in (largest, count // 2), (largest + count // 2, count - count // 2):
             areas[start] = (part * widths[start], part)
-    shares: list[list[int]] = [[] for _ in range(data_parallel)]
-    for start in sorted(areas, key=lambda s: (-areas[s][0], s)):
-        lacking = [rank for rank in range(data_parallel) if len(shares[rank]) < wanted // data_parallel]
-        least = min(lacking, key=lambda rank: (sum(areas[s][0] for s in shares[rank]), rank))
-        shares[least].append(start)
-    return [[order[start : start + areas[start][1]] for start in share] for share in shares]
+    return areas
 
 
 def plainly_cut(widths: list[int], area: int) -> list[tuple[int, int]]:
@@ -160,18 +166,22 @@ def test_any_plan_keeps_its_promises(
     assert again == plan
 
 
-@settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), budget=st.integers(1, 400))
-def test_one_rank_gets_the_fewest_microbatches(lengths: list[int], budget: int) -> None:
-    """Against dynamic programming over all ways to cut the sequences in order of length."""
+def fewest_by_programming(lengths: list[int], budget: int) -> int:
+    """The fewest microbatches, by dynamic programming over all ways to cut the sequences in order of length."""
     order = sorted(lengths, reverse=True)
     fewest = [0] + [len(order)] * len(order)
     for end in range(1, len(order) + 1):
         for start in range(end):
             if end - start == 1 or order[start] * (end - start) <= budget:
                 fewest[end] = min(fewest[end], fewest[start] + 1)
+    return fewest[-1]
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), budget=st.integers(1, 400))
+def test_one_rank_gets_the_fewest_microbatches(lengths: list[int], budget: int) -> None:
     (plan,) = plan_microbatches(lengths, data_parallel=1, microbatch_tokens=budget, pad_to_multiple=1)
-    assert len(plan) == fewest[-1]
+    assert len(plan) == fewest_by_programming(lengths, budget)
 
 
 def test_equal_sequences_are_shared_out_equally() -> None:
@@ -202,3 +212,72 @@ def test_long_sequences_stand_alone() -> None:
 def test_what_cannot_be_shared_out_is_an_error(lengths: list[int], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_microbatches(lengths, data_parallel=ranks, microbatch_tokens=40, pad_to_multiple=1)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
+    budget=st.integers(1, 400),
+    multiple=st.sampled_from([1, 2, 3, 8]),
+)
+def test_the_only_replica_has_the_plan_of_one_rank(lengths: list[int], budget: int, multiple: int) -> None:
+    sizes = {"microbatch_tokens": budget, "pad_to_multiple": multiple}
+    fewest = fewest_microbatches(lengths, **sizes)
+    (expected,) = plan_microbatches(lengths, data_parallel=1, **sizes)
+    assert fewest == len(expected)
+    assert plan_replica(lengths, microbatches=fewest, **sizes) == expected
+    arrays = np.array(lengths, np.int64)
+    assert fewest_microbatches(arrays, **sizes) == fewest
+    from_array = plan_replica(arrays, microbatches=fewest, **sizes)
+    assert from_array == expected
+    assert {type(i) for microbatch in from_array for i in microbatch} == {int}
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=40),
+    budget=st.integers(1, 400),
+    multiple=st.sampled_from([1, 2, 3, 8]),
+    further=st.integers(0, 50),
+)
+def test_a_replica_makes_as_many_microbatches_as_the_others(
+    lengths: list[int], budget: int, multiple: int, further: int
+) -> None:
+    """`further` more than its own sequences need, as long as each has one."""
+    sizes = {"microbatch_tokens": budget, "pad_to_multiple": multiple}
+    wanted = fewest_microbatches(lengths, **sizes) + further
+    plan = plan_replica(lengths, microbatches=wanted, **sizes)
+    assert len(plan) == min(wanted, len(lengths))
+    assert sorted(i for microbatch in plan for i in microbatch) == list(range(len(lengths))), "each sequence once"
+    areas = [padded([max(length, 1) for length in lengths], microbatch, multiple) for microbatch in plan]
+    assert areas == sorted(areas, reverse=True), "the largest comes first"
+    for microbatch, area in zip(plan, areas, strict=True):
+        assert len(microbatch) == 1 or area <= budget
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    widths = [math.ceil(max(lengths[i], 1) / multiple) * multiple for i in order]
+    plain = plain_rectangles(widths, len(plan), budget)
+    starts = sorted(plain, key=lambda s: (-plain[s][0], s))
+    assert plan == [order[start : start + plain[start][1]] for start in starts]
+
+
+@settings(deadline=None)
+@given(
+    shares=st.integers(1, 12).flatmap(
+        lambda each: st.lists(st.lists(st.integers(1, 120), min_size=each, max_size=each), min_size=1, max_size=4)
+    ),
+    budget=st.integers(1, 300),
+    multiple=st.sampled_from([1, 2, 8]),
+)
+def test_replicas_with_equally_many_sequences_make_equally_many_microbatches(
+    shares: list[list[int]], budget: int, multiple: int
+) -> None:
+    """As the driver plans: sequences are dealt out before they are packed, and the largest share sets the number."""
+    sizes = {"microbatch_tokens": budget, "pad_to_multiple": multiple}
+    most = max(fewest_microbatches(share, **sizes) for share in shares)
+    assert {len(plan_replica(share, microbatches=most, **sizes)) for share in shares} == {most}
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 100), max_size=40), budget=st.integers(1, 400))
+def test_fewest_microbatches_by_dynamic_programming(lengths: list[int], budget: int) -> None:
+    assert fewest_microbatches(lengths, microbatch_tokens=budget) == fewest_by_programming(lengths, budget)

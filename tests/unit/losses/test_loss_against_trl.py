@@ -6,6 +6,7 @@ import inspect
 import math
 import textwrap
 from collections import defaultdict
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import counts_of, random_batch
 
@@ -79,16 +81,16 @@ def test_loss_and_gradients_equal_trl(case: str) -> None:
     config, options = CASES[case]
     curr, tokens = random_batch(12, sequences=SEQUENCES)
     if config.constant_normalizer_tokens:
-        tokens["loss_mask"][1] = 0  # a response that is left out counts in the constant all the same
+        tokens.loss_mask[1] = 0  # a response that is left out counts in the constant all the same
     if config.sequence_level_importance_ratios:  # TRL's form is for one advantage a response
-        tokens["advantages"] = tokens["advantages"][:, :1].expand_as(curr)
-    ours, theirs = ([curr.clone().requires_grad_(), tokens["entropy"].clone().requires_grad_()] for _ in range(2))
+        tokens.advantages = tokens.advantages[:, :1].expand_as(curr)
+    ours, theirs = ([curr.clone().requires_grad_(), tokens.entropy.clone().requires_grad_()] for _ in range(2))
     inputs = _inputs(tokens)
     if config.use_importance_sampling_correction:
         limits = {name: options.get(name) for name in ("mode", "clip_min", "clip_max")}
         inputs["importance_sampling_ratio"] = _sampling_weights(grpo_trainer, tokens, **limits)
     expected = grpo_trainer.GRPOTrainer._compute_loss(_trainer(*theirs, **options), None, inputs)
-    actual, _ = ClippedPGLossFn(config)(ours[0], {**tokens, "entropy": ours[1]}, counts_of(tokens))
+    actual, _ = ClippedPGLossFn(config)(ours[0], replace(tokens, entropy=ours[1]), counts_of(tokens))
     torch.testing.assert_close(actual, expected)
     for loss in (expected, actual):
         loss.backward()
@@ -97,22 +99,22 @@ def test_loss_and_gradients_equal_trl(case: str) -> None:
         torch.testing.assert_close(ours[1].grad, theirs[1].grad)
 
 
-def _inputs(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    length = tokens["loss_mask"].shape[1]
+def _inputs(tokens: TokenFields) -> dict[str, Tensor]:
+    length = tokens.loss_mask.shape[1]
     return {
         "prompt_ids": torch.zeros(SEQUENCES, 1, dtype=torch.int64),
         "prompt_mask": torch.ones(SEQUENCES, 1, dtype=torch.int64),
         "completion_ids": torch.zeros(SEQUENCES, length, dtype=torch.int64),
-        "completion_mask": tokens["loss_mask"],
-        "advantages": tokens["advantages"],
-        "old_per_token_logps": tokens["prev_logprobs"],
-        "ref_per_token_logps": tokens["reference_logprobs"],
-        "num_items_in_batch": tokens["loss_mask"].sum(),
+        "completion_mask": tokens.loss_mask,
+        "advantages": tokens.advantages,
+        "old_per_token_logps": tokens.prev_logprobs,
+        "ref_per_token_logps": tokens.reference_logprobs,
+        "num_items_in_batch": tokens.loss_mask.sum(),
     }
 
 
 def _sampling_weights(
-    grpo_trainer: ModuleType, tokens: dict[str, Tensor], mode: str, clip_min: float | None, clip_max: float | None
+    grpo_trainer: ModuleType, tokens: TokenFields, mode: str, clip_min: float | None, clip_max: float | None
 ) -> Tensor:
     """The statements of GRPOTrainer._generate_and_score_completions about vLLM's log-probabilities, run as they are."""
     source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
@@ -123,9 +125,9 @@ def _sampling_weights(
         "torch": torch,
         "math": math,
         "tool_mask": None,
-        "completion_mask": tokens["loss_mask"],
-        "old_per_token_logps": tokens["prev_logprobs"],
-        "sampling_per_token_logps": tokens["generation_logprobs"],
+        "completion_mask": tokens.loss_mask,
+        "old_per_token_logps": tokens.prev_logprobs,
+        "sampling_per_token_logps": tokens.generation_logprobs,
         "self": SimpleNamespace(
             vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_min=clip_min,

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.data.packing import plan_microbatches
 from megatron_grpo.losses.importance_correction import sampling_correction
 from megatron_grpo.losses.interface import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, loop_loss, random_batch
+from tests.support.token_fields import mapped
 
 ONE = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
 
@@ -34,7 +36,7 @@ def test_loss_matches_a_loop_over_tokens(name: str) -> None:
 def test_gradient_matches_finite_differences(name: str) -> None:
     curr, tokens = random_batch(2, sequences=3, length=6)
     if CONFIGS[name].sequence_level_importance_ratios:  # its other gradient has a test of its own
-        tokens["advantages"] = tokens["advantages"][:, :1].expand_as(curr)
+        tokens.advantages = tokens.advantages[:, :1].expand_as(curr)
     loss_fn = ClippedPGLossFn(CONFIGS[name])
     assert torch.autograd.gradcheck(
         lambda x: loss_fn(x, tokens, counts_of(tokens))[0], (curr.clone().requires_grad_(),)
@@ -44,14 +46,14 @@ def test_gradient_matches_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_may_hold_anything(name: str) -> None:
     curr, tokens = random_batch(3)
-    dirty = {key: value.clone() for key, value in tokens.items()}
-    outside = tokens["loss_mask"] == 0
-    dirty["prev_logprobs"][outside] = math.inf
-    dirty["generation_logprobs"][outside] = math.nan
-    dirty["reference_logprobs"][outside] = math.nan
-    dirty["entropy"][outside] = math.nan
-    dirty["positive"][outside] = math.nan
-    dirty["advantages"][outside] = -math.inf
+    dirty = mapped(tokens, Tensor.clone)
+    outside = tokens.loss_mask == 0
+    dirty.prev_logprobs[outside] = math.inf
+    dirty.generation_logprobs[outside] = math.nan
+    dirty.reference_logprobs[outside] = math.nan
+    dirty.entropy[outside] = math.nan
+    dirty.positive[outside] = math.nan
+    dirty.advantages[outside] = -math.inf
     clean_input, dirty_input = curr.clone(), curr.clone()
     dirty_input[outside] = -math.inf
     results = []
@@ -82,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
     curr.requires_grad_()
     whole, whole_metrics = loss_fn(curr, tokens, counts)
     (whole_gradient,) = torch.autograd.grad(whole, curr)
-    lengths = [int(row.nonzero().max()) + 1 for row in tokens["loss_mask"]]
+    lengths = [int(row.nonzero().max()) + 1 for row in tokens.loss_mask]
     plan = plan_microbatches(
         [lengths[row] for row in order],
         data_parallel=data_parallel,
@@ -96,7 +98,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
         def fit(values: Tensor) -> Tensor:
             return torch.nn.functional.pad(values[rows], (0, width - values.shape[1]))
 
-        return loss_fn(fit(curr), {key: fit(value) for key, value in tokens.items()}, counts)
+        return loss_fn(fit(curr), mapped(tokens, fit), counts)
 
     parts = [part([order[i] for i in microbatch]) for rank in plan for microbatch in rank]
     total = torch.stack([loss for loss, _ in parts]).sum()
@@ -110,12 +112,12 @@ def test_loss_and_gradient_do_not_depend_on_how_the_step_is_cut_up(
 
 def test_without_previous_logprobs_the_step_is_on_policy() -> None:
     curr, tokens = random_batch(5)
-    del tokens["prev_logprobs"]
+    tokens.prev_logprobs = None
     config = CONFIGS["plain"]
     values = curr.clone().requires_grad_()
     loss, metrics = ClippedPGLossFn(config)(values, tokens, counts_of(tokens))
     loss.backward()
-    mask, advantages = tokens["loss_mask"], tokens["advantages"]
+    mask, advantages = tokens.loss_mask, tokens.advantages
     assert values.grad is not None
     # At ratio 1 the gradient is REINFORCE's: -A * d(logprob), averaged over tokens.
     torch.testing.assert_close(values.grad, -advantages * mask / mask.sum())
@@ -128,10 +130,10 @@ def test_cispo_gives_every_token_its_clipped_ratio_as_weight() -> None:
     config = LossConfig(reference_policy_kl_penalty=0.0, use_cispo=True, ratio_clip_min=1.0, ratio_clip_max=0.3)
     values = curr.clone().requires_grad_()
     ClippedPGLossFn(config)(values, tokens, counts_of(tokens))[0].backward()
-    weights = (curr - tokens["prev_logprobs"]).exp().clamp(max=1.3)
-    mask = tokens["loss_mask"]
+    weights = (curr - tokens.prev_logprobs).exp().clamp(max=1.3)
+    mask = tokens.loss_mask
     assert values.grad is not None
-    torch.testing.assert_close(values.grad, -weights * tokens["advantages"] * mask / mask.sum())
+    torch.testing.assert_close(values.grad, -weights * tokens.advantages * mask / mask.sum())
     assert (weights == 1.3).any(), "the batch has to reach the bound to test it"
 
 
@@ -139,11 +141,11 @@ def test_cispo_gives_every_token_its_clipped_ratio_as_weight() -> None:
 def test_on_the_first_step_every_surrogate_has_the_gradient_of_reinforce(name: str) -> None:
     """At ratio 1 nothing is clipped, so all of them are -A * d(logprob), each averaged its own way."""
     curr, tokens = random_batch(14)
-    del tokens["prev_logprobs"]
+    tokens.prev_logprobs = None
     config = replace(CONFIGS[name], reference_policy_kl_penalty=0.0)
     values = curr.clone().requires_grad_()
     ClippedPGLossFn(config)(values, tokens, counts_of(tokens))[0].backward()
-    mask, advantages = tokens["loss_mask"], tokens["advantages"]
+    mask, advantages = tokens.loss_mask, tokens.advantages
     expected = -advantages * mask / mask.sum()
     if name == "gspo":  # a mean over responses
         expected = -advantages * mask / mask.sum(dim=1, keepdim=True) / len(mask)
@@ -153,7 +155,7 @@ def test_on_the_first_step_every_surrogate_has_the_gradient_of_reinforce(name: s
 def test_a_forced_on_policy_ratio_ignores_the_old_policy() -> None:
     curr, tokens = random_batch(15)
     config = LossConfig(reference_policy_kl_penalty=0.0, force_on_policy_ratio=True)
-    without = {name: value for name, value in tokens.items() if name != "prev_logprobs"}
+    without = replace(tokens, prev_logprobs=None)
     gradients = []
     for batch in (tokens, without):
         values = curr.clone().requires_grad_()
@@ -170,10 +172,10 @@ def test_gspo_leaves_advantages_of_tokens_in_their_places() -> None:
     config = replace(CONFIGS["gspo"], reference_policy_kl_penalty=0.0, ratio_clip_min=1.0, ratio_clip_max=1e6)
     values = curr.clone().requires_grad_()
     ClippedPGLossFn(config)(values, tokens, counts_of(tokens))[0].backward()
-    mask = tokens["loss_mask"]
+    mask = tokens.loss_mask
     n = mask.sum(dim=1, keepdim=True)
-    s = (((curr - tokens["prev_logprobs"]) * mask).sum(dim=1, keepdim=True) / n).exp()
-    torch.testing.assert_close(values.grad, -s * tokens["advantages"] * mask / n / len(mask))
+    s = (((curr - tokens.prev_logprobs) * mask).sum(dim=1, keepdim=True) / n).exp()
+    torch.testing.assert_close(values.grad, -s * tokens.advantages * mask / n / len(mask))
 
 
 @pytest.mark.parametrize("name", ["plain", "gspo", "sapo", "correction", "gspo_corrected", "on_policy_kl", "dual"])
@@ -181,10 +183,10 @@ def test_gspo_leaves_advantages_of_tokens_in_their_places() -> None:
 def test_absurd_ratios_stay_finite(name: str, far: float) -> None:
     """Also in float32, and where the advantage is 0: infinity times that would be NaN."""
     curr, tokens = random_batch(18)
-    tokens = {key: value.float() for key, value in tokens.items()}
-    tokens["advantages"][:, 3] = 0.0
-    tokens["prev_logprobs"][:, 3] -= far
-    tokens["generation_logprobs"][:, 4] += far
+    tokens = mapped(tokens, Tensor.float)
+    tokens.advantages[:, 3] = 0.0
+    tokens.prev_logprobs[:, 3] -= far
+    tokens.generation_logprobs[:, 4] += far
     values = curr.float().requires_grad_()
     loss, _ = ClippedPGLossFn(CONFIGS[name])(values, tokens, counts_of(tokens))
     loss.backward()
@@ -216,7 +218,7 @@ def test_limits_of_the_sampling_correction_are_inside(kind: str, low: float, hig
         truncated_importance_sampling_ratio=high,
         truncated_importance_sampling_ratio_min=low,
     )
-    logprobs = random_batch(19)[1]["generation_logprobs"]
+    logprobs = random_batch(19)[1].generation_logprobs
     mask = torch.ones_like(logprobs, dtype=torch.bool)
     correction = sampling_correction(logprobs, logprobs, mask, config)
     assert (correction.weights == 1).all()
@@ -236,13 +238,13 @@ def test_on_policy_kl_has_the_gradient_of_the_exact_divergence() -> None:
         # is linear in the weight of a sequence, so the weighted sum of losses is the expectation.
         total = torch.zeros((), dtype=torch.float64)
         for token in range(11):
-            tokens = {
-                "loss_mask": torch.ones(1, 1),
-                "advantages": torch.zeros(1, 1, dtype=torch.float64),
-                "generation_logprobs": prev[token].view(1, 1),
-                "prev_logprobs": prev[token].view(1, 1),
-                "reference_logprobs": reference[token].view(1, 1),
-            }
+            tokens = TokenFields(
+                loss_mask=torch.ones(1, 1),
+                advantages=torch.zeros(1, 1, dtype=torch.float64),
+                generation_logprobs=prev[token].view(1, 1),
+                prev_logprobs=prev[token].view(1, 1),
+                reference_logprobs=reference[token].view(1, 1),
+            )
             config = LossConfig(reference_policy_kl_penalty=1.0, use_on_policy_kl_approximation=True)
             loss, _ = ClippedPGLossFn(config)(curr[token].view(1, 1), tokens, ONE)
             total = total + prev[token].exp() * loss
@@ -262,9 +264,8 @@ def test_on_policy_kl_has_the_gradient_of_the_exact_divergence() -> None:
 def test_an_option_that_the_data_cannot_support_is_an_error(name: str, entry: str, key: str) -> None:
     curr, tokens = random_batch(9)
     counts = counts_of(tokens)
-    del tokens[entry]
     with pytest.raises(ValueError, match=f"loss_fn.{key} needs {entry}"):
-        ClippedPGLossFn(CONFIGS[name])(curr, tokens, counts)
+        ClippedPGLossFn(CONFIGS[name])(curr, replace(tokens, **{entry: None}), counts)
 
 
 @pytest.mark.parametrize("name", ["plain", "sequences", "dr_grpo"])
@@ -273,8 +274,8 @@ def test_a_response_that_is_left_out_changes_the_average_as_documented(name: str
     curr, tokens = random_batch(10)
     whole = ClippedPGLossFn(CONFIGS[name])(curr, tokens, counts_of(tokens))[0]
     rows = len(curr)
-    padded = {entry: torch.cat([values, values]) for entry, values in tokens.items()}
-    padded["loss_mask"][rows:] = 0
+    padded = mapped(tokens, lambda values: torch.cat([values, values]))
+    padded.loss_mask[rows:] = 0
     loss = ClippedPGLossFn(CONFIGS[name])(torch.cat([curr, curr]), padded, counts_of(padded))[0]
     torch.testing.assert_close(loss, whole / 2 if name == "dr_grpo" else whole)
 

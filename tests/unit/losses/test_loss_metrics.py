@@ -18,8 +18,8 @@ def test_metrics_match_a_loop_over_tokens() -> None:
     config = CONFIGS["everything"]
     _, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
     actual = {key: value.item() for key, value in metrics.items() if key != "loss"}
-    inside = tokens["loss_mask"] > 0
-    columns = {"curr": curr, **tokens}
+    inside = tokens.loss_mask > 0
+    columns = {"curr": curr, **tokens.present()}
     values = zip(*(column[inside].tolist() for column in columns.values()), strict=True)
     rows = [SimpleNamespace(**dict(zip(columns, row, strict=True))) for row in values]
     for row in rows:
@@ -73,8 +73,8 @@ def test_cispo_counts_every_ratio_beyond_its_bounds() -> None:
     curr, tokens = random_batch(14, sequences=16)
     config = LossConfig(reference_policy_kl_penalty=0.0, use_cispo=True, ratio_clip_min=0.3, ratio_clip_max=0.2)
     _, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
-    inside = tokens["loss_mask"] > 0
-    ratios = [math.exp(value) for value in (curr - tokens["prev_logprobs"])[inside].tolist()]
+    inside = tokens.loss_mask > 0
+    ratios = [math.exp(value) for value in (curr - tokens.prev_logprobs)[inside].tolist()]
     low, high = sum(ratio < 0.7 for ratio in ratios), sum(ratio > 1.2 for ratio in ratios)
     assert 0 < low < high < len(ratios) / 2, "the batch has to tell the two from each other and from their opposites"
     assert metrics["clip_fraction_low"].item() == pytest.approx(low / len(ratios))
@@ -85,7 +85,7 @@ def test_cispo_counts_every_ratio_beyond_its_bounds() -> None:
 def test_log_ratios_without_bounds_stay_numbers() -> None:
     """A token that one framework gives 0 and the other nearly 1: e^99 would be infinite, infinity minus it NaN."""
     curr, tokens = random_batch(13)
-    tokens["generation_logprobs"] = tokens["prev_logprobs"] - 99
+    tokens.generation_logprobs = tokens.prev_logprobs - 99
     for name, config in CONFIGS.items():
         loss, metrics = ClippedPGLossFn(config)(curr, tokens, counts_of(tokens))
         values = {key: float(value) for key, value in metrics.items()}

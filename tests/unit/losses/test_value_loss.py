@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
+from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.interface import GlobalCounts, combine_metrics
 from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+from tests.support.token_fields import mapped
 
 
-def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor], GlobalCounts]:
+def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, TokenFields, GlobalCounts]:
     """Values, the loss's entries and counts; NaN outside the mask."""
     generator = torch.Generator().manual_seed(5)
     values, old, returns = torch.randn(3, rows, length, generator=generator, dtype=torch.float64)
@@ -26,17 +28,17 @@ def make_batch(rows: int = 6, length: int = 9) -> tuple[Tensor, dict[str, Tensor
     outside = mask == 0
     for tensor in (values, old, returns):
         tensor[outside] = math.nan
-    tokens = {"loss_mask": mask, "values": old, "returns": returns}
+    tokens = TokenFields(loss_mask=mask, values=old, returns=returns)
     return values, tokens, GlobalCounts(tokens=float(mask.sum()), sequences=rows, all_sequences=rows)
 
 
 ONE = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
 
 
-def by_hand(values: Tensor, tokens: dict[str, Tensor], clip: float | None) -> tuple[float, float]:
+def by_hand(values: Tensor, tokens: TokenFields, clip: float | None) -> tuple[float, float]:
     """(loss, clip fraction), token by token."""
     losses, clipped = [], []
-    columns = (values, tokens["values"], tokens["returns"], tokens["loss_mask"])
+    columns = (values, tokens.values, tokens.returns, tokens.loss_mask)
     for v, old, target, inside in zip(*(column.flatten().tolist() for column in columns), strict=True):
         if not inside:
             continue
@@ -60,7 +62,7 @@ def test_the_loss_is_its_definition(clip: float | None) -> None:
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_the_gradient_is_that_of_finite_differences(clip: float | None) -> None:
     values, tokens, counts = make_batch(2, 4)
-    tokens = {name: tensor.nan_to_num() for name, tensor in tokens.items()}
+    tokens = mapped(tokens, Tensor.nan_to_num)
     loss_fn = MseValueLossFn(MseValueLossConfig(value_clip=clip))
     values = values.nan_to_num().requires_grad_()
     assert torch.autograd.gradcheck(lambda v: loss_fn(v, tokens, counts)[0], values)
@@ -71,17 +73,16 @@ def test_nothing_outside_the_mask_gets_a_gradient() -> None:
     values.requires_grad_()
     MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[0].backward()
     assert values.grad is not None
-    assert torch.equal(
-        values.grad[tokens["loss_mask"] == 0], torch.zeros(int((tokens["loss_mask"] == 0).sum())).double()
-    )
+    assert torch.equal(values.grad[tokens.loss_mask == 0], torch.zeros(int((tokens.loss_mask == 0).sum())).double())
 
 
 def test_a_value_past_the_clip_only_returns() -> None:
     """Moved by 1 with clip 0.2: towards the return there is no gradient left, away from it there is all of it."""
     for target, expected in ((3.0, 0.0), (-1.0, 2.0)):
         value = torch.tensor([[1.0]], requires_grad=True)
-        tokens = {name: torch.tensor([[number]]) for name, number in (("loss_mask", 1.0), ("values", 0.0))}
-        tokens["returns"] = torch.tensor([[target]])
+        tokens = TokenFields(
+            loss_mask=torch.tensor([[1.0]]), values=torch.tensor([[0.0]]), returns=torch.tensor([[target]])
+        )
         loss, _ = MseValueLossFn(MseValueLossConfig(value_clip=0.2))(value, tokens, ONE)
         loss.backward()
         assert value.grad is not None
@@ -101,7 +102,7 @@ def test_it_does_not_matter_how_the_step_is_cut_up(order: list[int], cuts: set[i
         for rows in parts:
             loss, metrics = loss_fn(
                 pad(values[rows], (0, padding), value=math.nan),
-                {name: pad(tensor[rows], (0, padding)) for name, tensor in tokens.items()},
+                mapped(tokens, lambda entry, rows=rows: pad(entry[rows], (0, padding))),
                 counts,
             )
             total = total + loss
@@ -116,7 +117,7 @@ def test_it_does_not_matter_how_the_step_is_cut_up(order: list[int], cuts: set[i
     torch.testing.assert_close(gradient, whole_gradient)
 
 
-def finished(values: Tensor, tokens: dict[str, Tensor], counts: GlobalCounts) -> dict[str, float]:
+def finished(values: Tensor, tokens: TokenFields, counts: GlobalCounts) -> dict[str, float]:
     shares = MseValueLossFn(MseValueLossConfig())(values, tokens, counts)[1]
     metrics = {name: float(value) for name, value in shares.items()}
     add_explained_variance(metrics)
@@ -127,19 +128,19 @@ def test_explained_variance_is_that_of_the_values_before_the_step() -> None:
     """The current ones have been fitted to these very returns: they would explain them however poor the model is."""
     values, tokens, counts = make_batch()
     metrics = finished(values, tokens, counts)
-    inside = tokens["loss_mask"] > 0
-    target, error = tokens["returns"][inside].tolist(), (tokens["returns"] - tokens["values"])[inside].tolist()
+    inside = tokens.loss_mask > 0
+    target, error = tokens.returns[inside].tolist(), (tokens.returns - tokens.values)[inside].tolist()
     expected = 1 - statistics.pvariance(error) / statistics.pvariance(target)
     assert metrics["explained_variance"] == pytest.approx(expected, abs=1e-10)
-    assert metrics["value_mean"] == pytest.approx(tokens["values"][inside].mean().item())
+    assert metrics["value_mean"] == pytest.approx(tokens.values[inside].mean().item())
     assert set(metrics) == {"loss", "value_clip_fraction", "value_mean", "return_mean", "explained_variance"}
-    fitted = finished(tokens["returns"], tokens, counts)
+    fitted = finished(tokens.returns, tokens, counts)
     assert fitted["explained_variance"] == metrics["explained_variance"]
 
 
 def test_a_constant_error_is_no_variance() -> None:
     values, tokens, counts = make_batch()
-    tokens["values"] = tokens["returns"] + 5.0
+    tokens.values = tokens.returns + 5.0
     assert finished(values, tokens, counts)["explained_variance"] == pytest.approx(1.0, abs=1e-10)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
@@ -48,9 +49,9 @@ TRAJECTORY = Trajectory(
     prompt_idx=3,
     group=0,
     sample=1,
-    token_ids=[1, 2, 3],
+    token_ids=np.array([1, 2, 3], np.int32),
     spans=[Span(1, 3, 5)],
-    logprobs=[-0.1, -1 / 3],
+    logprobs=np.array([-0.1, -1 / 3], np.float32),
     response="42",
     stop_reason="stop",
     reward=1.0,
@@ -133,13 +134,14 @@ def test_rollouts_hold_everything_about_a_sample(tmp_path: Path, config: Config)
         "sample": 1,
         "token_ids": [1, 2, 3],
         "spans": [[1, 3, 5]],
-        "logprobs": [-0.1, -1 / 3],
+        "logprobs": [float(np.float32(-0.1)), float(np.float32(-1 / 3))],
         "response": "42",
         "stop_reason": "stop",
         "reward": 1.0,
         "reward_parts": {},
         "correct": True,
         "loss_multiplier": 1.0,
+        "failure": None,
     }
 
 

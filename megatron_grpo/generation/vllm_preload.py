@@ -1,0 +1,18 @@
+"""What the processes of a CPU engine have in common, imported once by the process that they are forked from."""
+
+import gc
+import importlib
+
+MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.model_loader",
+    "megatron_grpo.generation.vllm_cpu_worker",
+    "megatron_grpo.refit.broadcast.receiver",
+)
+
+for module in MODULES:
+    importlib.import_module(module)
+gc.collect()
+gc.freeze()  # a collection in a forked process would write to, and so copy, every page of what is imported here

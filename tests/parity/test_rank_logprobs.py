@@ -1,0 +1,77 @@
+"""Log-probabilities of every token under the policy and its reference, as ranks report them, against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
+from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
+from tests.parity.training import fetched, merged, rank_share, whole_tensors
+from tests.support.tiny_models import TinyModel, logprobs_of_logits
+
+TEMPERATURE = 0.8
+BySequence = dict[int, Tensor]
+"""Log-probabilities by number of the sequence."""
+
+
+def logprobs_on_rank(layout: Layout, model: TinyModel) -> tuple[list[BySequence], dict[str, Tensor]]:
+    """Those of the policy, then after a step of training those of reference and policy; and the weights then.
+
+    No log-probabilities on ranks that do not report.
+    """
+    config = PolicyConfig(
+        model=ModelConfig(path=str(model.path)),
+        parallel=layout.parallel,
+        precision="float32",
+        optimizer=replace(OPTIMIZER, warmup_steps=0),
+    )
+    rank = PolicyRank(
+        config,
+        model.shape,
+        str(model.path),
+        reference=ReferenceConfig(),
+        temperature=TEMPERATURE,
+        decay_steps=100,
+    )
+    share, microbatches, order = rank_share(make_batch(), layout)
+    batch = fetched(rank, share, None)
+    found = [rank.logprobs(batch, microbatches)]
+    rank.train(*train_arguments(layout))
+    found += [rank.reference_logprobs(batch, microbatches), rank.logprobs(batch, microbatches)]
+    assert all((values is not None) == rank.is_reporter for values in found)
+    reported = [values for values in found if values is not None]
+    assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)
+    return [dict(zip(order, values.split(share.lengths), strict=True)) for values in reported], whole_tensors(rank)
+
+
+def expect_logprobs(actual: list[BySequence], model: PreTrainedModel) -> None:
+    """Of every sequence, from one replica, and equal to those of transformers."""
+    batch = make_batch()
+    assert sorted(number for found in actual for number in found) == list(range(len(batch)))
+    for found in actual:
+        for number, logprobs in found.items():
+            token_ids = batch.fields.token_ids.long().split(batch.lengths)[number][None]
+            with torch.no_grad():
+                expected = logprobs_of_logits(model(token_ids).logits / TEMPERATURE, token_ids)
+            torch.testing.assert_close(logprobs, expected[0], atol=2e-5 / TEMPERATURE, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(data=2)], ids=str)
+def test_ranks_report_the_logprobs_of_transformers(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
+    """Each rank with no more of the batch than it fetches in a run."""
+    tiny = tiny_models["qwen3_tied"]
+    by_rank = run_on_ranks(layout, logprobs_on_rank, tiny)
+    before, reference, after = zip(*(reported for reported, _ in by_rank if reported), strict=True)
+    start, trained = tiny.load(), tiny.load()
+    trained.load_state_dict(merged([weights for _, weights in by_rank]), strict=False)
+    expect_logprobs(before, start)
+    expect_logprobs(reference, start)
+    expect_logprobs(after, trained)
+    assert any((after[0][number] - before[0][number]).abs().max() > 1e-2 for number in before[0])
