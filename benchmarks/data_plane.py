@@ -77,9 +77,7 @@ def _measure(options: argparse.Namespace, source: str, script: str, samples: int
         file = Path(folder) / "figures.json"
         command = [sys.executable, str(HERE / script), json.dumps(sizes), str(file), folder]
         environment = environment_of(side.packages)
-        subprocess.run(
-            command, cwd=side.packages, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True
-        )
+        subprocess.run(command, cwd=side.packages, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
         return {**json.loads(file.read_text()), "commit": commit}
 
 

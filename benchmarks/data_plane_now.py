@@ -39,9 +39,9 @@ from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import FiniteGuard
-from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
 
 TOGETHER = 16
 """Responses that an engine hands over in one message: as many as end within its pace."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig

@@ -21,7 +21,7 @@ from megatron_grpo.observability.json_files import read_lines, write_json
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.summary import write_summary
+from megatron_grpo.observability.summary import Ending, write_summary
 from megatron_grpo.observability.timers import StepTimer
 
 
@@ -181,14 +181,17 @@ def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:
 
 def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     logger = RunLogger(tmp_path, config)
-    logger.started(startup_s=2.5, changes=["grpo.max_num_steps: 3 -> 6"])
+    parts = {"ray": 1.5, "engine": 2.0}
+    logger.started(startup_s=2.5, parts=parts, changes=["grpo.max_num_steps: 3 -> 6"])
     run_steps(logger, range(1, 7))
     logger.finish()
     logger.close()
     logger.close()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["startup_s"] == 2.5
+    assert summary["startup_parts_s"] == {"ray": 1.5, "engine": 2.0}
     assert summary["steps"] == 6
+    assert (summary["outcome"], summary["reason"]) == ("completed", None)
     picture = imread(tmp_path / "curves.png")
     assert picture.shape[1] > 1000
     assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 10
@@ -196,6 +199,33 @@ def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsy
     assert "grpo.max_num_steps: 3 -> 6" in printed
     assert "step 6/6" in printed
     assert "0.300 -> 0.900" in printed
+
+
+def test_a_run_that_ends_early_or_fails_says_why(tmp_path: Path, config: Config) -> None:
+    logger = RunLogger(tmp_path, config)
+    logger.started(startup_s=2.5)
+    run_steps(logger, range(1, 3))
+    logger.ends_early("early_stop", "val_accuracy is 0.9")
+    logger.finish()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["outcome"], summary["reason"]) == ("early_stop", "val_accuracy is 0.9")
+    logger.write_summary(Ending("failed", "the engine died"))
+    logger.close()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["outcome"], summary["reason"], summary["steps"]) == ("failed", "the engine died", 2)
+    assert summary["startup_s"] == 2.5
+    assert summary["train_s"] >= 0
+
+
+def test_what_is_printed_is_in_the_driver_s_log(
+    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = RunLogger(tmp_path, config)
+    with caplog.at_level("INFO", "megatron_grpo"):
+        logger.note("100% of the data is used up")
+        run_steps(logger, range(3, 4))
+    logger.close()
+    assert [record.getMessage() for record in caplog.records] == ["100% of the data is used up", "step 3 took 0.400 s"]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path, config: Config) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-
 from megatron_grpo.data.sequences import SequenceBatch
+
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.rank_group import _Shard
 from megatron_grpo.policy.interface import StepShare
