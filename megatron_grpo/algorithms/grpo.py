@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn
 from megatron_grpo.algorithms.logprobs_stage import add_logprobs
-from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.publishing import publish, refit_policy_generation
 from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.scoring import score
@@ -75,6 +75,6 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
-        transfer = refit_policy_generation(run.transport, number)
+        transfer = publish(run.transport, number)
     metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch)}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

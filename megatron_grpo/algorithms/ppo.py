@@ -8,7 +8,7 @@ from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn, learn_values
 from megatron_grpo.algorithms.logprobs_stage import add_logprobs
 from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.publishing import publish
 from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.scoring import score
@@ -74,6 +74,6 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         with timer.phase("train"):
             learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
-        transfer = refit_policy_generation(run.transport, number)
+        transfer = publish(run.transport, number)
     metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch), **of_values}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

@@ -106,9 +106,32 @@ class Phases:
     def leave(self, token: object) -> None:
         """End the phase that `enter` returned this for."""
         with self._lock:
-            del self._active[token]
+            self._active.pop(token, None)  # not there any more: the process was forked within it
             if not self._active:
                 self.idle_since = time.time()
+
+    def before_fork(self) -> None:
+        """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child.
+
+        The clock that `HeartbeatWriter` winds up is such a thing as well, so it is stopped until the next beat.
+        """
+        self._lock.acquire()
+        faulthandler.cancel_dump_traceback_later()
+
+    def after_fork(self) -> None:
+        """Let other threads in again."""
+        self._lock.release()
+
+    def forget(self) -> None:
+        """In a forked process: it is in none of its parent's phases, and does not write its parent's record."""
+        self._active.clear()
+        self.idle_since, self.writer = time.time(), None
+        self._lock.release()
+
+    def wind_up(self, log: TextIO) -> None:
+        """Have all stacks written into `log` unless this is called again in time."""
+        with self._lock:
+            faulthandler.dump_traceback_later(FROZEN_S, file=log)
 
     def current(self) -> tuple[Phase, ...]:
         """Those that the process is in, the first entered first; calls in the phase of another are counted with it."""
@@ -121,6 +144,7 @@ class Phases:
 
 
 _phases = Phases()
+os.register_at_fork(before=_phases.before_fork, after_in_parent=_phases.after_fork, after_in_child=_phases.forget)
 
 
 class PhaseScope(ContextDecorator):
@@ -216,7 +240,7 @@ class HeartbeatWriter:
         while True:
             # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
             # itself needs no lock.
-            faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
+            _phases.wind_up(self._log)
             if self._stopped.wait(BEAT_S):
                 return
             self._write()

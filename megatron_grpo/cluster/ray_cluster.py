@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster.process_log import log_environment
+from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.cluster.signals import own_sigterm_handler_kept
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
@@ -28,30 +29,35 @@ class RayCluster:
         self._engine_groups: list[PlacementGroup] = []
 
     def start(self) -> None:
-        """Start Ray on this machine, or join the cluster at `cluster.ray_address`."""
+        """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
+
+        Raises:
+            RunError: no cluster answers there, or Ray does not start here.
+        """
         with own_sigterm_handler_kept():
             self._start()
 
     def _start(self) -> None:
-        if self.config.ray_address is not None:
+        address = self.config.ray_address
+        if address is not None:
+            reason = malformed(address) or unreachable(address)
+            if reason is not None:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
+            environment = {"env_vars": log_environment()}
             try:
-                ray.init(
-                    address=self.config.ray_address,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    runtime_env={"env_vars": log_environment()},
-                )
-            except ConnectionError as error:
-                raise RunError(
-                    f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
-                ) from None
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
             return
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
+            )
+        except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
+            raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def reserve(
         self, policy: ParallelConfig, generation: GenerationParallelConfig, value: ParallelConfig | None = None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib import resources
 
 from megatron_grpo.config.keys import keys
 from megatron_grpo.config.overrides import RECIPES, config_groups
+
+COMMANDS = {
+    "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
+}
+"""Modules that are run, with what they do."""
 
 _COMMON = (
     "run_dir",
@@ -34,10 +41,12 @@ _TEMPLATE = """\
 GRPO and PPO post-training on Megatron-Core and vLLM.
 
 usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
-                                    [--cfg job] [--help]
+                                    [--check] [--cfg job] [--version] [--help]
 
   job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
-  --cfg job   print the configuration with everything filled in, and stop
+  --check     check everything that a start would, files and machine included; say what would run, and stop
+  --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
+  --version   the version
   --help      this text
 
 recipes (+exp=NAME):
@@ -46,7 +55,7 @@ recipes (+exp=NAME):
 groups (GROUP=OPTION):
 {groups}
 
-common keys (--cfg job shows all; docs/configuration.md explains them):
+common keys (--cfg job shows all; docs/configuration.md explains them; with PPO, ppo.KEY and grpo.KEY are the same):
 {keys}
 
 examples:
@@ -55,6 +64,22 @@ examples:
   python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
   python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
 """
+
+
+def version() -> str:
+    """The version of the installed package."""
+    try:
+        return importlib.metadata.version("megatron_grpo")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def commands_text() -> str:
+    """The commands, a line each."""
+    rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
+    return (
+        f"GRPO and PPO post-training on Megatron-Core and vLLM, {version()}.\n\n{_table(rows)}\n\n--help after any.\n"
+    )
 
 
 def help_text() -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.changes import leaves
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.job_file import read_job_file
 from megatron_grpo.config.keys import keys, known_key
+from megatron_grpo.config.loop_keys import LOOPS, named_for
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
+from megatron_grpo.config.overrides import DEEPEST, depth
 
 SETTING_OF_FIELD = {
     "generation_batch_size": "generation.engine.max_num_seqs",
@@ -59,6 +60,7 @@ class Job:
     environment: str | None = None
     """Task name; None: as the recipe says."""
     settings: dict[str, Any] = field(default_factory=dict)
+    """By key; those that GRPO and PPO share under GRPO's name."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each setting came from."""
     unvalidated: bool = False
@@ -87,7 +89,8 @@ class Job:
             if not self.only_named:
                 OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
         for key, value in {**self._without_validation(composed), **self.settings}.items():
-            OmegaConf.update(composed, key, value, force_add=True)
+            for name in {named_for(loop, key) for loop in LOOPS}:
+                OmegaConf.update(composed, name, value, force_add=True)
         return []
 
     def _without_validation(self, composed: DictConfig) -> dict[str, Any]:
@@ -106,7 +109,7 @@ class Job:
         return [self._named(problem) for problem in problems]
 
     def _named(self, problem: Problem) -> Problem:
-        name = self.fields.get(problem.key)
+        name = self.fields.get(named_for("grpo", problem.key))
         if name is None:
             return problem
         value = problem.subject[len(problem.key) :]
@@ -116,7 +119,7 @@ class Job:
 def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
     """The job among the arguments of a command line, an empty one without, and the other arguments.
 
-    A key that stands on the command line itself is left out of the job's settings.
+    A key that stands on the command line itself, under either name if it has two, is left out of the job's settings.
     """
     given = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
     others = [argument for argument in arguments if argument not in given]
@@ -125,8 +128,8 @@ def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
     job = _read(given[-1].partition("=")[2])
     if len(given) > 1:
         job.problems.append(Problem(" ".join(given), "one run takes one job"))
-    taken = _keys_of(others)
-    job.overruled = set(taken)
+    taken = {named_for("grpo", key) for key in keys_on(others)}
+    job.overruled = taken
     job.settings = {key: value for key, value in job.settings.items() if key not in taken}
     job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
     if "env" in taken:
@@ -136,17 +139,17 @@ def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
 
 def given_keys(job: Job, arguments: Sequence[str]) -> dict[str, str]:
     """The keys that a job and the other arguments of its command line set, with their values as text."""
-    return _keys_of(arguments) | {key: str(value) for key, value in job.settings.items()}
+    return keys_on(arguments) | {key: shown(value) for key, value in job.settings.items()}
 
 
-def _keys_of(arguments: Sequence[str]) -> dict[str, str]:
+def keys_on(arguments: Sequence[str]) -> dict[str, str]:
     """Keys and values of a command line; a section that is given whole, as {...}, counts as each of its keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, _, text = argument.lstrip("+~").partition("=")
-        found[name] = text
-        if text.startswith("{"):
-            found |= {key: str(value) for key, value in leaves(_section(name, text), f"{name}.")}
+        found[name] = shown(text)
+        if text.startswith("{") and depth(text) <= DEEPEST:
+            found |= {key: shown(value) for key, value in leaves(_section(name, text), f"{name}.")}
     return found
 
 
@@ -154,23 +157,17 @@ def _section(name: str, text: str) -> dict[str, Any]:
     """A section in Hydra's syntax; empty when it is not understood, which is told elsewhere."""
     try:
         value = OverridesParser.create().parse_override(f"{name}={text}").value()
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):
         return {}
     return {str(key): given for key, given in value.items()} if isinstance(value, dict) else {}
 
 
 def _read(path: str) -> Job:
-    job, file = Job(file=path), Path(path)
-    if not file.is_file():
-        job.problems.append(Problem(f"job={path}", "no such file; give a YAML file of fields such as ratio_clip_max"))
-        return job
+    job = Job(file=path)
     try:
-        content = yaml.safe_load(file.read_text()) or {}
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that there is not
-        job.problems.append(Problem(f"job={path}", f"is not valid YAML: {' '.join(str(error).split())}"))
-        return job
-    if not isinstance(content, dict):
-        job.problems.append(Problem(f"job={path}", f"must be a mapping of fields, not {type(content).__name__}"))
+        content = read_job_file(path)
+    except ValueError as error:
+        job.problems.append(Problem(f"job={path}", str(error)))
         return job
     for name, value in content.items():
         if name == ENVIRONMENT:
@@ -187,12 +184,12 @@ def _read_environment(job: Job, value: Any) -> None:
     described = {"name": value} if isinstance(value, str) else value
     if not isinstance(described, Mapping):
         text = "must be the name of an environment, or a mapping with its name"
-        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={value}", text))
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={shown(value)}", text))
         return
     name = described.get("name", described.get("type"))
     if not isinstance(name, str) or not name.isidentifier():
         text = "must be the name of the environment, in letters, digits and underscores"
-        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={name}", text))
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={shown(name)}", text))
         return
     job.environment = name
     job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
@@ -212,7 +209,7 @@ def _set(job: Job, name: str, setting: str, value: Any) -> None:
     assert key is not None, f"{setting} is not in the schema"
     if not _is_plain(value):  # YAML also knows dates, sets and bytes
         text = f"must be {keys()[key].type} (it sets {setting})"
-        job.problems.append(Problem(f"{job.file}: {name}={value}", text))
+        job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
         return
     job.settings[setting], job.fields[setting] = value, name
 
@@ -220,7 +217,7 @@ def _set(job: Job, name: str, setting: str, value: Any) -> None:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    return value is None or (isinstance(value, str | int | float) and "${" not in str(value))
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
 
 
 def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:

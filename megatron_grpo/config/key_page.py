@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.help import recipe_summary
 from megatron_grpo.config.keys import Group, groups
+from megatron_grpo.config.loop_keys import LOOPS
 from megatron_grpo.config.overrides import RECIPES, config_groups
 
 _INTRODUCTION = """\
@@ -49,7 +50,7 @@ def _options() -> Iterator[str]:
 def _section(group: Group) -> Iterator[str]:
     if not group.keys:
         return
-    yield f"## {group.name or 'Top level'}\n"
+    yield f"## {_title(group)}\n"
     if group.name:
         yield f"{group.doc}\n"
     yield "| Key | Type | Default | Meaning |"
@@ -58,6 +59,13 @@ def _section(group: Group) -> Iterator[str]:
         doc = " ".join(key.doc.split()).replace("|", "\\|")
         yield f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |"
     yield ""
+
+
+def _title(group: Group) -> str:
+    """GRPO and PPO have a section of their own each beside those that they share."""
+    if group.name in LOOPS and not group.shared:
+        return f"Only in {group.name}"
+    return " and ".join(group.names) or "Top level"
 
 
 if __name__ == "__main__":

@@ -31,11 +31,15 @@ class EnvironmentWorker:
             config: which environment.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
-        self._name = name
-        self._environment = create_environment(config)
+        self._name, self._config = name, config
 
     def ready(self) -> dict[str, Any]:
-        """Node and process id of this process, and whether the environment has several turns."""
+        """Make the environment; comes before everything else.
+
+        Returns:
+            Node and process id of this process, and whether the environment has several turns.
+        """
+        self._environment = create_environment(self._config)
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),

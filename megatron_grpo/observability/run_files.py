@@ -1,16 +1,15 @@
-"""The files a run writes as it goes: a line a step, a line a validation, the samples of each step."""
+"""The files a run writes as it goes: a line a step, a line a validation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from megatron_grpo.data.rollout_files import drop_rollouts_after
 from megatron_grpo.observability.json_files import json_line, read_lines, write_text
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
-ROLLOUTS_FOLDER = "rollouts"
 
 
 class RunFiles:
@@ -27,14 +26,11 @@ class RunFiles:
             resume_step: last step that counts; None for a run from the start, whose validation of step 0 is still to
                 come.
         """
-        self._rollouts = run_dir / ROLLOUTS_FOLDER
-        self._rollouts.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step
         _keep_steps(run_dir / METRICS_FILE, last_step)
         _keep_steps(run_dir / VALIDATION_FILE, last_step)
-        for file in self._rollouts.glob("step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > last_step:
-                file.unlink()
+        drop_rollouts_after(run_dir, last_step)
         # Line-buffered: a line is on its way to the disk before the next step begins.
         self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
         self._validations = (run_dir / VALIDATION_FILE).open("a", buffering=1)
@@ -49,10 +45,6 @@ class RunFiles:
     def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One object with the step that was validated (0: before training) and its metrics."""
         self._validations.write(json_line({"step": step, **metrics}))
-
-    def add_rollouts(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
-        """rollouts/step_N.jsonl with one object for each row."""
-        write_text(self._rollouts / f"step_{step}.jsonl", "".join(json_line(row) for row in rows))
 
     def close(self) -> None:
         """Idempotent."""

@@ -140,13 +140,29 @@ def apply_patches() -> None:
         return
     _patched = True
     overlay = _cpu_torch()
-    for name in CUDA_MODULES:
-        _module(name).torch = overlay
+    with _compiling_nothing():
+        for name in CUDA_MODULES:
+            _module(name).torch = overlay
     _patch_tensor_methods()
     _patch_random_state()
     _patch_optimizer_loading()
     _patch_checkpoints()
     _patch_experts()
+
+
+@contextlib.contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """torch.compile as the identity, in the body and then for Megatron-Core's fused functions.
+
+    No run on a CPU calls one of them, but each that is defined makes torch import its compiler: seconds of a core.
+    """
+    compile_function = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
+    _module("megatron.core.jit").disable_jit_fuser()
 
 
 def _module(name: str) -> Any:

@@ -189,7 +189,7 @@ class EnvironmentClient:
             text = f"environment {name}: a process did not start within {self._startup_timeout_s:g} s"
             raise SamplingError(text) from None
         except RayError as error:
-            raise SamplingError(f"environment {name}: a process did not start: it {explain(error)}") from error
+            raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
         return {**described, "actor": actor}
 
     def _kill(self, process: dict[str, Any]) -> None:

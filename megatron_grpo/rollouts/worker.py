@@ -115,12 +115,12 @@ class RolloutWorker:
         del self._generated[batch]
 
     @phase("build shards")
-    async def build_shards(self, payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
         """Put the arrays of `shard_arrays` for each shard.
 
         Args:
             payloads: references to groups (list[Trajectory]).
-            shards: per shard its sequences in order, each as the number of its payload and its place in there.
+            shards: per shard [sequences, 2]: in their order the number of each one's payload and its place in there.
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
@@ -149,9 +149,9 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
     groups: list[list[Trajectory]] = ray.get(payloads)
-    return [_put(shard_arrays([groups[group][sample] for group, sample in shard])) for shard in shards]
+    return [_put(shard_arrays([groups[group][sample] for group, sample in shard.tolist()])) for shard in shards]
 
 
 def _compute(

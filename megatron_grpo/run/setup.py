@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 
 from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.signals import terminated_like_interrupted
-from megatron_grpo.config.checks.idle import cautions, idle_settings
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
@@ -30,6 +32,7 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.background import in_background
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
 from megatron_grpo.run.directory import (
@@ -61,25 +64,21 @@ def setup(config: Config) -> Iterator[GRPORun]:
         check_reward_functions(config.env)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
-        start_from = _start_from(checkpointer, config)
         changes = changes_since_last_start(run_dir, config)
         stack.enter_context(driver_log(run_dir, config.logger.level))
+        search = stack.enter_context(in_background(lambda stop: _start_from(checkpointer, config, stop)))
         with summary_on_failure(run_dir, config.samples_per_step) as known:
-            run = _bring_up(config, run_dir, checkpointer, start_from, stack)
+            run = _bring_up(config, run_dir, checkpointer, search, stack)
             known.write = run.logger.write_summary
             record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
             gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
             stack.callback(gc.unfreeze)
             run.logger.started(startup_s=time.monotonic() - started, changes=changes)
-            for caution in cautions(config):
-                run.logger.note(f"{caution.subject} {caution.text}")
-            for idle in idle_settings(config):
-                run.logger.note(f"{idle.subject} changes nothing in this run: {idle.text}")
             yield run
 
 
-def _start_from(checkpointer: Checkpointer, config: Config) -> Path | None:
-    path = checkpointer.find()
+def _start_from(checkpointer: Checkpointer, config: Config, stop: Event) -> Path | None:
+    path = checkpointer.find(stop)
     if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
         text = f"{path} is not a checkpoint of PPO: it has no value model"
         raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
@@ -87,9 +86,9 @@ def _start_from(checkpointer: Checkpointer, config: Config) -> Path | None:
 
 
 def _bring_up(
-    config: Config, run_dir: Path, checkpointer: Checkpointer, start_from: Path | None, stack: ExitStack
+    config: Config, run_dir: Path, checkpointer: Checkpointer, search: Future[Path | None], stack: ExitStack
 ) -> GRPORun:
-    """Start everything, load the checkpoint to start from, and give generation its first weights."""
+    """Start everything, load the checkpoint that `search` finds, and give generation its first weights."""
     if is_prepared(config):
         importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
     folder = model_folder(config.policy.model.path)
@@ -114,6 +113,11 @@ def _bring_up(
             part.wait_ready()
     transport = BroadcastTransport(policy, generation, config.refit)
     transport.connect()
+    if not search.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
+    start_from = search.result()
     checkpointer.remove_leftovers()
     state, waiting = _resume(start_from, config, policy, value, data.loader)
     transport.publish(state["total_steps"])

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.support.fake_rollouts import fake_ray
+
+__all__ = ["fake_ray"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

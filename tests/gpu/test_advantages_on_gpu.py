@@ -8,10 +8,11 @@ import torch
 from tests.support.ppo_batch import advantages_of, make_config
 
 
+@pytest.mark.usefixtures("fake_ray")
 @pytest.mark.parametrize("estimator", [{}, {"length_adaptive_alpha": 0.7}, {"name": "raw_reward"}])
 def test_the_device_makes_no_difference(estimator: dict[str, object]) -> None:
     on_cpu, on_gpu = (
-        advantages_of(make_config(estimator, calculate_advantages_on_gpu=chosen)).tokens for chosen in (False, True)
+        advantages_of(make_config(estimator, calculate_advantages_on_gpu=chosen)) for chosen in (False, True)
     )
     for entry in ("advantages", "returns"):
         torch.testing.assert_close(on_gpu[entry], on_cpu[entry])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_grpo.preflight.load import compose_config
 from transformers import Qwen3ForTokenClassification
 
 from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.addition import prepare
 from tests.integration.runs import TrainingRun
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from megatron_grpo.preflight.load import load_config
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.preflight.load import load_config
 
 SMALL = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_grpo.algorithms.ppo_advantages import add_advantages
+from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.training_batch import training_batch
 from megatron_grpo.config.schema import Config, LossConfig, PPOConfig
-from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.rollouts.batch import to_sequence_batch
+from tests.support.fake_models import fetched
+from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
 from tests.support.trajectories import make_trajectory
 
 PROMPT, LENGTHS, REWARDS = 2, [3, 1, 2], [1.0, 0.0, 0.5]
@@ -32,14 +36,19 @@ def make_trajectories() -> list[Trajectory]:
     ]
 
 
-def advantages_of(config: Config) -> SequenceBatch:
-    trajectories = make_trajectories()
-    batch = to_sequence_batch(trajectories, overlong_filtering=config.ppo.overlong_filtering)
-    batch.tokens["values"] = VALUES.clone()
-    batch.tokens["prev_logprobs"] = batch.tokens["generation_logprobs"].clone()
-    batch.tokens["reference_logprobs"] = batch.tokens["generation_logprobs"] - 0.25
-    add_advantages(config, trajectories, torch.tensor(REWARDS)[:, None], batch)
-    return batch
+def advantages_of(config: Config) -> dict[str, Tensor]:
+    """Entries of the batch by name, flat and in the order of the responses: advantages, returns and loss_mask."""
+    rollouts: Any = FakeRollouts()
+    groups = rollouts.put([[one] for one in make_trajectories()])
+    batch = training_batch(config, groups, rollouts)
+    generation = np.concatenate(by_sequence(batch, "generation_logprobs"))
+    add_entry(batch, "values", VALUES.numpy())
+    add_entry(batch, "prev_logprobs", generation)
+    add_entry(batch, "reference_logprobs", generation - np.float32(0.25))
+    scores = score(config, [outcome for group in groups for outcome in group.outcomes])
+    add_advantages(config, scores, batch, rollouts)
+    tokens = fetched(batch, np.arange(len(batch)), ("sampled", "advantages", "returns"))
+    return tokens.fields.present()
 
 
 def make_config(estimator: dict[str, Any], loss: dict[str, Any] | None = None, **ppo: Any) -> Config:

@@ -1,7 +1,6 @@
-"""Settings that are no mistakes and that a run remarks on when it starts.
+"""Settings that are no mistakes and change nothing because a switch that they belong to is off.
 
-Most change nothing because a switch that they belong to is off: a recipe's values stay while its switch is turned off,
-but nobody should compare a variant that is a no-op.
+A recipe's values stay while its switch is turned off, but nobody should compare a variant that is a no-op.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from megatron_grpo.config.changes import changed
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config
 
 _Check = tuple[tuple[str, ...], Callable[[Config], bool], str]
@@ -168,7 +166,7 @@ _CHECKS: tuple[_Check, ...] = (
 def idle_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
     words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
-    of_ppo = ("value", "value_loss_fn") if config.algorithm == "ppo" else ()
+    of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
     sections = ("loss_fn", config.algorithm, "reference", "policy", "checkpointing", *of_ppo)
     for section in sections:
         for key, value in changed(config, section):
@@ -176,33 +174,6 @@ def idle_settings(config: Config) -> Iterator[Problem]:
                 if any(_covers(_worded(name, words), key) for name in names) and is_idle(config):
                     yield Problem(f"{key}={value}", _worded(text, words))
                     break
-
-
-def cautions(config: Config) -> Iterator[Problem]:
-    """Settings that a run may have and that whoever chose them may not have thought to the end."""
-    if config.generation.temperature == 0:
-        text = "is greedy: all samples of a prompt are the same and teach nothing"
-        yield Problem("generation.temperature=0", text)
-    if config.loss_fn.disable_ppo_ratio and config.optimizer_steps_per_step > 1:
-        text = (
-            f"corrects nothing for the policy having moved, and {config.optimizer_steps_per_step} optimizer steps are "
-            f"taken on the same samples; REINFORCE takes one: {config.passes_key}=1 and one minibatch"
-        )
-        yield Problem("loss_fn.disable_ppo_ratio=True", text)
-    yield from _rarely_ranked(config)
-
-
-def _rarely_ranked(config: Config) -> Iterator[Problem]:
-    checkpointing, period = config.checkpointing, config.loop.val_period
-    ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
-    if not ranked or not checkpointing.metric_name.startswith(VALIDATION_PREFIX):
-        return
-    if period == 0 or checkpointing.save_period % period:
-        text = (
-            f"saves steps without a validation, of which there is one every {config.algorithm}.val_period={period}; "
-            f"they rank last by checkpointing.metric_name={checkpointing.metric_name}"
-        )
-        yield Problem(f"checkpointing.save_period={checkpointing.save_period}", text)
 
 
 def _covers(name: str, key: str) -> bool:

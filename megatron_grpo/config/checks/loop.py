@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.config.metric_names import ALL_STEP_METRICS, step_metrics
 from megatron_grpo.config.schema import Config
 
 
@@ -20,8 +23,9 @@ def loop_problems(config: Config) -> Iterator[Problem]:
 
 
 def _optimizer_steps(config: Config) -> Iterator[Problem]:
-    samples = config.samples_per_step
-    for section, model in (("policy", config.policy), ("value", config.value_model)):
+    samples, value = config.samples_per_step, config.value_model
+    shards = math.lcm(config.policy.parallel.data, 1 if value is None else value.parallel.data)
+    for section, model in (("policy", config.policy), ("value", value)):
         if model is None or model.train_global_batch_samples is None:
             continue
         size, data = model.train_global_batch_samples, model.parallel.data
@@ -30,6 +34,12 @@ def _optimizer_steps(config: Config) -> Iterator[Problem]:
             yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
         elif size % data:
             yield Problem(subject, f"does not share out evenly over {section}.parallel.data={data} ranks")
+        elif size % shards:  # each replica of either model trains on whole shards of the step
+            text = (
+                f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
+                f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {shards}"
+            )
+            yield Problem(subject, text)
 
 
 def _dynamic_sampling(config: Config) -> Iterator[Problem]:
@@ -66,9 +76,10 @@ def _checkpointing(config: Config) -> Iterator[Problem]:
     key, name = "checkpointing.metric_name", checkpointing.metric_name
     if not checkpointing.enabled or checkpointing.keep_top_k is None:
         return
-    if name == "accuracy" and not config.knows_correctness:
-        yield _nothing_is_correct(config, key, name)
-    if not name.startswith(VALIDATION_PREFIX):
+    if name == "accuracy" and _nothing_is_correct(config):
+        yield _no_accuracy(config, key, name)
+    elif not name.startswith(VALIDATION_PREFIX):
+        yield from _step_metric(config, key, name)
         return
     unknown = list(_validation_metric(config, key, name))
     yield from unknown
@@ -82,11 +93,28 @@ def _validation_metric(config: Config, key: str, name: str) -> Iterator[Problem]
     names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
     if name not in names:
         yield Problem(f"{key}={name}", f"is no validation metric; there is {', '.join(names)}")
-    elif name == f"{VALIDATION_PREFIX}accuracy" and not config.knows_correctness:
-        yield _nothing_is_correct(config, key, name)
+    elif name == f"{VALIDATION_PREFIX}accuracy" and _nothing_is_correct(config):
+        yield _no_accuracy(config, key, name)
 
 
-def _nothing_is_correct(config: Config, key: str, name: str) -> Problem:
+def _step_metric(config: Config, key: str, name: str) -> Iterator[Problem]:
+    """Why no step has the metric that a key names."""
+    known = step_metrics(config)
+    if name in known:
+        return
+    if name in ALL_STEP_METRICS:
+        yield Problem(f"{key}={name}", f"is no metric of this run: {ALL_STEP_METRICS[name]}")
+        return
+    close = difflib.get_close_matches(name, [*known, *(VALIDATION_PREFIX + one for one in VALIDATION_METRICS)], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there is {', '.join(sorted(known))}"
+    yield Problem(f"{key}={name}", f"is no metric of a step; {hint}")
+
+
+def _nothing_is_correct(config: Config) -> bool:
+    return bool(config.env) and not config.knows_correctness
+
+
+def _no_accuracy(config: Config, key: str, name: str) -> Problem:
     keys = " or ".join(f"env.{task}.correct_func" for task in config.env)
     text = f"the reward functions do not say which responses are correct; name one in {keys}"
     return Problem(f"{key}={name}", f"{text}, or take {name.replace('accuracy', 'reward')}")
@@ -99,7 +127,7 @@ def _validates(config: Config) -> bool:
 
 
 def _schedules(config: Config) -> Iterator[Problem]:
-    value = [("value", config.value.optimizer)] if config.algorithm == "ppo" else []
+    value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         if optimizer.min_lr > optimizer.lr:
             text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
 from megatron_grpo.config.changes import changed
 from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.loop_keys import READ_BY, is_foreign_to, other_than
 from megatron_grpo.config.ppo_schema import PPOAdvantageConfig
-from megatron_grpo.config.schema import Config, LoopConfig
-
-SECTIONS = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
-"""The sections that an algorithm alone reads."""
+from megatron_grpo.config.schema import Config
 
 
 def ppo_problems(config: Config) -> Iterator[Problem]:
     """Options that exclude each other, lack what they need, or that nothing would read."""
-    other = "grpo" if config.algorithm == "ppo" else "ppo"
-    for section in SECTIONS[other]:
+    for section in READ_BY[other_than(config.algorithm)]:
         for key, value in changed(config, section):
-            yield Problem(f"{key}={value}", _misplaced(key, other))
+            yield Problem(f"{key}={value}", _misplaced(key, config.algorithm))
     if config.algorithm == "ppo":
         yield from _loop(config)
         yield from _estimator(config.ppo.adv_estimator)
@@ -29,26 +25,22 @@ def misplaced_keys(algorithm: str, given: Mapping[str, str], already: Collection
     """Keys that the user gave and that the other algorithm reads, also those given at their defaults.
 
     Args:
-        algorithm: of the run.
+        algorithm: the one that runs.
         given: values, as text, by key.
         already: keys that another problem names.
     """
-    other = "grpo" if algorithm == "ppo" else "ppo"
     for key, value in given.items():
-        if key.partition(".")[0] in SECTIONS[other] and "." in key and key not in already:
-            yield Problem(f"{key}={value}", _misplaced(key, other))
+        if is_foreign_to(algorithm, key) and "." in key and key not in already:
+            yield Problem(f"{key}={value}", _misplaced(key, algorithm))
 
 
 def _misplaced(key: str, algorithm: str) -> str:
-    if algorithm == "ppo":
-        return "is for algorithm=ppo, and this run has algorithm=grpo"
-    name = key.removeprefix("grpo.")
-    shared = {field.name for field in dataclasses.fields(LoopConfig)}
-    if name.partition(".")[0] in shared:
-        text = f"give ppo.{name}"
-    else:
-        text = "give ppo.ppo_epochs" if name == "num_iterations" else "the value model is PPO's baseline"
-    return f"is for algorithm=grpo, and this run has algorithm=ppo; {text}"
+    """What to say of a key that only the algorithm reads that does not run."""
+    advice = {
+        "ppo.ppo_epochs": "; give grpo.num_iterations",
+        "grpo.num_iterations": "; give ppo.ppo_epochs",
+    }.get(key, "; the value model is PPO's baseline" if algorithm == "ppo" else "")
+    return f"is for algorithm={other_than(algorithm)}, and this run has algorithm={algorithm}{advice}"
 
 
 def _loop(config: Config) -> Iterator[Problem]:

@@ -29,10 +29,17 @@ def _temperatures(config: Config) -> Iterator[Problem]:
 
 def _prompts(config: Config) -> Iterator[Problem]:
     data = config.data
+    negative = next((token for token in config.generation.stop_token_ids if token < 0), None)
+    if negative is not None:
+        yield Problem("generation.stop_token_ids", f"has {negative}, and tokens are numbered from 0")
     if "" in config.generation.stop_strings:
         yield Problem("generation.stop_strings", "holds an empty text, which would end every response at once")
-    if data.task_name not in config.env:
-        text = f"no such environment under env; there is {', '.join(config.env) or 'none'}"
+    if not config.env:
+        yield Problem(
+            "env", "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
+        )
+    elif data.task_name not in config.env:
+        text = f"no such environment under env; there is {', '.join(config.env)}"
         yield Problem(f"data.task_name={data.task_name}", text)
     if data.system_prompt is not None and not data.apply_chat_template:
         yield Problem("data.system_prompt", "has a place only in a chat; needs data.apply_chat_template=true")

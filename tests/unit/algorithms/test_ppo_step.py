@@ -2,153 +2,144 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from megatron_grpo.preflight.load import compose_config
-from torch import Tensor
+from megatron_grpo.run.report import StepReport
 
-from megatron_grpo.algorithms import ppo, step
-from megatron_grpo.algorithms.sampling import StepSamples
+from megatron_grpo.algorithms import ppo
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.sequences import SequenceBatch
-from megatron_grpo.losses.interface import GlobalCounts, LossFunction
-from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.models.source import known_shape
 from megatron_grpo.policy.interface import NonFiniteGradientError, TrainResult
-from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.preflight.load import compose_config
 from tests.support.documented import undocumented
+from tests.support.fake_rollouts import FakeRay, FakeRollouts
+from tests.support.fake_run import make_run as make_fake_run
 from tests.support.ppo_batch import make_trajectories
+from tests.support.trajectories import failed_trajectory
+
+SHAPE = known_shape(compose_config(["+exp=quickstart_ppo"]))
 
 
-class FakeModel:
-    """A model of one process whose number for every token is `number`: it takes the real loss but learns nothing."""
-
-    device_name = "cpu"
-
-    def __init__(self, name: str, number: float, log: list[str]) -> None:
-        self.name, self.number, self.log = name, number, log
-        self.batches: list[SequenceBatch] = []
-        self.shape = known_shape(compose_config(["+exp=quickstart_ppo"]))
-
-    def of_tokens(self, batch: SequenceBatch) -> Tensor:
-        self.log.append(f"{self.name} says")
-        return torch.full((len(batch.token_ids),), self.number)
-
-    get_values = get_logprobs = of_tokens
-
-    def get_reference_logprobs(self, batch: SequenceBatch) -> Tensor:
-        self.log.append("reference says")
-        return torch.full((len(batch.token_ids),), self.number - 0.25)
-
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        self.log.append(f"{self.name} learns")
-        self.batches.append(batch)
-        counts = GlobalCounts.of(batch)
-        numbers = torch.full((1, len(batch.token_ids)), self.number)
-        _, metrics = loss_fn(numbers, {name: values[None] for name, values in batch.tokens.items()}, counts)
-        found = {name: float(value) for name, value in metrics.items()}
-        return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found)
+@pytest.fixture(autouse=True)
+def without_ray(fake_ray: FakeRay) -> FakeRay:
+    return fake_ray
 
 
-def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Any, list[str]]:
-    config = compose_config(["+exp=quickstart_ppo", "ppo.num_prompts_per_step=3", *overrides])
+def make_run(
+    tmp_path: Path, *overrides: str, respond: Callable[[], list[Trajectory]] = make_trajectories
+) -> tuple[Any, list[str]]:
+    """A run whose steps sample what `respond` says, and its log."""
+    prompts = f"ppo.num_prompts_per_step={len(respond())}"
+    config = compose_config(["+exp=quickstart_ppo", prompts, *overrides])
     log: list[str] = []
-    run = SimpleNamespace(
-        config=config,
-        state=default_grpo_save_state(),
-        policy=FakeModel("policy", -0.5, log),
-        value=FakeModel("value", 0.25, log),
-        loss_fn=ClippedPGLossFn(config.loss_fn),
-        value_loss_fn=MseValueLossFn(config.value_loss_fn),
-        logger=SimpleNamespace(run_dir=tmp_path),
-        transport=SimpleNamespace(
-            publish=lambda version: log.append(f"version {version}") or SimpleNamespace(bytes_sent=8)
-        ),
-    )
-    trajectories = make_trajectories()
-    monkeypatch.setattr(step, "sample_step", lambda *_: StepSamples(trajectories, trajectories))
+    run = make_fake_run(config, tmp_path, FakeRollouts(lambda *_: [[one] for one in respond()]), SHAPE, log)
+    run.policy.reference_offset = -0.25
     return run, log
 
 
-def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, log = make_run(tmp_path, monkeypatch, "ppo.policy_training_start_step=0", "ppo.ppo_epochs=2")
-    report = ppo.ppo_step(run, iter([]))
+def prompts() -> Iterator[Any]:
+    while True:
+        yield [{"idx": 0}]
+
+
+def step(run: Any) -> StepReport:
+    report = ppo.ppo_step(run, prompts())
     assert report is not None
-    assert log == ["policy says", "value says", *["value learns"] * 2, *["policy learns"] * 2, "version 1"]
-    given = run.value.batches[0].tokens
-    assert given.keys() == {"loss_mask", "values", "returns"}
-    assert (given["values"] == 0.25).all()
+    return report
+
+
+def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, without_ray: FakeRay) -> None:
+    run, log = make_run(tmp_path, "ppo.policy_training_start_step=0", "ppo.ppo_epochs=2")
+    report = step(run)
+    learns = [*["value learns"] * 2, *["policy learns"] * 2]
+    assert log == ["dump 1 begins", "policy says", "value says", *learns, "version 1"]
+    given = run.value.lessons[0]
+    assert given.tokens.fields.present().keys() == {"sampled", "loss_mask", "values", "returns"}
+    assert (given.tokens.fields.values == 0.25).all()
     # Values are 1/4 throughout; the rewards, at their last tokens, are 1, 0 and 1/2 and there is no discount.
-    assert given["returns"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0.5, 0.5]
+    assert given.entry("returns") == [[0, 0, 1, 1, 1], [0, 0, 0], [0, 0, 0.5, 0.5]]
     assert report.metrics["return_mean"] == pytest.approx(4 / 6)
     assert report.metrics["value_mean"] == pytest.approx(0.25)
     assert report.metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6), "a constant explains nothing"
     assert {"value_loss", "value_grad_norm", "value_learning_rate", "value_clip_fraction"} <= report.metrics.keys()
     assert report.metrics["optimizer_steps"] == 2
     assert undocumented(report.metrics) == set()
+    assert without_ray.gets == 0, "no token comes to the driver"
 
 
-def test_the_policy_waits_for_the_value_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, log = make_run(tmp_path, monkeypatch, "ppo.policy_training_start_step=2")
+def test_the_policy_waits_for_the_value_model(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path, "ppo.policy_training_start_step=2")
     for number in (1, 2, 3):
         log.clear()
-        report = ppo.ppo_step(run, iter([]))
-        assert report is not None
-        assert log == ["value says", "value learns", *["policy learns"] * (number == 3), f"version {number}"]
+        report = step(run)
+        learns = ["value learns", *["policy learns"] * (number == 3)]
+        assert log == [f"dump {number} begins", "value says", *learns, f"version {number}"]
         assert report.metrics["optimizer_steps"] == (number == 3)
         assert ("loss" in report.metrics) == (number == 3)
         assert (report.throughput["train_tflops_per_device"] > 0) == (number == 3)
         run.state["total_steps"] += 1
 
 
-def test_without_a_penalty_the_distance_to_the_reference_is_only_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_penalty_the_distance_to_the_reference_is_only_reported(tmp_path: Path) -> None:
     """k3 at a log ratio of 0.25 throughout."""
     learning = "ppo.policy_training_start_step=0"
-    run, _ = make_run(tmp_path, monkeypatch, learning)
-    without = ppo.ppo_step(run, iter([]))
-    run, log = make_run(tmp_path, monkeypatch, learning, "ppo.skip_reference_policy_logprobs_calculation=false")
-    report = ppo.ppo_step(run, iter([]))
-    assert without is not None
-    assert report is not None
-    assert log[:2] == ["reference says", "value says"]
+    run, _ = make_run(tmp_path, learning)
+    without = step(run)
+    run, log = make_run(tmp_path, learning, "ppo.skip_reference_policy_logprobs_calculation=false")
+    report = step(run)
+    assert log[1:3] == ["reference says", "value says"]
     assert report.metrics["kl_penalty"] == pytest.approx(math.exp(-0.25) - 0.75, rel=1e-5)
     assert "kl_penalty" not in without.metrics
     assert report.metrics["loss"] == without.metrics["loss"]
 
 
-def test_values_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, log = make_run(tmp_path, monkeypatch)
+def test_values_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path)
     run.value.number = float("nan")
     with pytest.raises(RunError, match="an entry of values is not finite"):
-        ppo.ppo_step(run, iter([]))
-    assert "policy learns" not in log
-    assert (tmp_path / "non_finite_step_1.json").exists()
+        step(run)
+    assert log == ["dump 1 begins", "value says"]
+    written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
+    assert written["values"] == [["NaN"] * length for length in (5, 3, 4)]
 
 
-def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
+    """The advantages of the others are normalised without them."""
+    run, _ = make_run(tmp_path, "ppo.overlong_filtering=true")
+    add_values = run.value.add_values
+
+    def one_is_not(batch: Any) -> Any:
+        return add_values(batch) & [True, False, True]
+
+    run.value.add_values = one_is_not
+    assert math.isfinite(step(run).metrics["value_loss"])
+
+
+def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     """A value that float32 can hold, and whose distance to the reward it cannot."""
-    run, log = make_run(tmp_path, monkeypatch, "ppo.adv_estimator.normalize_advantages=false")
+
+    def respond() -> list[Trajectory]:
+        trajectories = make_trajectories()
+        trajectories[1].reward = -3e38
+        return trajectories
+
+    run, log = make_run(tmp_path, "ppo.adv_estimator.normalize_advantages=false", respond=respond)
     run.value.number = 3e38
-    trajectories = make_trajectories()
-    trajectories[1].reward = -3e38
-    monkeypatch.setattr(step, "sample_step", lambda *_: StepSamples(trajectories, trajectories))
     with pytest.raises(RunError, match=r"an entry of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
-        ppo.ppo_step(run, iter([]))
-    assert log == ["value says"]
+        step(run)
+    assert log == ["dump 1 begins", "value says"]
+    written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
+    assert written["advantages"] == [[0.0, 0.0, "-Infinity"]]
 
 
-def test_a_gradient_of_the_value_model_that_is_not_finite_names_its_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, log = make_run(tmp_path, monkeypatch)
+def test_a_gradient_of_the_value_model_that_is_not_finite_names_its_prompts(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path)
 
     def fail(*_: Any) -> TrainResult:
         raise NonFiniteGradientError(float("inf"), [2])
@@ -157,12 +148,60 @@ def test_a_gradient_of_the_value_model_that_is_not_finite_names_its_prompts(
     with pytest.raises(
         RunError, match=r"the value model's gradient is not finite for 1 response\(s\) to prompt\(s\) 2"
     ):
-        ppo.ppo_step(run, iter([]))
+        step(run)
     assert "policy learns" not in log
 
 
-def test_without_prompts_there_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, log = make_run(tmp_path, monkeypatch)
-    monkeypatch.setattr(step, "sample_step", lambda *_: None)
+def test_without_prompts_there_is_no_step(tmp_path: Path) -> None:
+    run, log = make_run(tmp_path)
     assert ppo.ppo_step(run, iter([])) is None
     assert log == []
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (3, 1), (1, 3), (2, 3), (2, 6), (6, 2)], ids=str)
+def test_the_layouts_change_no_figure(replicas: tuple[int, int], tmp_path: Path) -> None:
+    """Of the policy and of the value model: the same lessons as in one process, on minibatches of each their own."""
+    options = [
+        "ppo.policy_training_start_step=0",
+        "ppo.skip_reference_policy_logprobs_calculation=false",
+        "policy.train_global_batch_samples=6",
+    ]
+    seen = []
+    for policy, value in ((1, 1), replicas):
+        layouts = [f"policy.parallel.data={policy}", f"value.parallel.data={value}"]
+        run, _ = make_run(tmp_path, *options, *layouts, respond=lambda: 2 * (make_trajectories() + make_trajectories()))
+        metrics = step(run).metrics
+        lessons = [
+            (lesson.sequences, {name: lesson.entry(name) for name in lesson.tokens.fields.present()})
+            for lesson in run.value.lessons + run.policy.lessons
+        ]
+        seen.append((metrics, lessons))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kl", [True, False])
+def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) -> None:
+    """The others get the values, advantages and returns that they get without it, to the last digit."""
+    known = {"values": 0.25, "reference_logprobs": -0.25}  # of the prompt, which is all there is
+    penalty = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"] if kl else []
+    more = ["ppo.skip_reference_policy_logprobs_calculation=false", "ppo.seq_logprob_error_threshold=1.5", *penalty]
+    options = ["ppo.policy_training_start_step=0", *more]
+
+    def with_failures() -> list[Trajectory]:
+        failed = failed_trajectory(prompt_tokens=4, prompt_idx=3)
+        return [failed, *make_trajectories()[:2], failed, *make_trajectories()[2:]]
+
+    run, _ = make_run(tmp_path, *options)
+    without = step(run)
+    beside, _ = make_run(tmp_path, *options, respond=with_failures)
+    report = step(beside)
+    for model, other in ((run.value, beside.value), (run.policy, beside.policy)):
+        (expected,), (lesson,) = model.lessons, other.lessons
+        for name in expected.tokens.fields.present():
+            rows = lesson.entry(name)
+            assert [rows[number] for number in (1, 2, 4)] == expected.entry(name), name
+            assert [rows[number] for number in (0, 3)] == [[known.get(name, 0)] * 4] * 2, name
+    for name in ("loss", "value_loss", "valid_tokens", "reward", "num_masked_seqs", "explained_variance", "kl_penalty"):
+        assert report.metrics[name] == pytest.approx(without.metrics[name], rel=1e-6, abs=1e-5), name
+    assert report.metrics["unscored_rate"] == 2 / 5
+    assert all(map(math.isfinite, report.metrics.values()))

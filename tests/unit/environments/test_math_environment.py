@@ -45,7 +45,7 @@ def environment() -> MathEnvironment:
     ],
 )
 def test_answers_are_compared_by_value(environment: MathEnvironment, response: str, answer: str, correct: bool) -> None:
-    (result,) = environment.step([request(response, answer)])
+    (result,) = environment.score([request(response, answer)])
     assert result.correct is correct
     assert result.reward == float(correct)
 
@@ -59,7 +59,7 @@ def test_the_last_complete_box_is_the_answer() -> None:
 @settings(max_examples=60, deadline=None)
 @given(response=st.text(alphabet=st.sampled_from("\\{}$^_()[]+-*/=<>!.,0123456789xyzboxedfrac "), max_size=60))
 def test_no_response_raises(environment: MathEnvironment, response: str) -> None:
-    environment.step([request(response, "7"), request(f"\\boxed{{{response}}}", "7")])
+    environment.score([request(response, "7"), request(f"\\boxed{{{response}}}", "7")])
 
 
 def test_an_answer_that_takes_too_long_is_wrong(environment: MathEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_another_thread_is_refused() -> None:
 
 def test_additions_are_compared_digit_by_digit() -> None:
     responses = ["095", "95", " 095", "0950", "096", ""]
-    results = AdditionEnvironment().step([request(response, "095") for response in responses])
+    results = AdditionEnvironment().score([request(response, "095") for response in responses])
     assert [result.correct for result in results] == [True, False, False, False, False, False]
     assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 

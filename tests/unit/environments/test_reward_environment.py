@@ -63,13 +63,13 @@ def environment(*names: str, weights: list[float] | None = None) -> RewardFuncti
 
 def test_a_function_over_texts() -> None:
     requests = [request("The sky is", " blue."), request("The sun is", " in the sky.")]
-    scores = environment("length_reward").step(requests)
+    scores = environment("length_reward").score(requests)
     assert [score.reward for score in scores] == [6.0, 12.0]
     assert [score.parts for score in scores] == [{"length_reward": 6.0}, {"length_reward": 12.0}]
 
 
 def test_whole_numbers_are_rewards_too() -> None:
-    scores = environment("reward_len").step([request("a", "x" * 17), request("b", "x" * 24)])
+    scores = environment("reward_len").score([request("a", "x" * 17), request("b", "x" * 24)])
     assert [score.reward for score in scores] == [-3.0, -4.0]
     assert {type(score.parts["reward_len"]) for score in scores} == {float}
 
@@ -84,7 +84,7 @@ def test_a_function_over_conversations() -> None:
         request([{"role": "assistant", "content": prompt}], response)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    scores = environment("format_reward").step(requests)
+    scores = environment("format_reward").score(requests)
     assert [score.reward for score in scores] == [1.0, 0.0]
     assert [score.correct for score in scores] == [True, False]
 
@@ -94,7 +94,7 @@ def test_columns_of_the_data_are_keywords() -> None:
         request("Problem: Solve the equation $2x + 3 = 7$.", r" The solution is \boxed{2}.", ground_truth="2"),
         request("Problem: Solve the equation $3x - 5 = 10$.", r" The solution is \boxed{6}.", ground_truth="5"),
     ]
-    assert [score.reward for score in environment("boxed_reward").step(requests)] == [1.0, 0.0]
+    assert [score.reward for score in environment("boxed_reward").score(requests)] == [1.0, 0.0]
 
 
 SEED_ROWS = [
@@ -109,14 +109,14 @@ SEED_ROWS = [
 def test_none_is_left_out_and_weights_multiply() -> None:
     rows = [("2+2", "4", "math"), ("add", "def f", "coding"), ("2+2", "5", "math")]
     requests = [request(prompt, response, task=task) for prompt, response, task in rows]
-    scores = environment("math_reward", "coding_reward", weights=[2.0, 0.5]).step(requests)
+    scores = environment("math_reward", "coding_reward", weights=[2.0, 0.5]).score(requests)
     assert [score.reward for score in scores] == [2.0, 0.5, -2.0]
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {"coding_reward": 1.0}, {"math_reward": -1.0}]
 
 
 def test_a_response_that_nothing_scores_has_no_reward() -> None:
     requests = [request(prompt, response, task=task) for prompt, response, task in SEED_ROWS]
-    scores = environment("math_reward", "coding_reward").step(requests)
+    scores = environment("math_reward", "coding_reward").score(requests)
     assert [score.reward for score in scores] == [1.0, None, -1.0, None]
     assert [score.parts for score in scores] == [{"math_reward": 1.0}, {}, {"math_reward": -1.0}, {}]
 
@@ -129,9 +129,9 @@ def test_one_function_says_what_is_correct() -> None:
     ]
     paths = [f"{__name__}.math_reward", f"{__name__}.length_reward"]
     named = EnvironmentConfig(type="reward_functions", reward_funcs=paths, correct_func="math_reward")
-    assert [score.correct for score in create_environment(named).step(requests)] == [True, False, None]
+    assert [score.correct for score in create_environment(named).score(requests)] == [True, False, None]
     unnamed = EnvironmentConfig(type="reward_functions", reward_funcs=paths)
-    assert [score.correct for score in create_environment(unnamed).step(requests)] == [None] * 3
+    assert [score.correct for score in create_environment(unnamed).score(requests)] == [None] * 3
 
 
 def test_a_column_that_a_row_lacks_is_none() -> None:
@@ -142,14 +142,14 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
         return [0.0] * len(completions)
 
     mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
-    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).step(mixed)
+    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score(mixed)
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
 def test_a_wrong_number_of_rewards_is_an_error() -> None:
     broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0}, None)
     with pytest.raises(ValueError, match="reward function one gave 1 rewards for 2 completions"):
-        broken.step([request("a", "b"), request("a", "c")])
+        broken.score([request("a", "b"), request("a", "c")])
 
 
 @pytest.mark.parametrize(

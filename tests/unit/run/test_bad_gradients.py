@@ -13,8 +13,8 @@ from megatron_grpo.policy.driver.rank_group import _Shard
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.rank.actor import RankPlace
 
-PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu")] + [
-    RankPlace(data=replica, is_reporter=True, device_name="cpu") for replica in (0, 1)
+PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu", startup_s={})] + [
+    RankPlace(data=replica, is_reporter=True, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
 SHARDS = [_Shard([[3, 0], [5]], local=None), _Shard([[1], [4, 2]], local=None)]
 

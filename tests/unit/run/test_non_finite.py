@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 import torch
-from megatron_grpo.preflight.load import compose_config
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.sequences import SequenceBatch
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.non_finite import require_finite_samples, require_finite_tokens
 from megatron_grpo.run.validation import validate

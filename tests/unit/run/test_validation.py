@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_grpo.preflight.load import compose_config
 
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.validation import validate
 from tests.support.trajectories import make_trajectory
 

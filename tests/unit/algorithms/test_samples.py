@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from megatron_grpo.algorithms.sampling import sample_step
+
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import Config, GRPOConfig
 from megatron_grpo.data.trajectory import Trajectory

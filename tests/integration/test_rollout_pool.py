@@ -1,0 +1,315 @@
+"""Rollout workers with real environments and a made-up engine: what comes out, and what comes of failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from numpy.typing import NDArray
+
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.data.rollout_files import read_rollouts
+from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.rollouts.rollout import sample_seed
+from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
+
+SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
+SETTINGS = SamplingSettings(max_new_tokens=16)
+SEED, STEP = 7, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    cluster = RayCluster(ClusterConfig())
+    cluster.start()
+    yield
+    cluster.shutdown()
+
+
+def prompt(idx: int, bad: Sequence[str] = ()) -> DatumSpec:
+    return {
+        "message_log": [{"role": "user", "content": "", "token_ids": [100 + idx, *range(idx % 3)]}],
+        "length": 1 + idx % 3,
+        "extra_env_info": {REFERENCE: seed_text(idx, 1), "bad": list(bad)},
+        "loss_multiplier": 1.0,
+        "idx": idx,
+        "task_name": "task",
+        "prompt": f"prompt {idx}",
+    }
+
+
+def seed_text(idx: int, sample: int) -> str:
+    return str(sample_seed(SEED, STEP, idx, sample))
+
+
+@contextmanager
+def pool(
+    environment: EnvironmentConfig | None = None,
+    *,
+    engines: Sequence[Mapping[str, Any]] = ({}, {}),
+    generation_timeout_s: float = 60.0,
+    **config: Any,
+) -> Iterator[RolloutPool]:
+    """Rollout workers over one made-up engine for each entry of `engines`, which are its arguments."""
+    environments = build_environments({"task": environment or EnvironmentConfig(type="addition")})
+    actor = ray.remote(num_cpus=0)(MadeUpEngine)
+    rollouts = RolloutPool(
+        RolloutsConfig(**config),
+        [actor.remote(**arguments) for arguments in engines],
+        environments,
+        max_total_sequence_length=MAX_LENGTH,
+        generation_timeout_s=generation_timeout_s,
+    )
+    rollouts.start()
+    try:
+        rollouts.wait_ready()
+        yield rollouts
+    finally:
+        rollouts.shutdown()
+        for one in environments.values():
+            one.shutdown()
+
+
+def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTimer | None = None) -> list[SampledGroup]:
+    return rollouts.collect(
+        prompts, samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=SEED, step=STEP, timer=timer or StepTimer()
+    )
+
+
+def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
+    """What the made-up engine and the addition environment make of a sample."""
+    ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)
+    seed = sample_seed(SEED, STEP, datum["idx"], sample)
+    request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
+    output = made_up_response(request, SETTINGS)
+    return Trajectory(
+        prompt_idx=datum["idx"],
+        group=group,
+        sample=sample,
+        token_ids=np.concatenate([ids, output.token_ids]),
+        spans=[Span(len(ids), len(ids) + len(output.token_ids), VERSION)],
+        logprobs=output.logprobs,
+        response=output.text,
+        stop_reason=output.stop_reason,
+        reward=float(sample == 1),
+        correct=sample == 1,
+    )
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 1), (3, 2), (1, 2)])
+def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: int, workers: int) -> None:
+    prompts = [prompt(idx) for idx in (5, 3, 8, 0, 12, 7)]
+    timer = StepTimer()
+    with pool(engines=[{}] * engines, num_workers=workers) as rollouts:
+        groups = collect(rollouts, prompts, timer)
+        trajectories = rollouts.fetch(groups)
+    expected = [
+        [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
+    ]
+    assert [[one.to_row() for one in group] for group in trajectories] == [
+        [one.to_row() for one in group] for group in expected
+    ]
+    assert [group.outcomes for group in groups] == [[one.outcome for one in group] for group in expected]
+    assert {"generation", "environment"} <= timer.seconds.keys()
+
+
+def test_requests_leave_in_one_call_per_engine_with_groups_whole_and_in_order() -> None:
+    with pool(engines=[{}, {}]) as rollouts:
+        collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+        histories = ray.get([engine.history.remote() for engine in rollouts._engines])
+    seeds = [[sample_seed(SEED, STEP, idx, sample) for sample in range(SAMPLES)] for idx in range(PROMPTS)]
+    assert [calls for calls, _ in histories] == [[[*chain(*seeds[:3])]], [[*chain(*seeds[3:])]]]
+
+
+def test_fewer_prompts_than_workers() -> None:
+    with pool(engines=[{}, {}, {}], num_workers=3) as rollouts:
+        groups = collect(rollouts, [prompt(4)])
+        assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
+
+
+def shift(lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], by: int) -> tuple[dict[str, NDArray[Any]], int]:
+    """Something that needs the step's order: each token plus the number of its sequence, times `by`."""
+    numbers = np.repeat(np.arange(len(lengths)), lengths)
+    return {"shifted": (arrays["token_ids"] + numbers * by).astype(np.int32)}, int(arrays["sampled"].sum())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_and_what_is_computed_from_them(workers: int) -> None:
+    prompts = [prompt(idx) for idx in range(PROMPTS)]
+    order = np.random.default_rng(0).permutation(PROMPTS * SAMPLES)
+    sequences = [np.sort(order[begin::3]) for begin in range(3)]
+    with pool(engines=[{}, {}], num_workers=workers) as rollouts:
+        groups = collect(rollouts, prompts)
+        shards = rollouts.build_shards(groups, sequences)
+        flat = [one for group in rollouts.fetch(groups) for one in group]
+        lengths = np.array([len(one.token_ids) for one in flat])
+        fetched = [{name: ray.get(reference) for name, reference in shard.items()} for shard in shards]
+        results, summary = rollouts.compute(shift, shards, sequences, lengths, ["token_ids", "sampled"], 1000)
+        shifted = [ray.get(result["shifted"]) for result in results]
+    assert [{name: array.dtype.name for name, array in shard.items()} for shard in fetched] == [
+        {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
+    ] * 3
+    for numbers, shard, moved in zip(sequences, fetched, shifted, strict=True):
+        mine = [flat[number] for number in numbers]
+        np.testing.assert_array_equal(shard["token_ids"], np.concatenate([one.token_ids for one in mine]))
+        given = [len(one.token_ids) - len(one.logprobs) for one in mine]
+        masks = [np.arange(len(one.token_ids)) >= count for one, count in zip(mine, given, strict=True)]
+        np.testing.assert_array_equal(shard["sampled"], np.concatenate(masks))
+        padded = [np.concatenate([np.zeros(n, np.float32), one.logprobs]) for one, n in zip(mine, given, strict=True)]
+        np.testing.assert_array_equal(shard["generation_logprobs"], np.concatenate(padded))
+        ids = [one.token_ids + 1000 * number for one, number in zip(mine, numbers, strict=True)]
+        np.testing.assert_array_equal(moved, np.concatenate(ids))
+    assert summary == sum(len(one.logprobs) for one in flat)
+
+
+def test_groups_that_were_put_are_as_good_as_collected_ones() -> None:
+    with pool() as rollouts:
+        groups = collect(rollouts, [prompt(idx) for idx in range(2)])
+        again = rollouts.put(rollouts.fetch(groups))
+        assert [group.outcomes for group in again] == [group.outcomes for group in groups]
+        numbers = [np.arange(2 * SAMPLES)]
+        (one,), (other,) = rollouts.build_shards(groups, numbers), rollouts.build_shards(again, numbers)
+        np.testing.assert_array_equal(ray.get(one["token_ids"]), ray.get(other["token_ids"]))
+
+
+def test_the_dump_holds_what_was_collected(tmp_path: Path) -> None:
+    with pool() as rollouts:
+        groups = collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+        groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
+        rollouts.wait_dump(rollouts.dump(4, groups, tmp_path))
+        rollouts.wait_dump(rollouts.dump(5, groups, tmp_path, sample=3))
+        flat = [one for group in rollouts.fetch(groups) for one in group]
+    rows = list(read_rollouts(tmp_path, 4))
+    assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
+    for row, one in zip(rows, flat, strict=True):
+        np.testing.assert_array_equal(row["token_ids"], one.token_ids)
+        np.testing.assert_array_equal(row["logprobs"], one.logprobs)
+        assert (row["reward"], row["response"], row["prompt_idx"]) == (one.reward, one.response, one.prompt_idx)
+    assert [(row["group"], row["sample"]) for row in read_rollouts(tmp_path, 5)] == [(0, 0), (0, 2), (1, 1)]
+
+
+def failing(function: str, **changes: Any) -> EnvironmentConfig:
+    path = f"tests.integration.bad_rewards.{function}"
+    return EnvironmentConfig(type="reward_functions", reward_funcs=[path], **changes)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (
+            "raises_on_bad",
+            r"environment task: tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge this "
+            r"\(bad_rewards.py:\d+\)",
+        ),
+        ("sleeps_on_bad", r"environment task: no answer within env.task.timeout_s=2 s"),
+        ("dies_on_bad", "environment task: its process ended over this response"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_the_samples_that_break_a_reward_function_fail(function: str, reason: str, processes: int) -> None:
+    bad = {1: [seed_text(1, 2)], 4: [seed_text(4, 0)]}
+    prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]
+    with pool(failing(function, timeout_s=2.0, num_workers=processes)) as rollouts:
+        for _ in range(2):  # it works on afterwards
+            outcomes = [one for group in collect(rollouts, prompts) for one in group.outcomes]
+            failed = [one for one in outcomes if one.failure is not None]
+            assert [(one.prompt_idx, one.sample) for one in failed] == [(1, 2), (4, 0)]
+            for one in failed:
+                assert re.fullmatch(reason, str(one.failure))
+                assert (one.reward, one.correct, one.reward_parts) == (None, None, {})
+                assert one.response_tokens > 0, "what was sampled is kept"
+            whole = [one for one in outcomes if one.failure is None]
+            assert all(one.reward == float(seed_text(one.prompt_idx, one.sample)) for one in whole)
+
+
+def test_too_many_failures_end_the_collect_with_the_reason() -> None:
+    prompts = [prompt(idx, [seed_text(idx, 0), seed_text(idx, 1)]) for idx in (31, 32)]
+    reason = (
+        "4 of 8 rollouts failed, more than rollouts.max_failed_fraction=0.25 allows: 4 x environment task: "
+        "tests.integration.bad_rewards.raises_on_bad raised ValueError: cannot judge this .*, row 31"
+    )
+    with pool(failing("raises_on_bad"), max_failed_fraction=0.25) as rollouts:
+        with pytest.raises(SamplingError, match=reason):
+            collect(rollouts, prompts)
+        assert len(collect(rollouts, [prompt(1)])) == 1
+
+
+def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> None:
+    once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
+    with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
+        groups = collect(rollouts, [prompt(idx) for idx in range(3)])
+        trajectories = rollouts.fetch(groups)
+    failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
+    assert failures == {(1, 2): "refused by the engine"}
+    assert trajectories[0][1].to_row() == expected_trajectory(prompt(0), 0, 1).to_row()
+    failed = trajectories[1][2]
+    assert (failed.token_ids.tolist(), failed.spans, failed.logprobs.tolist()) == ([101, 0], [], [])
+
+
+def test_a_request_that_is_never_answered_is_aborted_and_asked_again() -> None:
+    once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
+    with pool(engines=[{"stuck": [once, twice, twice]}], timeout_s=1.0) as rollouts:
+        groups = collect(rollouts, [prompt(idx) for idx in range(3)])
+        failures = [(one.prompt_idx, one.sample, one.failure) for group in groups for one in group.outcomes]
+        _, aborted = ray.get(rollouts._engines[0].history.remote())
+    reason = "generation engine 0 did not finish it within rollouts.timeout_s=1 s"
+    assert [one for one in failures if one[2]] == [(1, 2, reason)]
+    assert len(aborted) == 3
+
+
+def test_an_engine_that_dies_is_one_clear_error() -> None:
+    with pool(engines=[{}, {"dies_after": 1}]) as rollouts:
+        began = time.monotonic()
+        with pytest.raises(SamplingError, match=r"^generation: generation engine 1 died \(its process is gone\)$"):
+            collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+        assert time.monotonic() - began < 20
+
+
+def test_an_engine_that_does_not_answer_is_named() -> None:
+    seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
+    with (
+        pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=1.0) as rollouts,
+        pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 1 s$"),
+    ):
+        collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+
+
+def test_a_stopped_environment_process_is_replaced() -> None:
+    with pool(failing("raises_on_bad", timeout_s=2.0)) as rollouts:
+        handles = rollouts._environments["task"]._processes  # type: ignore[attr-defined]
+        pid = ray.get(handles[0].ready.remote())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        groups = collect(rollouts, [prompt(idx) for idx in range(2)])
+        assert not [one.failure for group in groups for one in group.outcomes if one.failure]
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{pid}/stat").exists()
+
+
+def test_an_environment_that_does_not_come_up_is_named() -> None:
+    environment = EnvironmentConfig(type="reward_functions", reward_funcs=["tests.no_such_module.f"])
+    with (
+        pytest.raises(
+            SamplingError, match=r"environment task: a process failed with RunError: .*no_such_module.* as it started"
+        ),
+        pool(environment),
+    ):
+        pass

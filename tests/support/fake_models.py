@@ -1,0 +1,153 @@
+"""Models in training for tests of the steps around them: one process, the real losses, nothing learnt."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.data.batch import ReplicaWork, StepBatch, TokenBatch, TokenFields, given
+from megatron_grpo.losses.interface import GlobalCounts, LossFunction
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.policy.interface import PolicyInterface, TrainedModel, TrainResult, ValueInterface
+from tests.support.fake_rollouts import add_entry, by_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one optimizer step was given."""
+
+    sequences: list[int]
+    """Numbers in the step."""
+    tokens: TokenBatch
+    """The entries that the loss reads, and those that follow from the batch."""
+
+    def entry(self, name: str) -> list[list[float]]:
+        """An entry by sequence."""
+        values: Tensor = given(getattr(self.tokens.fields, name))
+        return [piece.tolist() for piece in values.split(self.tokens.lengths)]
+
+
+class FakeModel(TrainedModel):
+    """A model of one process. Every call is written to a log that it may share with others."""
+
+    device_name = "cpu"
+    name: str
+    """In the log."""
+
+    def __init__(self, shape: ModelShape, log: list[str] | None = None) -> None:
+        self._shape = shape
+        self.log = [] if log is None else log
+        self.lessons: list[Lesson] = []
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        self.log.append(f"{self.name} learns")
+        tokens = fetched(batch, sequences, loss_fn.reads)
+        self.lessons.append(Lesson(sequences.tolist(), tokens))
+        rectangles = tokens.rectangles(max(tokens.lengths))
+        _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.of(batch, sequences))
+        found = {name: float(value) for name, value in metrics.items()}
+        return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found)
+
+    @abstractmethod
+    def output(self, tokens: TokenFields) -> Tensor:
+        """The model's number for every token of rectangles, [sequences, length]."""
+
+    def save_checkpoint(self, folder: str) -> None:
+        raise NotImplementedError
+
+    load_checkpoint = save_checkpoint
+
+    def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def _add(self, batch: StepBatch, name: str, numbers: list[list[float]]) -> NDArray[np.bool_]:
+        """Put a number for every token into the shards; whether those of sampled tokens are finite, by sequence."""
+        add_entry(batch, name, np.array([value for row in numbers for value in row]))
+        flags = [
+            all(math.isfinite(value) for value, drawn in zip(row, sampled, strict=True) if drawn)
+            for row, sampled in zip(numbers, by_sequence(batch, "sampled"), strict=True)
+        ]
+        return np.array(flags, dtype=np.bool_)
+
+
+class FakePolicy(FakeModel, PolicyInterface):
+    """A policy whose log-probabilities are those of sampling, but for the sequences in `logprobs`."""
+
+    name = "policy"
+
+    def __init__(self, shape: ModelShape, log: list[str] | None = None, *, reference_offset: float = 0.0) -> None:
+        """
+        Args:
+            shape: the policy's sizes.
+            log: where calls are written to.
+            reference_offset: how much more likely the reference policy finds every sampled token, in nats.
+        """
+        super().__init__(shape, log)
+        self.reference_offset = reference_offset
+        self.logprobs: dict[int, float] = {}
+        """Of all tokens of a sequence, by its number, where they are not those of sampling."""
+        self.moved: list[float] = []
+        """Of each move of the reference policy, the policy's share."""
+
+    def output(self, tokens: TokenFields) -> Tensor:
+        return given(tokens.generation_logprobs)
+
+    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        self.log.append("policy says")
+        return self._add(batch, "prev_logprobs", self._numbers(batch, 0.0))
+
+    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        self.log.append("reference says")
+        return self._add(batch, "reference_logprobs", self._numbers(batch, self.reference_offset))
+
+    def sync_reference(self, alpha: float) -> None:
+        self.moved.append(alpha)
+
+    def _numbers(self, batch: StepBatch, offset: float) -> list[list[float]]:
+        return [
+            [self.logprobs.get(number, value + offset) for value in values.tolist()]
+            for number, values in enumerate(by_sequence(batch, "generation_logprobs"))
+        ]
+
+
+class FakeValue(FakeModel, ValueInterface):
+    """A value model that expects one number everywhere."""
+
+    name = "value"
+
+    def __init__(self, shape: ModelShape, log: list[str] | None = None, *, number: float = 0.25) -> None:
+        super().__init__(shape, log)
+        self.number = number
+
+    def output(self, tokens: TokenFields) -> Tensor:
+        return torch.full_like(given(tokens.loss_mask), self.number)
+
+    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        self.log.append("value says")
+        return self._add(batch, "values", [[self.number] * int(length) for length in batch.lengths])
+
+
+def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:
+    """Some sequences as a single replica that owns all shards gets them, with those of the entries that are there."""
+    order = [int(number) for shard in batch.shards for number in shard.sequences]
+    work = ReplicaWork(
+        shards=[shard.fields for shard in batch.shards],
+        shard_lengths=[batch.lengths[shard.sequences] for shard in batch.shards],
+        rows=np.array([order.index(number) for number in sequences], dtype=np.int64),
+        microbatches=[list(range(len(sequences)))],
+        in_loss=batch.in_loss[sequences],
+        positive=None if batch.positive is None else batch.positive[sequences],
+        advantages=None if batch.advantages is None else batch.advantages[sequences],
+    )
+    present = [name for name in names if name in batch.shards[0].fields]
+    return work.token_batch([{name: shard.fields[name].get() for name in present} for shard in batch.shards])

@@ -1,0 +1,192 @@
+"""Rollout workers and Ray's object store for tests of what is made of rollouts: all of it in this process.
+
+References are opaque, and arrays behind them read-only, as Ray's are: code that takes a reference for an array fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron_grpo.data.batch import STORED_DTYPES, StepBatch
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.observability.timers import StepTimer
+
+Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
+"""(prompts, samples of each) -> the samples of each prompt."""
+
+
+class Reference:
+    """What the driver holds instead of a value."""
+
+    def __init__(self, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            value = value.copy()
+            value.flags.writeable = False
+        self._value = value
+
+    def get(self) -> Any:
+        """The value itself; tests alone may ask for it without being counted."""
+        return self._value
+
+
+class FakeRay:
+    """The object store where the driver reads and writes it itself."""
+
+    def __init__(self) -> None:
+        self.gets = 0
+        """References that the driver has asked the values of."""
+
+    def get(self, reference: Reference) -> Any:
+        self.gets += 1
+        return reference.get()
+
+    def put(self, value: Any) -> Reference:
+        return Reference(value)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
+    fake = FakeRay()
+    for module in ("megatron_grpo.algorithms.token_stage", "megatron_grpo.run.non_finite"):
+        monkeypatch.setattr(f"{module}.ray", SimpleNamespace(get=fake.get, put=fake.put))
+    return fake
+
+
+class FakeRollouts:
+    """A `RolloutPool` without processes. `answers` says what is sampled; the rest is done for real, in plain loops."""
+
+    def __init__(self, answers: Answers = lambda *_: []) -> None:
+        self.answers = answers
+        self.asked: list[dict[str, Any]] = []
+        """Of every call of collect: the rows of the prompts, and everything else it was given."""
+        self.fetched: list[SampledGroup] = []
+        """Groups whose tokens the driver has asked for."""
+        self.computed: list[str] = []
+        """Names of the functions that ran in a worker."""
+        self.dumped: list[tuple[Any, ...]] = []
+        """Arguments of the calls of dump."""
+
+    def collect(
+        self,
+        prompts: Sequence[DatumSpec],
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        step: int,
+        timer: StepTimer,
+    ) -> list[SampledGroup]:
+        rows = [prompt["idx"] for prompt in prompts]
+        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
+        self.asked.append({"rows": rows, "samples_per_prompt": samples_per_prompt, **drawn})
+        with timer.phase("generation"):
+            return self.put(self.answers(prompts, samples_per_prompt))
+
+    def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
+        return [SampledGroup([one.outcome for one in group], Reference(list(group))) for group in groups]
+
+    def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
+        self.fetched += groups
+        return [group.payload.get() for group in groups]
+
+    def build_shards(
+        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+    ) -> list[dict[str, Reference]]:
+        trajectories = [one for group in groups for one in group.payload.get()]
+        shards = []
+        for numbers in sequences:
+            rows = [_entries(trajectories[number]) for number in numbers]
+            arrays = {name: [value for row in rows for value in row[name]] for name in _entries(trajectories[0])}
+            shards.append(
+                {name: Reference(np.array(values, dtype=STORED_DTYPES[name])) for name, values in arrays.items()}
+            )
+        return shards
+
+    def compute(
+        self,
+        fn: Callable[..., Any],
+        fields: Sequence[dict[str, Reference]],
+        sequences: Sequence[NDArray[np.int64]],
+        lengths: NDArray[np.int64],
+        entries: Sequence[str],
+        *arguments: Any,
+    ) -> tuple[list[dict[str, Reference]], Any]:
+        self.computed.append(fn.__name__)
+        stored = [{name: one[name].get() for name in entries} for one in fields]
+        whole = {name: np.concatenate(_in_order(stored, sequences, lengths, name)) for name in entries}
+        added, summary = fn(lengths, whole, *arguments)
+        for name, array in added.items():
+            assert (array.shape, array.dtype) == ((lengths.sum(),), STORED_DTYPES[name]), name
+        pieces = {name: split(array, lengths) for name, array in added.items()}
+        shards = [
+            {name: Reference(np.concatenate([of[number] for number in numbers])) for name, of in pieces.items()}
+            for numbers in sequences
+        ]
+        return shards, summary
+
+    def dump(self, step: int, groups: list[SampledGroup], folder: Path, limit: int | None) -> str:
+        self.dumped.append((step, groups, folder, limit))
+        return f"rollouts of step {step}"
+
+
+def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> list[NDArray[Any]]:
+    """A flat array as one array a sequence."""
+    pieces, begin = [], 0
+    for length in lengths:
+        pieces.append(array[begin : begin + length])
+        begin += length
+    assert begin == len(array)
+    return pieces
+
+
+def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
+    """A stored entry of a batch, one array a sequence, in the order of the step."""
+    stored = [{name: shard.fields[name].get()} for shard in batch.shards]
+    return _in_order(stored, [shard.sequences for shard in batch.shards], batch.lengths, name)
+
+
+def add_entry(batch: StepBatch, name: str, values: NDArray[Any]) -> None:
+    """Store an entry, flat and in the order of the step, as a model would that computes it."""
+    pieces = split(values.astype(STORED_DTYPES[name]), batch.lengths)
+    for shard in batch.shards:
+        shard.fields[name] = Reference(np.concatenate([pieces[number] for number in shard.sequences]))
+
+
+def stored_names(batch: StepBatch) -> set[str]:
+    """Entries that the shards of a batch have; all the same ones."""
+    (names,) = {frozenset(shard.fields) for shard in batch.shards}
+    return set(names)
+
+
+def _entries(trajectory: Trajectory) -> dict[str, list[Any]]:
+    """What is stored of a rollout, an item a token."""
+    spans = trajectory.spans
+    sampled = [any(span.start <= place < span.end for span in spans) for place in range(len(trajectory.token_ids))]
+    drawn = iter(trajectory.logprobs.tolist())
+    return {
+        "token_ids": trajectory.token_ids.tolist(),
+        "sampled": sampled,
+        "generation_logprobs": [next(drawn) if one else 0.0 for one in sampled],
+    }
+
+
+def _in_order(
+    stored: Sequence[dict[str, NDArray[Any]]],
+    sequences: Sequence[NDArray[np.int64]],
+    lengths: NDArray[np.int64],
+    name: str,
+) -> list[NDArray[Any]]:
+    found: dict[int, NDArray[Any]] = {}
+    for shard, numbers in zip(stored, sequences, strict=True):
+        found |= zip(numbers.tolist(), split(shard[name], lengths[numbers]), strict=True)
+    return [found[number] for number in range(len(lengths))]

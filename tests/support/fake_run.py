@@ -1,0 +1,80 @@
+"""A run of fakes around the real steps: what samples, learns, publishes and writes only says that it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.run.context import GRPORun, PPORun
+from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.sample_source import SampleSource
+from megatron_grpo.run.save_state import default_grpo_save_state
+from tests.support.fake_models import FakePolicy, FakeValue
+from tests.support.fake_rollouts import FakeRollouts
+
+SETTINGS = SamplingSettings(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(1,))
+
+
+class FakeDumps:
+    """Rollouts that are never written; their beginning and end are logged."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.groups: dict[int, list[SampledGroup]] = {}
+        """By step, what was to be written."""
+
+    def begin(self, step: int, groups: list[SampledGroup]) -> None:
+        self.log.append(f"dump {step} begins")
+        assert step not in self.groups, "the rollouts of a step are written once"
+        self.groups[step] = groups
+
+    def finish(self, step: int) -> None:
+        self.log.append(f"dump {step} is there")
+
+
+def make_source(config: Config, folder: Path, rollouts: FakeRollouts) -> SampleSource:
+    """Where the samples of a run that has not begun come from; `folder` is the run's."""
+    rollouts_as_pool: Any = rollouts
+    return SampleSource(
+        config=config,
+        rollouts=rollouts_as_pool,
+        settings=SETTINGS,
+        guard=FiniteGuard(folder, rollouts.fetch),
+        state=default_grpo_save_state(),
+        waiting=[],
+    )
+
+
+def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelShape, log: list[str]) -> Any:
+    """A run that has not begun, with a value model if the algorithm has one; what its parts do is in the log."""
+    source = make_source(config, folder, rollouts)
+
+    def publish(version: int) -> Any:
+        log.append(f"version {version}")
+        return SimpleNamespace(bytes_sent=8)
+
+    parts: dict[str, Any] = {
+        "config": config,
+        "policy": FakePolicy(shape, log),
+        "transport": SimpleNamespace(publish=publish),
+        "rollouts": rollouts,
+        "samples": source,
+        "dumps": FakeDumps(log),
+        "guard": source.guard,
+        "loader": None,
+        "val_prompts": [],
+        "loss_fn": ClippedPGLossFn(config.loss_fn),
+        "logger": None,
+        "checkpointer": None,
+        "state": source.state,
+    }
+    if config.value_model is None:
+        return GRPORun(**parts)
+    return PPORun(**parts, value=FakeValue(shape, log), value_loss_fn=MseValueLossFn(config.value_loss_fn))
