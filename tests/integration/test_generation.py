@@ -15,11 +15,22 @@ import psutil
 import pytest
 import ray
 
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.generation.vllm_engine import CPU_BATCH_TOKENS, cores_of_ranks
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from tests.integration import generation_driver
-from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, kill_a_worker, make_model
+from tests.integration.vllm_helpers import (
+    EOS,
+    LETTERS,
+    MAX_LENGTH,
+    Oracle,
+    Sample,
+    engines,
+    kill_a_worker,
+    make_model,
+    make_request,
+    sample,
+)
 
 PROMPT = [2, 5, 9, 4]
 
@@ -66,13 +77,13 @@ def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, 
 
 def test_another_process_samples_the_same_bits(generation: VllmGeneration, killed_driver: dict[str, Any]) -> None:
     for _ in range(2):
-        outputs = generation.generate(generation_driver.requests(), generation_driver.SETTINGS)
+        outputs = sample(generation, generation_driver.requests(), generation_driver.SETTINGS)
         assert [[output.token_ids, output.logprobs] for output in outputs] == killed_driver["samples"]
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(generation: VllmGeneration, oracle: Oracle) -> None:
-    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=8) for seed in range(16)]
-    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=8, temperature=0.7))
+    requests = [make_request(PROMPT, seed=seed, max_new_tokens=8) for seed in range(16)]
+    outputs = sample(generation, requests, SamplingSettings(max_new_tokens=8, temperature=0.7))
     for output in outputs:
         expected = oracle.logprobs(PROMPT, output.token_ids, temperature=0.7)
         assert output.logprobs == pytest.approx(expected, abs=1e-4)
@@ -80,11 +91,11 @@ def test_logprobs_are_those_of_the_tempered_distribution(generation: VllmGenerat
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) -> None:
-    wanted = GenerationRequest(prompt_ids=PROMPT, seed=5, max_new_tokens=10)
+    wanted = make_request(PROMPT, seed=5, max_new_tokens=10)
     settings = SamplingSettings(max_new_tokens=10)
-    (alone,) = generation.generate([wanted], settings)
-    others = [GenerationRequest(prompt_ids=[3] * (1 + i), seed=i, max_new_tokens=10) for i in range(20)]
-    among_others = generation.generate([*others, wanted], settings)[-1]
+    (alone,) = sample(generation, [wanted], settings)
+    others = [make_request([3] * (1 + i), seed=i, max_new_tokens=10) for i in range(20)]
+    among_others = sample(generation, [*others, wanted], settings)[-1]
     assert among_others.token_ids == alone.token_ids
     assert among_others.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
@@ -92,15 +103,15 @@ def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) 
 def test_more_prompt_tokens_than_one_pass_takes(generation: VllmGeneration, oracle: Oracle) -> None:
     """Prompts that do not fit the pass wait for the next one; they are not cut in two."""
     prompts = [[2 + (i + j) % 30 for j in range(48)] for i in range(CPU_BATCH_TOKENS // 48 + 20)]
-    requests = [GenerationRequest(prompt_ids=ids, seed=i, max_new_tokens=4) for i, ids in enumerate(prompts)]
-    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=4))
+    requests = [make_request(ids, seed=i, max_new_tokens=4) for i, ids in enumerate(prompts)]
+    outputs = sample(generation, requests, SamplingSettings(max_new_tokens=4))
     for ids, output in list(zip(prompts, outputs, strict=True))[::15]:
         assert output.logprobs == pytest.approx(oracle.logprobs(ids, output.token_ids), abs=1e-4)
 
 
 def test_filters_renormalise(generation: VllmGeneration, oracle: Oracle) -> None:
-    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=6) for seed in range(16)]
-    for output in generation.generate(requests, SamplingSettings(max_new_tokens=6, top_k=3)):
+    requests = [make_request(PROMPT, seed=seed, max_new_tokens=6) for seed in range(16)]
+    for output in sample(generation, requests, SamplingSettings(max_new_tokens=6, top_k=3)):
         table = oracle.distributions(PROMPT, output.token_ids)
         best, ids = table.topk(3)
         expected = [
@@ -108,7 +119,7 @@ def test_filters_renormalise(generation: VllmGeneration, oracle: Oracle) -> None
             for row, allowed, token in zip(best, ids, output.token_ids, strict=True)
         ]
         assert output.logprobs == pytest.approx(expected, abs=1e-4)
-    for output in generation.generate(requests, SamplingSettings(max_new_tokens=6, top_p=1e-6)):
+    for output in sample(generation, requests, SamplingSettings(max_new_tokens=6, top_p=1e-6)):
         assert output.token_ids == oracle.greedy(PROMPT, 6)
 
 
@@ -137,8 +148,8 @@ def test_stop_reasons(generation: VllmGeneration, oracle: Oracle) -> None:
 
 
 def test_end_of_text_ends_a_response(generation: VllmGeneration) -> None:
-    requests = [GenerationRequest(prompt_ids=PROMPT, seed=seed, max_new_tokens=50) for seed in range(32)]
-    outputs = generation.generate(requests, SamplingSettings(max_new_tokens=50, temperature=2.0))
+    requests = [make_request(PROMPT, seed=seed, max_new_tokens=50) for seed in range(32)]
+    outputs = sample(generation, requests, SamplingSettings(max_new_tokens=50, temperature=2.0))
     ended = [output for output in outputs if output.stop_reason == "stop"]
     assert ended
     for output in ended:
@@ -150,11 +161,11 @@ def test_end_of_text_ends_a_response(generation: VllmGeneration) -> None:
 def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
     settings = SamplingSettings(max_new_tokens=100, stop_token_ids=())
     prompt = [3] * (MAX_LENGTH - 2)
-    (output,) = generation.generate([GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=100)], settings)
+    (output,) = sample(generation, [make_request(prompt, seed=0, max_new_tokens=100)], settings)
     assert len(output.token_ids) <= 2
-    full = GenerationRequest(prompt_ids=[3] * MAX_LENGTH, seed=0, max_new_tokens=1)
+    full = make_request([3] * MAX_LENGTH, seed=0, max_new_tokens=1)
     with pytest.raises(RuntimeError, match=r"generation engine 0 .*64 tokens leaves no room"):
-        generation.generate([full], settings)
+        sample(generation, [full], settings)
     assert len(_greedy(generation, settings)) == 1, "the engine works on"
 
 
@@ -181,6 +192,6 @@ def test_cores_are_shared_out(cores: list[int], first: int, ranks: int, total: i
     assert cores_of_ranks(cores, first=first, ranks=ranks, total=total) == expected
 
 
-def _greedy(generation: VllmGeneration, settings: SamplingSettings) -> list[GenerationOutput]:
-    request = GenerationRequest(prompt_ids=PROMPT, seed=0, max_new_tokens=settings.max_new_tokens)
-    return generation.generate([request], settings)
+def _greedy(generation: VllmGeneration, settings: SamplingSettings) -> list[Sample]:
+    request = make_request(PROMPT, seed=0, max_new_tokens=settings.max_new_tokens)
+    return sample(generation, [request], settings)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import ray
 import torch
@@ -14,8 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.trajectory import StopReason
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.rollouts.engines import EngineClient
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -102,6 +108,49 @@ def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) ->
         yield generation
     finally:
         generation.shutdown()
+
+
+def make_request(prompt: Sequence[int], *, seed: int, max_new_tokens: int) -> GenerationRequest:
+    """One response to a prompt."""
+    prompt_ids = np.array(prompt, dtype=np.int32)
+    return GenerationRequest(prompt_ids=prompt_ids, seed=seed, max_new_tokens=max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response in plain lists."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    stop_reason: StopReason
+    version: int
+    """Of the weights that sampled all of it."""
+
+
+def _plain(output: GenerationOutput) -> Sample:
+    assert (output.token_ids.dtype, output.logprobs.dtype) == (np.int32, np.float32)
+    (span,) = output.spans
+    assert (span.start, span.end) == (0, len(output.token_ids))
+    lists = output.token_ids.tolist(), output.logprobs.tolist()
+    return Sample(*lists, output.text, output.stop_reason, span.version)
+
+
+def sample(
+    generation: VllmGeneration, requests: Sequence[GenerationRequest], settings: SamplingSettings
+) -> list[Sample]:
+    """Responses in the order of the requests, which are shared out over the engines, a call for each.
+
+    Raises:
+        SamplingError: an engine failed.
+    """
+
+    async def all_of_them() -> list[GenerationOutput]:
+        clients = [EngineClient(actor, index, "test") for index, actor in enumerate(generation.engines)]
+        each = -(-len(requests) // len(clients))
+        return await asyncio.gather(*(clients[i // each].generate(one, settings) for i, one in enumerate(requests)))
+
+    return [_plain(output) for output in asyncio.run(all_of_them())]
 
 
 def kill_a_worker(generation: VllmGeneration) -> None:
