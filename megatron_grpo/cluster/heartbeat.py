@@ -39,6 +39,19 @@ FROZEN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
+_clock = threading.Lock()
+"""Held while faulthandler's clock is wound up, and while the process is forked."""
+
+
+def _stop_clock() -> None:
+    # It is a thread with locks of its own in C, which nobody would give back in a forked process; the next beat winds
+    # it up again.
+    _clock.acquire()
+    faulthandler.cancel_dump_traceback_later()
+
+
+os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in_child=_clock.release)
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
@@ -120,7 +133,12 @@ class HeartbeatWriter:
         while True:
             # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
             # itself needs no lock.
+<<<<<<< HEAD
             THIS_PROCESS.wind_up(FROZEN_S, self._log)
+=======
+            with _clock:
+                faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
+>>>>>>> wip/logs
             if self._stopped.wait(BEAT_S):
                 return
             self._write()

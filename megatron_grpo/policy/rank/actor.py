@@ -64,7 +64,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
-        self._imports_s: float | None = None
+        self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store in which all ranks meet, in this process; its address."""
