@@ -133,12 +133,8 @@ class HeartbeatWriter:
         while True:
             # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
             # itself needs no lock.
-<<<<<<< HEAD
-            THIS_PROCESS.wind_up(FROZEN_S, self._log)
-=======
             with _clock:
                 faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
->>>>>>> wip/logs
             if self._stopped.wait(BEAT_S):
                 return
             self._write()

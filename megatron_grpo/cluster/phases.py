@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import inspect
 import logging
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +53,13 @@ class Phases:
     def leave(self, token: object) -> None:
         """End the phase that `enter` returned this for."""
         with self._lock:
-<<<<<<< HEAD
-            name, _ = self._active.pop(token, (None, 0.0))  # None: the process was forked within the phase
-=======
             name, _ = self._active.pop(token, (None, 0.0))  # nothing there: the process was forked within the phase
->>>>>>> wip/logs
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
 
     def before_fork(self) -> None:
-<<<<<<< HEAD
-        """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child.
-
-        The clock that `wind_up` sets is such a thing as well, so it is stopped until the next beat.
-        """
-        self._lock.acquire()
-        faulthandler.cancel_dump_traceback_later()
-=======
         """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child."""
         self._lock.acquire()
->>>>>>> wip/logs
 
     def after_fork(self) -> None:
         """Let other threads in again."""
@@ -85,14 +71,6 @@ class Phases:
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
         self._lock.release()
 
-<<<<<<< HEAD
-    def wind_up(self, seconds: float, log: TextIO) -> None:
-        """Have all stacks written into `log` unless this is called again within so many seconds."""
-        with self._lock:
-            faulthandler.dump_traceback_later(seconds, file=log)
-
-=======
->>>>>>> wip/logs
     def current(self) -> tuple[Phase, ...]:
         """Those that the process is in, the first entered first; calls in the phase of another are counted with it."""
         found: dict[str, Phase] = {}
