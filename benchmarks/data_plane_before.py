@@ -27,7 +27,7 @@ from megatron_grpo.policy.worker import ModelWorker, RankPlace
 from megatron_grpo.rollouts.collector import RolloutCollector
 
 from megatron_grpo.algorithms.grpo import grpo_step
-from megatron_grpo.config.compose import compose_config
+from megatron_grpo.composition.compose import compose_config
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.environments.registry import build_environments
 from megatron_grpo.generation import vllm_generation

@@ -184,7 +184,7 @@ class Meter:
     peak_bytes: int = 0
     """Largest resident memory since `watching` began."""
     marks: list[tuple[float, float, int]] = field(default_factory=list)
-    """(wall-clock seconds, CPU seconds of all threads, bytes moved) at the begin of each step and the end of the last."""
+    """(wall-clock seconds, CPU seconds of all threads, bytes moved) as each step begins and as the last one ends."""
 
     def mark(self) -> None:
         """A step begins, or the last one has ended."""
@@ -271,7 +271,10 @@ def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[
         reports = train(meter.mark)
         meter.mark()
     assert len(reports) == 1 + sizes.steps == len(meter.marks) - 1
-    spent = [[end - begin for begin, end in zip(*pair, strict=True)] for pair in zip(meter.marks, meter.marks[1:])]
+    spent = [
+        [end - begin for begin, end in zip(*pair, strict=True)]
+        for pair in zip(meter.marks, meter.marks[1:], strict=False)
+    ]
     wall, cpu, moved = zip(*spent[1:], strict=True)
     tokens = [mean * sizes.samples for _, mean in reports[1:]]
     phases = {name: [timing[name] for timing, _ in reports[1:]] for name in reports[-1][0]}

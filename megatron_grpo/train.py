@@ -11,8 +11,8 @@ import yaml
 
 from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.composition.help import help_text, version
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import help_text, version
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
