@@ -371,7 +371,8 @@ class _Arrivals:
         """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
         await self._some.wait()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all.wait(), PACE_S)
+            async with asyncio.timeout(PACE_S):
+                await self._all.wait()
         self._some.clear()
 
 
