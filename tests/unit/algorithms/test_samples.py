@@ -177,9 +177,8 @@ def test_a_step_that_does_not_fill_up_ends_the_run(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool, tmp_path: Path) -> None:
     source, rollouts = make(tmp_path, use_dynamic_sampling=dynamic)
     source.state["total_steps"] = 6
-    rollouts.answers = lambda *_: [
-        [make_trajectory(prompt_idx=5, reward=1.0), make_trajectory(prompt_idx=5, reward=math.nan)]
-    ]
+    fine = make_trajectory(prompt_idx=5)
+    rollouts.answers = lambda *_: [[fine, make_trajectory(prompt_idx=5, reward=math.nan)]]
     with pytest.raises(SamplingError, match=r"step 7: the reward is not finite for 1 response\(s\) to prompt\(s\) 5"):
         sample(source, batches([5]), StepTimer())
     rollouts.answers = lambda *_: [[make_trajectory(prompt_idx=5, logprobs=[math.nan, 0.0]), fine]]
