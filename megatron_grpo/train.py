@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import yaml
@@ -91,12 +93,15 @@ def _check_start(config: Config) -> None:
 
 
 def _run(config: Config) -> None:
-    """The algorithm that the configuration names, imported after the checks: torch and Ray take seconds to import."""
-    if config.algorithm == "ppo":
-        from megatron_grpo.algorithms.ppo import run
-    else:
-        from megatron_grpo.algorithms.grpo import run
-    run(config)
+    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts."""
+    from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
+
+    with ThreadPoolExecutor(1, "import") as importer:
+        algorithm = importer.submit(importlib.import_module, f"megatron_grpo.algorithms.{config.algorithm}")
+        with opened(config) as opening:
+            with opening.parts.part("imports"):
+                run = algorithm.result().run
+            run(config, opening)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
