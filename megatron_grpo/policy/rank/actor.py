@@ -81,7 +81,7 @@ class RankActor:
 
         apply_patches()
         importlib.import_module("megatron_grpo.policy.rank.model_rank")
-        self._imports_s = self._imports_s or time.monotonic() - began
+        self._imports_s += time.monotonic() - began
 
     @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
