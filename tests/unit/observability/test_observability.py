@@ -22,7 +22,7 @@ from megatron_grpo.observability.json_files import read_lines, write_json
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.summary import Ending, write_summary
+from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.observability.timers import StepTimer
 
 
@@ -178,33 +178,6 @@ def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsy
     assert "grpo.max_num_steps: 3 -> 6" in printed
     assert "step 6/6" in printed
     assert "0.300 -> 0.900" in printed
-
-
-def test_a_run_that_ends_early_or_fails_says_why(tmp_path: Path, config: Config) -> None:
-    logger = RunLogger(tmp_path, config)
-    logger.started(startup_s=2.5)
-    run_steps(logger, range(1, 3))
-    logger.ends_early("early_stop", "val_accuracy is 0.9")
-    logger.finish()
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["outcome"], summary["reason"]) == ("early_stop", "val_accuracy is 0.9")
-    logger.write_summary(Ending("failed", "the engine died"))
-    logger.close()
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["outcome"], summary["reason"], summary["steps"]) == ("failed", "the engine died", 2)
-    assert summary["startup_s"] == 2.5
-    assert summary["train_s"] >= 0
-
-
-def test_what_is_printed_is_in_the_driver_s_log(
-    tmp_path: Path, config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = RunLogger(tmp_path, config)
-    with caplog.at_level("INFO", "megatron_grpo"):
-        logger.note("100% of the data is used up")
-        run_steps(logger, range(3, 4))
-    logger.close()
-    assert [record.getMessage() for record in caplog.records] == ["100% of the data is used up", "step 3 took 0.400 s"]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path, config: Config) -> None:
