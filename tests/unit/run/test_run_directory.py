@@ -14,11 +14,12 @@ from megatron_grpo.run.directory import changes_since_last_start, claimed_run_di
 def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claimed_run_directory(str(folder)):
-        first = compose_config(["+exp=quickstart"])
+        given = ["+exp=quickstart", f"run_dir={folder}"]  # whose default has the time of day
+        first = compose_config(given)
         assert changes_since_last_start(folder, first) == []
         record_start(folder, first)
         assert changes_since_last_start(folder, first) == []
-        faster = compose_config(["+exp=quickstart", "policy.optimizer.lr=0.5"])
+        faster = compose_config([*given, "policy.optimizer.lr=0.5"])
         assert changes_since_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
     assert (tmp_path / "latest").resolve() == folder
 
