@@ -1,6 +1,6 @@
 """The side of data_plane.py that is the code of another revision, as it was at 19e7a4f: its driver holds every token.
 
-It runs with that revision's packages, in which mypy does not look: the names that it imports are not those of today.
+It runs with that revision's packages: checkers, which see those of today, do not know the names that it imports.
 """
 # mypy: ignore-errors
 

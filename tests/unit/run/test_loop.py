@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron_grpo.run.report import StepReport
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
@@ -16,7 +17,6 @@ from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.report import StepReport
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
