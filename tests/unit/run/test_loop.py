@@ -9,15 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_grpo.run.report import StepReport
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.refit.interface import RefitError
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
+from tests.support.damage import flip
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
@@ -38,8 +40,12 @@ class Run:
         self.logged: list[str] = []
         self.notes: dict[str, str] = {}
         """Told once, by what they are about."""
+        self.endings: list[tuple[str, str]] = []
+        self.refit_fails: dict[int, RefitError] = {}
+        """By the step whose weights are not published."""
         self.logger = SimpleNamespace(
             note=self.logged.append,
+            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
             note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, _: self.logged.append(f"validation {step}"),
@@ -60,8 +66,9 @@ class Run:
         def step(_: object) -> StepReport | None:
             self.position += 1
             if self.state["total_steps"] < steps:
-                self.dumps.begin(self.state["total_steps"] + 1, self.report.groups)
-                return self.report
+                number = self.state["total_steps"] + 1
+                self.dumps.begin(number, self.report.groups)
+                return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
@@ -101,6 +108,67 @@ def test_a_failure_that_may_have_touched_the_weights_saves_nothing(tmp_path: Pat
     assert run.checkpointer.steps() == [2]
 
 
+def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models have learnt from it: the state that goes with their weights is the one after the step."""
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    run = Run(tmp_path, replace(LIMITS, val_period=3))
+    run.refit_fails = {3: RefitError("generation engine 0 died")}
+    with pytest.raises(RefitError, match="engine 0 died"):
+        run.train()
+    assert run.checkpointer.steps() == [2, 3]
+    state, loader = run.saved(3)
+    assert (state["save_state"]["total_steps"], state["save_state"]["total_valid_tokens"]) == (3, 9)
+    assert (state["metrics"], loader["position"], state["batch_cache"]) == (SOUND, 3, [])
+    assert [line for line in run.logged if line.startswith(("step", "validation"))] == ["step 1", "step 2", "step 3"]
+    again = Run(tmp_path, run.config.grpo)
+    again.state = state["save_state"]
+    again.train(steps=4)
+    lines = [line for line in again.logged if line.startswith(("step", "validation"))]
+    assert lines == ["validation 3", "step 4"], "what could not be validated then is validated now"
+
+
+def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.refit_fails = {1: RefitError("policy rank 1 died")}
+
+    def fail(_: Path) -> None:
+        raise RunError("checkpoint: policy rank 1 died")
+
+    run.models = fail
+    with pytest.raises(RefitError, match="policy rank 1 died"):
+        run.train()
+    assert "step 1 could not be saved: checkpoint: policy rank 1 died" in run.logged
+    assert run.checkpointer.steps() == []
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.models = fail
+    with pytest.raises(RunError, match=r"checkpoints/step_2 cannot be written: .*No space left on device"):
+        run.train()
+
+
+def test_a_checkpoint_that_was_damaged_since_is_told_when_its_validation_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validating(monkeypatch, {"val_accuracy": 0.7})
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True))
+
+    def damage(text: str) -> None:
+        if text.startswith("saved"):
+            flip(run.checkpointer.path(2) / "state.json")
+
+    run.logger.note = damage
+    with pytest.raises(RunError, match=r"step_2/state\.json is damaged"):
+        run.train(steps=2)
+
+
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(SamplingError):
@@ -118,7 +186,8 @@ def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Except
     run.models = fail
     with pytest.raises(SamplingError, match="the engine died"):
         run.train(steps=1, error=SamplingError("the engine died"))
-    assert f"step 1 could not be saved: {error}" in run.logged
+    (told,) = [line for line in run.logged if line.startswith("step 1 could not be saved: ")]
+    assert told.endswith(str(error))
 
 
 def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
