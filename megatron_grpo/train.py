@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from typing import Literal
 
 import yaml
 
+from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.composition.help import help_text, version
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import help_text, version
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
@@ -97,10 +97,10 @@ def _run(config: Config) -> None:
     from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
 
     with ThreadPoolExecutor(1, "import") as importer:
-        algorithm = importer.submit(importlib.import_module, f"megatron_grpo.algorithms.{config.algorithm}")
+        algorithm = importer.submit(run_of, config.algorithm)
         with opened(config) as opening:
             with opening.parts.part("imports"):
-                run = algorithm.result().run
+                run = algorithm.result()
             run(config, opening)
 
 

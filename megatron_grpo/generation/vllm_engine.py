@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig
@@ -384,7 +384,8 @@ class _Arrivals:
         """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
         await self._some.wait()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all.wait(), PACE_S)
+            async with asyncio.timeout(PACE_S):
+                await self._all.wait()
         self._some.clear()
 
 

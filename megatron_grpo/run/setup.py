@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,6 +90,10 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     transport = BroadcastTransport(policy, generation, config.refit)
     with parts.part("refit"):
         transport.connect()
+    if not opening.start_from.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
     start_from = opening.start_from.result()
     checkpointer.remove_leftovers()
     state, waiting = _resume(start_from, config, policy, value, data.loader)
