@@ -15,7 +15,7 @@ from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER, log_file
 from tests.integration.runs import TrainingRun
 
-DEADLINE_S = 20
+DEADLINE_S = 40
 GRACE_S = 60
 """For what follows a deadline: stacks, saving the steps before it where the models are whole, ending every process."""
 
