@@ -66,9 +66,9 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         return None
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
-        run.dumps.begin(number, samples.groups)
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
+        run.dumps.begin(number, samples.groups)
     masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)

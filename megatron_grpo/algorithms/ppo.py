@@ -58,9 +58,9 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         return None
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
-        run.dumps.begin(number, samples.groups)
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
+        run.dumps.begin(number, samples.groups)
     masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)

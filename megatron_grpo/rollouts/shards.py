@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from megatron_grpo.data.trajectory import Trajectory
 
 TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
+SHARD_FIELDS = (TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS)
+"""What is known of each token when the rollouts of a step are there."""
 
 
 def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:

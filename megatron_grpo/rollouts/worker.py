@@ -20,7 +20,7 @@ from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
 from megatron_grpo.rollouts.scoring import EnvironmentClient, EnvironmentProcesses
-from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, split_by_shard
+from megatron_grpo.rollouts.shards import SHARD_FIELDS, gather_shards, shard_arrays, split_by_shard
 
 ShardRefs = dict[str, Any]
 """By name, a reference (Ray's) to an array of one number per token of a shard."""
@@ -115,8 +115,8 @@ class RolloutWorker:
         del self._generated[batch]
 
     @phase("build shards")
-    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
-        """Put the arrays of `shard_arrays` for each shard.
+    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+        """The arrays of each shard, shard by shard, in the order of `SHARD_FIELDS`; each becomes an object of its own.
 
         Args:
             payloads: references to groups (list[Trajectory]).
@@ -149,9 +149,10 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
+def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
     groups: list[list[Trajectory]] = ray.get(payloads)
-    return [_put(shard_arrays([groups[group][sample] for group, sample in shard.tolist()])) for shard in shards]
+    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
+    return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)
 
 
 def _compute(

@@ -155,7 +155,8 @@ class RankActor:
         import ray
 
         wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
-        arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
+        with phase("fetch tokens"):  # they may still be on their way
+            arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
         return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
 
 
