@@ -21,13 +21,10 @@ from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.job import Job, given_keys, keys_on, split_job
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.loop_keys import LOOPS, named_for
-from megatron_grpo.config.overrides import RECIPES, VARIANTS, config_groups, read_overrides, settings_of
+from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, VARIANTS, config_groups, read_overrides, settings_of
 from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import unknown_key
 from megatron_grpo.config.typed import expand_homes, missing, typed
-
-CONF_MODULE = "megatron_grpo.conf"
-
 
 def _fifth_of(length: Any) -> int:
     """${fifth_of:${...}} in conf/: YAML cannot calculate. Of what is no length, which is told under its own key, 1."""

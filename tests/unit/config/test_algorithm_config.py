@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from megatron_grpo.preflight.load import compose_config
 
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.preflight.load import compose_config
 
 VARIANTS = ["cispo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo", "sapo"]
 FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.one,pkg.two]"]

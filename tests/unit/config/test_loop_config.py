@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from megatron_grpo.preflight.load import compose_config
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config, GRPOConfig
+from megatron_grpo.preflight.load import compose_config
 
 FUNCTIONS = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.one,pkg.two]"]
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_grpo.preflight.load import compose_config, load_config
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.preflight.load import compose_config, load_config
 from megatron_grpo.preflight.machine import machine_problems
 from tests.support.config_problems import SMALL, problems_of
 
