@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from importlib import resources
 
-from megatron_grpo.composition.overrides import RECIPES, config_groups
+from megatron_grpo.composition.overrides import CONF_MODULE, RECIPES, config_groups
 from megatron_grpo.config.keys import keys
 
 COMMANDS = {
@@ -93,7 +93,7 @@ def help_text() -> str:
 
 def recipe_summary(name: str) -> str:
     """The comment at the top of a recipe, as one line."""
-    lines = resources.files("megatron_grpo.conf").joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
+    lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
     return " ".join(comments)
 

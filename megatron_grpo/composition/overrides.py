@@ -18,6 +18,8 @@ from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import groups, keys, known_key, known_section, matches
 
+CONF_MODULE = "megatron_grpo.conf"
+"""The package of YAML files."""
 RECIPES = "exp"
 """The group whose options are whole recipes."""
 VARIANTS = "variant"
@@ -42,14 +44,14 @@ class Overrides:
 
 def config_groups() -> dict[str, list[str]]:
     """The groups of conf/ and the options of each, sorted."""
-    folders = (folder for folder in resources.files("megatron_grpo.conf").iterdir() if folder.is_dir())
+    folders = (folder for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir())
     options = {folder.name: _options(folder) for folder in folders}
     return {name: options[name] for name in sorted(options) if options[name]}
 
 
 def settings_of(path: str) -> dict[str, Any]:
     """The keys that a file of conf/ ("variant/dapo") sets itself, with their values as they are written there."""
-    text = resources.files("megatron_grpo.conf").joinpath(f"{path}.yaml").read_text()
+    text = resources.files(CONF_MODULE).joinpath(f"{path}.yaml").read_text()
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
     return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
 
@@ -127,7 +129,7 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
     except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
         override = given = None
     if override is None:
-        if kind in _TEXT and not too_deep:
+        if kind in _TEXT:
             return Problem(text, "has a quote that is not closed") if _half_quoted(value) else None
         if kind is None:
             return Problem(shown(text), "not understood; write key=value, with quotes around a value with other signs")

@@ -156,7 +156,7 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ("a: [", "job=", "is not valid YAML"),
         ("- a", "job=", "must be a mapping of fields, not list"),
         ({"environment": 3}, "job.yaml: environment=3", "name of an environment"),
-        ({"environment": {"dataset": "x"}}, "job.yaml: environment.name=None", "must be the name"),
+        ({"environment": {"dataset": "x"}}, "job.yaml: environment.name=null", "must be the name"),
         ({"environment": {"name": "math", "tipe": "math"}}, "job.yaml: environment.tipe", "mean environment.type?"),
         ({"environment": {"name": "x", "type": "maths"}}, "job.yaml: environment.type=maths", "one of math, addition"),
         ({"zzz": 1}, "job.yaml: zzz", "unknown field; there is generation_batch_size"),
@@ -181,8 +181,18 @@ def test_a_section_on_the_command_line_wins_key_by_key(tmp_path: Path) -> None:
 
 def test_a_field_that_ppo_does_not_read_is_told(tmp_path: Path) -> None:
     """Also at GRPO's default: otherwise the run would have another value, silently."""
-    with pytest.raises(ConfigError, match=r"job.yaml: num_prompts_per_step=32 +is for algorithm=grpo"):
-        compose_config(["+exp=quickstart_ppo", write(tmp_path, {"num_prompts_per_step": 32})])
+    with pytest.raises(ConfigError, match=r"job.yaml: use_rloo=True +is for algorithm=grpo"):
+        compose_config(["+exp=quickstart_ppo", write(tmp_path, {"use_rloo": True})])
+
+
+def test_a_field_of_a_shared_setting_is_ppos_in_a_run_of_ppo(tmp_path: Path) -> None:
+    job = write(tmp_path, {"num_prompts_per_step": 64})
+    assert compose_config(["+exp=quickstart_ppo", job]).ppo.num_prompts_per_step == 64
+    for name in ("grpo", "ppo"):
+        config = compose_config(["+exp=quickstart_ppo", job, f"{name}.num_prompts_per_step=32"])
+        assert config.ppo.num_prompts_per_step == 32, "the command line has the last word, under either name"
+    with pytest.raises(ConfigError, match=r"job.yaml: num_prompts_per_step=0 +must be int > 0 \(it sets ppo\."):
+        compose_config(["+exp=quickstart_ppo", write(tmp_path, {"num_prompts_per_step": 0})])
 
 
 def test_a_missing_file_and_two_jobs(tmp_path: Path) -> None:

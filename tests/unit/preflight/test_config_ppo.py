@@ -25,9 +25,8 @@ def problems_of(*overrides: str) -> dict[str, str]:
     [
         ("+exp=quickstart", ["ppo.ppo_epochs=3"], "ppo.ppo_epochs=3", "is for algorithm=ppo"),
         ("+exp=quickstart", ["value.optimizer.lr=0.1"], "value.optimizer.lr=0.1", "is for algorithm=ppo"),
-        (PPO, ["grpo.num_prompts_per_step=32"], "grpo.num_prompts_per_step=32", "give ppo.num_prompts_per_step"),
         ("+exp=quickstart", ["ppo.ppo_epochs=1"], "ppo.ppo_epochs=1", "is for algorithm=ppo"),
-        (PPO, ["grpo.seed=7"], "grpo.seed=7", "give ppo.seed"),
+        (PPO, ["grpo.num_iterations=1"], "grpo.num_iterations=1", "give ppo.ppo_epochs"),
         (PPO, ["grpo.normalize_rewards=false"], "grpo.normalize_rewards=false", "the value model is PPO's baseline"),
         (PPO, ["ppo.batch_multiplier=2"], "ppo.batch_multiplier=2", "needs ppo.use_dynamic_sampling=true"),
         (PPO, ["ppo.calculate_advantages_on_gpu=true"], "ppo.calculate_advantages_on_gpu=True", "is a run on CPU"),
