@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TextIO
 
 from megatron_grpo.cluster.heartbeat import FOLDER, HeartbeatWriter, file_stem
+from megatron_grpo.cluster.phases import THIS_PROCESS
 
 LOGS_FOLDER = "logs"
 """Folder of the logs, inside the folder of the run."""
@@ -75,6 +76,20 @@ def level_of_libraries() -> str:
     return os.environ.get(LEVEL_VARIABLE, "error").upper()
 
 
+class OncePerMessage(logging.Filter):
+    """Lets each message of a logger through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self._seen
+        self._seen.add(message)
+        return new
+
+
 def log_environment() -> dict[str, str]:
     """The variables that a process on another node needs in its environment; empty when nothing is logged."""
     return {name: os.environ[name] for name in (FOLDER_VARIABLE, LEVEL_VARIABLE) if name in os.environ}
@@ -112,13 +127,14 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
                 os.environ[name] = value
 
 
-def begin_process_log(name: str) -> None:
+def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
     """Give this process its log, for good: records, warnings, what kills it, and all that it prints.
 
     Does nothing when the driver logs nowhere or the process has its log already.
 
     Args:
         name: what messages call the process, like "policy rank 0"; it names the log, "policy_rank_0.log".
+        lasting_phase: what it does until it ends, if it does not say so itself; None: it waits for work between phases.
     """
     global _current
     if FOLDER_VARIABLE not in os.environ or current_log() is not None:
@@ -133,6 +149,8 @@ def begin_process_log(name: str) -> None:
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
     logger.info("%s begins: pid %d", name, log.pid)
+    if lasting_phase is not None:
+        THIS_PROCESS.enter(lasting_phase)
 
 
 def _open(folder: Path, name: str, level: str) -> ProcessLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -10,7 +11,7 @@ import time
 
 import psutil
 
-from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_fork import fork_from_there, parent_is_gone
 
@@ -38,6 +39,8 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
     )
+    # Of layers without weights of their own, a tied head for one, it warns at every refit.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -61,7 +64,7 @@ def begin_process() -> None:
 
     To be called in each process of an engine: a fork takes no threads along.
     """
-    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}")
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}", lasting_phase="serve")
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 

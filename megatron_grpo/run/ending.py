@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, write_summary
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,8 @@ def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[Summary
         _write(known, Ending("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
         raise
     except Exception as error:
-        _write(
-            known, Ending("failed", str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}")
-        )
+        in_words = isinstance(error, RunError | ConfigError)
+        _write(known, Ending("failed", str(error) if in_words else f"{type(error).__name__}: {error}"))
         logger.error("the run failed", exc_info=error)
         raise
 

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.refit.broadcast.channel import Group, Rendezvous, join, read_plans
 from megatron_grpo.refit.buckets import Bucket, broken_seal
 
@@ -126,6 +127,7 @@ class RefitWorker(Worker):
     answer, and takes the second for the answer to the next call.
     """
 
+    @phase("connect the refit")
     def connect_refit(self, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
         """Join the groups of all stages. A Rendezvous travels as a dict: vLLM's messages carry plain types only."""
         try:
@@ -134,6 +136,7 @@ class RefitWorker(Worker):
             return self._described(error)
         return None
 
+    @phase("receive weights")
     def receive_refit(self, version: int) -> str | None:
         """Receive one version in one call."""
         try:
