@@ -25,15 +25,15 @@ from megatron_grpo.cluster.ray_settings import prepare_ray_environment
 prepare_ray_environment()  # before anything imports Ray
 
 import torch  # noqa: E402
-from megatron_grpo.rollouts.batch import to_sequence_batch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
-from megatron_grpo.algorithms.step_advantages import learning_rewards, token_advantages  # noqa: E402
-from megatron_grpo.data.sequences import SequenceBatch  # noqa: E402
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given  # noqa: E402
+from megatron_grpo.data.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
+from megatron_grpo.rollouts.shards import shard_arrays  # noqa: E402
 
 WARM_UP_STEPS = 3
 
@@ -46,12 +46,11 @@ class PlainTorch:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.temperature = temperature
 
-    def step(self, batch: SequenceBatch) -> float:
+    def step(self, batch: TokenBatch) -> float:
         """Seconds of one optimizer step."""
         began = time.perf_counter()
-        width = max(batch.lengths)
-        ids = batch.padded("token_ids", width)
-        mask, advantages = (batch.padded(name, width)[:, 1:] for name in ("loss_mask", "advantages"))
+        tokens = batch.rectangles(max(batch.lengths))
+        ids, mask, advantages = given(tokens.token_ids), given(tokens.loss_mask)[:, 1:], given(tokens.advantages)[:, 1:]
         logits = self.model(ids).logits[:, :-1] / self.temperature
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         loss = -(logprobs * advantages * mask).sum() / mask.sum()
@@ -60,6 +59,15 @@ class PlainTorch:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return time.perf_counter() - began
+
+
+def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
+    """The tokens of a step in this process; what stands for the advantages, here rewards, does not change the time."""
+    arrays = {name: torch.from_numpy(array) for name, array in shard_arrays(trajectories).items()}
+    lengths = [len(one.token_ids) for one in trajectories]
+    rewards = torch.tensor([one.reward or 0.0 for one in trajectories]).repeat_interleave(torch.tensor(lengths))
+    mask = arrays["sampled"].float()
+    return TokenBatch(lengths, TokenFields(token_ids=arrays["token_ids"], loss_mask=mask, advantages=rewards * mask))
 
 
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
@@ -77,10 +85,10 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                 report = grpo_step(run, iter([batch_of_prompts]))
                 assert report is not None
                 run.state["total_steps"] += 1
-                batch = to_sequence_batch(report.trajectories, overlong_filtering=config.grpo.overlong_filtering)
-                rewards = learning_rewards(config, report.trajectories)
-                batch.tokens["advantages"] = token_advantages(config, report.trajectories, rewards, batch)
-                seconds = plain.step(batch)
+                run.dumps.finish(number + 1)
+                seconds = plain.step(
+                    as_one_batch([one for group in run.rollouts.fetch(report.groups) for one in group])
+                )
                 if number >= WARM_UP_STEPS:
                     plain_s.append(seconds)
                     for name, value in report.timing.items():

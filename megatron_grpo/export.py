@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import model_folder
-from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER
+from megatron_grpo.run.checkpoint_files import verify
+from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.run.manifest import MANIFEST_FILE
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         plan = plan_export(arguments)
         export(plan)
-    except (ValueError, RunError) as error:
+    except (ValueError, RunError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
@@ -65,65 +64,102 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
 
     Raises:
         ValueError: what is wrong with it.
-        RunError: the run started from a hub model whose files are not here and cannot be downloaded.
+        RunError: the checkpoint is incomplete or damaged, or the run started from a hub model whose files are not here
+            and cannot be downloaded.
+        OSError: a file of the checkpoint is there and cannot be read.
     """
     checkpoint, output = _read_arguments(arguments)
     weights = checkpoint / POLICY_FOLDER
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
-    if not (weights / "metadata.json").is_file():
-        raise ValueError(f"checkpoint={checkpoint} is not a complete checkpoint: {weights} has no metadata.json")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"output={output} already exists; give the path of a new folder")
-    config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    try:
-        config = OmegaConf.load(config_file)
-    except FileNotFoundError:
-        raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{config_file} is not valid YAML: {error}") from None
-    source, precision = (OmegaConf.select(config, key) for key in ("policy.model.path", "policy.precision"))
-    if source is None or precision not in ("float32", "bfloat16"):
-        raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
+    if not (checkpoint / MANIFEST_FILE).exists() and not weights.exists():
+        raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
+    _require_writable(output)
+    source, precision = _trained_model(checkpoint.resolve().parent.parent / CONFIG_FILE)
     folder = model_folder(source)
-    return ExportPlan(weights, folder, precision, shape_of_folder(folder), output)
+    shape = shape_of_folder(folder)
+    remark = verify(checkpoint)  # last: of a large checkpoint it takes a while
+    if remark:
+        print(f"export: {remark}", file=sys.stderr)
+    return ExportPlan(weights, folder, precision, shape, output)
 
 
 def export(plan: ExportPlan) -> None:
     """Load the whole model in this process and write it; nothing is left at the output unless it is complete.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or holds another model.
+        RunError: the checkpoint cannot be loaded into the model, or the output cannot be written.
+        ValueError: the model's folder cannot be read, or the output has come into being meanwhile.
     """
     # Imported here so that a mistake on the command line is answered at once.
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from safetensors import SafetensorError
     from torch.distributed import HashStore
-    from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron_grpo.config.schema import ParallelConfig
     from megatron_grpo.models.hf_folder import write_hf_folder
     from megatron_grpo.models.hf_weights import iter_hf_tensors
     from megatron_grpo.policy.modeling.build import build_model
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
     from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
 
     parallel = ParallelConfig()
     initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
     try:
         model = build_model(plan.shape, parallel, precision=plan.precision)
-        try:
+        with errors_told(f"{plan.weights} cannot be loaded as {plan.source}"):
             metadata = dist_checkpointing.load_content_metadata(str(plan.weights))
             state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(plan.weights))
-        except (CheckpointingException, CheckpointException, OSError, TypeError, KeyError) as error:
-            # Damaged files surface as any of these.
-            raise ValueError(f"{plan.weights} cannot be loaded as {plan.source}: {error}") from None
-        model.load_state_dict(state["model"])
+            model.load_state_dict(state["model"])
         tensors = (
             (name, tensor) for name, tensor in iter_hf_tensors(model, plan.shape, _GATHER_BYTES) if tensor is not None
         )
-        write_hf_folder(tensors, plan.source, plan.output)
+        try:
+            write_hf_folder(tensors, plan.source, plan.output)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"output={plan.output} cannot be written: {error}") from None
     finally:
         destroy_parallel()
+
+
+def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16"]]:
+    """Path or name of the model that a run started from, and its precision.
+
+    Raises:
+        ValueError: the file is missing, or not the configuration of a run.
+    """
+    try:
+        policy = read_config_file(config_file).get("policy")
+    except FileNotFoundError:
+        raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
+    model = policy.get("model") if isinstance(policy, dict) else None
+    source = model.get("path") if isinstance(model, dict) else None
+    precision = policy.get("precision") if isinstance(policy, dict) else None
+    if not isinstance(source, str) or precision not in ("float32", "bfloat16"):
+        raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
+    return source, precision
+
+
+def _require_writable(output: Path) -> None:
+    """Make a folder in place of the output and take it away again, with the parents that it needed.
+
+    Raises:
+        ValueError: something is there already, or a folder cannot be made there.
+    """
+    made: list[Path] = []
+    try:
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise ValueError(f"output={output} already exists; give the path of a new folder")
+        probe = output.absolute().with_name(f".{output.absolute().name}.incomplete-{os.getpid()}")
+        for folder in (*reversed(probe.parents), probe):
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
+    except OSError as error:
+        raise ValueError(f"output={output} cannot be written: {error}") from None
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[Path, Path]:

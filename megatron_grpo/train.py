@@ -5,18 +5,35 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
-from omegaconf import OmegaConf
+import yaml
 
+from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
-from megatron_grpo.config.compose import compose_values
+from megatron_grpo.composition.help import help_text, version
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import help_text
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.load import load_config
+from megatron_grpo.preflight.load import check_overrides
+from megatron_grpo.preflight.outlook import outlook
+from megatron_grpo.run.directory import in_use
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
+
+Task = Literal["train", "check", "show"]
+
+_OF_HYDRA = {
+    "--info": "--cfg job prints the configuration, --check says what would run",
+    "--multirun": "a run takes one value of each key; start one for each",
+    "--config-name": "+exp=NAME chooses a recipe",
+    "--config-dir": "recipes lie in conf/exp; +exp=NAME chooses one",
+    "--config-path": "recipes lie in conf/exp; +exp=NAME chooses one",
+    "--resolve": "--cfg job prints resolved values",
+    "-m": "a run takes one value of each key; start one for each",
+}
+"""What to do instead of options that Hydra has."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,15 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         if {"-h", "--help"} & set(arguments):
             print(help_text(), end="")
             return 0
-        overrides, show = _read_options(arguments)
-        if show:
-            print(_resolved_yaml(overrides), end="")
+        if "--version" in arguments:
+            print(f"megatron_grpo {version()}")
             return 0
-        config = load_config(overrides)
-        if config.cluster.ray_address is None:
-            prepare_ray_environment()
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-        _run(config)
+        return _run_or_tell(*_read_options(arguments))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -43,22 +55,59 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
+    """What the options ask for; the exit code."""
+    checked = check_overrides(overrides)
+    if task == "show" and checked.values:
+        print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
+    config = checked.require()
+    if task == "check":
+        _check_start(config)
+    if task != "show":
+        for remark in checked.remarks:
+            print(f"{remark.subject} {remark.text}", flush=True)
+    if task == "check":
+        print(f"configuration is fine: {outlook(config)}")
+    elif task == "train":
+        if config.cluster.ray_address is None:
+            prepare_ray_environment()
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
+        _run(config)
     return 0
 
 
+def _check_start(config: Config) -> None:
+    """The checks that a start makes beyond those of the configuration, without starting anything.
+
+    Raises:
+        ConfigError: a reward function cannot be called, or another run holds the folder.
+    """
+    if any(environment.reward_funcs for environment in config.env.values()):
+        from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
+
+        check_reward_functions(config.env)
+    if in_use(config.run_dir):
+        raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
+
+
 def _run(config: Config) -> None:
-    """The algorithm that the configuration names, imported after the checks: torch and Ray take seconds to import."""
-    if config.algorithm == "ppo":
-        from megatron_grpo.algorithms.ppo import run
-    else:
-        from megatron_grpo.algorithms.grpo import run
-    run(config)
+    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts."""
+    from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
+
+    with ThreadPoolExecutor(1, "import") as importer:
+        algorithm = importer.submit(run_of, config.algorithm)
+        with opened(config) as opening:
+            with opening.parts.part("imports"):
+                run = algorithm.result()
+            run(config, opening)
 
 
-def _read_options(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Splits the options from the overrides; True: only show the configuration."""
+def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
+    """Splits the options from the overrides."""
     overrides: list[str] = []
-    show = False
+    task: Task = "train"
     rest = iter(arguments)
     for argument in rest:
         name, _, value = argument.partition("=")
@@ -66,19 +115,15 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], bool]:
             value = value or next(rest, "")
             if value != "job":
                 raise ConfigError([Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job")])
-            show = True
+            task = "show"
+        elif argument == "--check":
+            task = "check"
         elif argument.startswith("-"):
-            raise ConfigError([Problem(argument, "no such option; --help shows what there is")])
+            advice = _OF_HYDRA.get(name, "--help shows what there is")
+            raise ConfigError([Problem(argument, f"no such option; {advice}")])
         else:
             overrides.append(argument)
-    return overrides, show
-
-
-def _resolved_yaml(overrides: Sequence[str]) -> str:
-    values, problems = compose_values(overrides)
-    if problems:
-        raise ConfigError(problems)
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    return overrides, task
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn
 from megatron_grpo.algorithms.logprobs_stage import add_logprobs
-from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.publishing import publish, refit_policy_generation
 from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.scoring import score
@@ -20,6 +20,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import StepGuard
+from megatron_grpo.run.opening import Opening
 from megatron_grpo.run.save_state import GRPOSaveState
 from megatron_grpo.run.setup import setup
 from megatron_grpo.run.step_report import StepReport
@@ -39,9 +40,9 @@ __all__ = [
 ]
 
 
-def run(config: Config) -> None:
+def run(config: Config, opening: Opening | None = None) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
-    with setup(config) as grpo_run:
+    with setup(config, opening) as grpo_run:
         grpo_train(grpo_run)
         grpo_run.logger.finish()
 
@@ -75,6 +76,6 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
-        transfer = refit_policy_generation(run.transport, number)
+        transfer = publish(run.transport, number)
     metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch)}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

@@ -8,7 +8,7 @@ from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.learning import learn, learn_values
 from megatron_grpo.algorithms.logprobs_stage import add_logprobs
 from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.algorithms.publishing import refit_policy_generation
+from megatron_grpo.algorithms.publishing import publish
 from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.scoring import score
@@ -19,6 +19,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import PPORun
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import StepGuard
+from megatron_grpo.run.opening import Opening
 from megatron_grpo.run.save_state import PPOSaveState
 from megatron_grpo.run.setup import setup
 from megatron_grpo.run.step_report import StepReport
@@ -27,9 +28,9 @@ from megatron_grpo.run.validation import validate
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
 
 
-def run(config: Config) -> None:
+def run(config: Config, opening: Opening | None = None) -> None:
     """One PPO run from start (or resume) to end; ends every process it started, however it ends."""
-    with setup(config) as ppo_run:
+    with setup(config, opening) as ppo_run:
         assert isinstance(ppo_run, PPORun)
         ppo_train(ppo_run)
         ppo_run.logger.finish()
@@ -74,6 +75,6 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         with timer.phase("train"):
             learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
-        transfer = refit_policy_generation(run.transport, number)
+        transfer = publish(run.transport, number)
     metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch), **of_values}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_grpo.refit.interface import TransferReport, WeightTransport
+from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
@@ -12,3 +12,14 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
         RefitError: some worker did not get or verify them; generation refuses to sample until a refit succeeds.
     """
     return transport.publish(version)
+
+
+def publish(transport: WeightTransport, version: int) -> TransferReport | RefitError:
+    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step.
+
+    The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
+    """
+    try:
+        return refit_policy_generation(transport, version)
+    except RefitError as error:
+        return error

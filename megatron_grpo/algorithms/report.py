@@ -11,7 +11,7 @@ from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.policy.interface import PolicyInterface, TrainResult
-from megatron_grpo.refit.interface import TransferReport
+from megatron_grpo.refit.interface import RefitError, TransferReport
 from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
 from megatron_grpo.run.step_report import StepReport
 
@@ -58,7 +58,7 @@ def report(
     samples: StepSamples,
     metrics: Mapping[str, float],
     learned: TrainResult | None,
-    transfer: TransferReport,
+    transfer: TransferReport | RefitError,
     *,
     policy: PolicyInterface,
     timing: Mapping[str, float],
@@ -70,7 +70,7 @@ def report(
         samples: what was sampled and trained on.
         metrics: of sampling and learning.
         learned: the policy's optimizer steps; None: there were none.
-        transfer: the refit that ended the step.
+        transfer: the refit that ended the step, or why it failed.
         policy: whose sizes and device throughput is computed from.
         timing: seconds by phase.
     """
@@ -86,4 +86,6 @@ def report(
         devices=config.policy.parallel.world_size,
         peak=peak,
     )
-    return StepReport({**metrics, "refit_bytes": float(transfer.bytes_sent)}, dict(timing), speed, samples.groups)
+    failure = transfer if isinstance(transfer, RefitError) else None
+    sent = {} if isinstance(transfer, RefitError) else {"refit_bytes": float(transfer.bytes_sent)}
+    return StepReport({**metrics, **sent}, dict(timing), speed, samples.groups, failure)

@@ -123,6 +123,8 @@ def begin_process_log(name: str) -> None:
     global _current
     if FOLDER_VARIABLE not in os.environ or current_log() is not None:
         return
+    if _current is not None:  # of the process that this one was forked from
+        logging.getLogger().removeHandler(_current.handler)
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -10,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster.process_log import log_environment
+from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.cluster.signals import own_sigterm_handler_kept
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
@@ -28,30 +31,36 @@ class RayCluster:
         self._engine_groups: list[PlacementGroup] = []
 
     def start(self) -> None:
-        """Start Ray on this machine, or join the cluster at `cluster.ray_address`."""
+        """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
+
+        Raises:
+            RunError: no cluster answers there, or Ray does not start here.
+        """
         with own_sigterm_handler_kept():
             self._start()
 
     def _start(self) -> None:
-        if self.config.ray_address is not None:
+        address = self.config.ray_address
+        if address is not None:
+            reason = malformed(address) or unreachable(address)
+            if reason is not None:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
+            environment = {"env_vars": log_environment()}
             try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
+            return
+        try:
+            with _without_monitors():
                 ray.init(
-                    address=self.config.ray_address,
+                    include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": log_environment()},
+                    object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
                 )
-            except ConnectionError as error:
-                raise RunError(
-                    f"no Ray cluster answers at cluster.ray_address={self.config.ray_address}: {error}"
-                ) from None
-            return
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
-        )
+        except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
+            raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def reserve(
         self, policy: ParallelConfig, generation: GenerationParallelConfig, value: ParallelConfig | None = None
@@ -114,6 +123,27 @@ class RayCluster:
         """End what the run started; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
+
+
+@contextmanager
+def _without_monitors() -> Iterator[None]:
+    """Let ray.init leave out two processes: one would start more nodes, the other shows logs that are switched off.
+
+    Each takes about a second of a core to start, and ray.init has no arguments for them.
+    """
+    parameters = ray._private.parameter
+    original = parameters.RayParams
+
+    def fewer(*args: Any, **kwargs: Any) -> Any:
+        chosen = original(*args, **kwargs)
+        chosen.no_monitor, chosen.include_log_monitor = True, False
+        return chosen
+
+    parameters.RayParams = fewer
+    try:
+        yield
+    finally:
+        parameters.RayParams = original
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

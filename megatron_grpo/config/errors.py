@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WIDEST_SUBJECT = 60
+_LONGEST_VALUE = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,12 @@ def format_problems(problems: Sequence[Problem]) -> str:
     width = min(max(len(problem.subject) for problem in problems), _WIDEST_SUBJECT)
     lines = (f"  {problem.subject:<{width}}  {problem.text}" for problem in problems)
     return "\n".join([f"configuration has {count}:", *lines])
+
+
+def shown(value: object) -> str:
+    """A value for a message, as it is written in YAML where that differs from Python; a long one is cut."""
+    try:
+        text = "null" if value is None else str(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "(a number of thousands of digits)"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"

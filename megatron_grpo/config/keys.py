@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -16,7 +15,8 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
+from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -26,7 +26,8 @@ class Key:
     """One leaf of the configuration."""
 
     name: str
-    """Dotted; a part in angle brackets stands for a name that the user chooses."""
+    """Dotted; a part in angle brackets stands for a name that the user chooses. Of a key that GRPO and PPO share, the
+    name in GRPO."""
     type: str
     """For people: "int > 0", "one of linear, cosine", "text or null"."""
     default: Any
@@ -34,10 +35,17 @@ class Key:
 
     @property
     def default_text(self) -> str:
-        """The default as it is written in YAML; "required" when there is none."""
+        """The default as it is written in YAML, and PPO's where it is another; "required" when there is none."""
         if self.default == MISSING:
             return "required"
-        return self.default if isinstance(self.default, str) else json.dumps(self.default)
+        text = _written(self.default)
+        others = _written(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig())) if self.shared else text
+        return text if others == text else f"{text}, with ppo {others}"
+
+    @property
+    def shared(self) -> bool:
+        """Whether GRPO and PPO share it."""
+        return is_shared(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,18 @@ class Group:
     """One section of the configuration."""
 
     name: str
-    """Dotted; empty for the top level."""
+    """Dotted; empty for the top level. Of one that GRPO and PPO share, the name in GRPO."""
     doc: str
     keys: tuple[Key, ...]
     """Its own leaves, without those of the sections below it."""
+    shared: bool = False
+    """Whether GRPO and PPO share it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name under each algorithm, if they share it, else the only one."""
+        section = self.name.partition(".")[0]
+        return tuple(loop + self.name.removeprefix(section) for loop in LOOPS) if self.shared else (self.name,)
 
 
 @functools.cache
@@ -65,27 +81,14 @@ def keys() -> dict[str, Key]:
 
 def known_key(name: str) -> str | None:
     """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
+    name = named_for("grpo", name)
     return next((key for key in keys() if matches(key, name)), None)
 
 
 def known_section(name: str) -> bool:
     """Whether a dotted name is a group of keys."""
-    return (bool(name) and any(matches(group.name, name) for group in groups())) or name == "env"
-
-
-def nearest(name: str) -> str | None:
-    """The key a user most likely meant: similar as a whole, or the only one that ends in the same word."""
-    close = difflib.get_close_matches(name, keys(), n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    word = name.rpartition(".")[2]
-    same_word = [key for key in keys() if key.rpartition(".")[2] == word]
-    # The policy has keys of the same names as the value model, and is meant more often; so with GRPO and PPO.
-    same_word = [key for key in same_word if not key.startswith(("ppo.", "value."))] or same_word
-    if same_word:
-        return difflib.get_close_matches(name, same_word, n=1, cutoff=0.0)[0]
-    close = difflib.get_close_matches(name, keys(), n=1, cutoff=0.6)
-    return close[0] if close else None
+    known = (one for group in groups() for one in group.names)
+    return (bool(name) and any(matches(one, name) for one in known)) or name == "env"
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -96,24 +99,46 @@ def matches(pattern: str, name: str) -> bool:
     )
 
 
-def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
-    """The groups of a section; `defaults` is the section as the one above it makes it."""
+def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[str] | None = None) -> list[Group]:
+    """The groups of a section.
+
+    Args:
+        section: its dataclass.
+        prefix: of its keys.
+        doc: what it is.
+        defaults: the section as the one above it makes it.
+        among: names of its fields that are looked at; None: all.
+    """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     own: list[Key] = []
     below: list[Group] = []
     for field in dataclasses.fields(section):
+        if among is not None and field.name not in among:
+            continue
         hint, name = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             text = docs.get(field.name) or inspect.getdoc(hint) or ""
-            below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
+            walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
+            below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", docs.get(field.name, ""), kind())
         else:
             own.append(Key(name, _describe(hint), getattr(defaults, field.name), docs.get(field.name, "")))
-    return [Group(prefix.rstrip("."), doc, tuple(own)), *below]
+    name = prefix.rstrip(".")
+    return [Group(name, doc, tuple(own), shared=is_shared(name)), *below]
+
+
+def _walk_loop(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
+    """The groups of an algorithm's loop; those that the algorithms share come first, and once."""
+    own = frozenset(field.name for field in dataclasses.fields(section)) - SHARED
+    alone = _walk(section, prefix, doc, defaults, own)
+    if prefix != f"{LOOPS[0]}.":
+        return alone
+    first, *below = _walk(LoopConfig, prefix, inspect.getdoc(LoopConfig) or "", defaults)
+    return [dataclasses.replace(first, shared=True), *below, *alone]
 
 
 def _field_docs(section: type) -> dict[str, str]:
@@ -157,3 +182,7 @@ def _describe(hint: Any) -> str:
 def _bounds(metadata: tuple[Any, ...]) -> list[tuple[str, float]]:
     constraints = [c for info in metadata if isinstance(info, FieldInfo) for c in info.metadata]
     return [(bound, getattr(c, bound)) for c in constraints for bound in _BOUNDS if hasattr(c, bound)]
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ class EarlyStopConfig(Section):
     """End training when a validation metric is good enough, or has stopped improving."""
 
     enabled: bool = False
-    """Whether training may end before grpo.max_num_steps."""
+    """Whether training may end before max_num_steps."""
 
     metric_name: str = "val_accuracy"
     """Validation metric that decides."""
@@ -41,13 +41,15 @@ class EarlyStopConfig(Section):
 
 @dataclass(kw_only=True)
 class LoopConfig(Section):
-    """The training loop."""
+    """The training loop of GRPO and of PPO. A run reads these keys under either name: `grpo.KEY` and `ppo.KEY` are one
+    setting, whichever of the two runs."""
 
     num_prompts_per_step: Positive = 32
     """Prompts of one step."""
 
     num_generations_per_prompt: Positive = 16
-    """Responses sampled for each prompt; samples of a step = prompts * generations."""
+    """Responses sampled for each prompt; samples of a step = prompts * generations. With PPO, whose baseline is the
+    value model, one is enough."""
 
     max_num_epochs: Positive = 1
     """Passes over the training data after which training ends."""
@@ -114,3 +116,23 @@ class LoopConfig(Section):
 
     seed: Seed = 42
     """Seed of everything random in the run."""
+
+    has_value_model: ClassVar[bool] = False
+    """Whether the algorithm trains a value model beside the policy."""
+    passes_name: ClassVar[str]
+    """Key of the algorithm's section that says how often the optimizer passes over the samples of a step."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the optimizer over the samples of a step."""
+        return int(getattr(self, self.passes_name))
+
+    @property
+    def observes_reference(self) -> bool:
+        """Whether the distance to a reference policy is reported also where no penalty needs it."""
+        return False
+
+    @property
+    def steps_without_policy(self) -> int:
+        """Steps at the beginning in which the policy does not learn."""
+        return 0

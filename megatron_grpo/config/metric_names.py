@@ -1,18 +1,91 @@
-"""Names of metrics that the configuration alone decides about."""
+"""Names of the metrics of a step, as far as the configuration decides which of them there are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_grpo.config.schema import Config
+
+_ALWAYS = """
+    reward reward_std unscored_rate response_length response_length_p50 response_length_p90 response_length_p99
+    response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate optimizer_steps
+    valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low clip_fraction_high
+    clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio gen_kl_error
+    policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version refit_bytes
+"""
+
+_Condition = tuple[str, Callable[[Config], bool], str]
+"""Names, whether a run has them, and what they need."""
+
+_SOMETIMES: tuple[_Condition, ...] = (
+    (
+        "accuracy groups_all_wrong groups_mixed groups_all_right",
+        lambda config: config.knows_correctness,
+        "it needs an environment that knows which responses are correct",
+    ),
+    (
+        "groups_without_signal",
+        lambda config: config.loop.num_generations_per_prompt > 1,
+        "it needs num_generations_per_prompt above 1",
+    ),
+    (
+        "filtered_reward dynamic_sampling_gen_batches dynamic_sampling_groups_without_signal "
+        "dynamic_sampling_groups_sliced",
+        lambda config: config.loop.use_dynamic_sampling,
+        "it needs use_dynamic_sampling",
+    ),
+    ("kl_penalty", lambda config: config.uses_reference, "it needs loss_fn.reference_policy_kl_penalty above 0"),
+    (
+        "is_oob_ratio",
+        lambda config: config.loss_fn.truncated_importance_sampling_type is not None,
+        "it needs loss_fn.truncated_importance_sampling_type",
+    ),
+    (
+        "max_seq_mult_prob_error num_masked_seqs",
+        lambda config: config.loop.seq_logprob_error_threshold is not None,
+        "it needs seq_logprob_error_threshold",
+    ),
+    ("entropy", lambda config: config.loss_fn.entropy_coef > 0, "it needs loss_fn.entropy_coef above 0"),
+    (
+        "positive_nll positive_share",
+        lambda config: config.loss_fn.positive_example_nll_weight > 0,
+        "it needs loss_fn.positive_example_nll_weight above 0",
+    ),
+    (
+        "value_loss value_grad_norm value_learning_rate value_mean return_mean explained_variance value_clip_fraction",
+        lambda config: config.algorithm == "ppo",
+        "it needs algorithm=ppo",
+    ),
+    ("kl", lambda config: False, "it is reported as kl_penalty, and under this name for those who know TRL"),
+    ("completion_length", lambda config: False, "it is reported as response_length too, which ranks"),
+)
+
+ALL_STEP_METRICS: dict[str, str] = dict.fromkeys(_ALWAYS.split(), "") | {
+    name: needs for names, _, needs in _SOMETIMES for name in names.split()
+}
+"""Every metric of a step, those of single reward functions apart, with what it needs."""
+
+
+def step_metrics(config: Config) -> set[str]:
+    """The metrics that steps of this run have, all or some of them."""
+    names = set(_ALWAYS.split())
+    for some, has_them, _ in _SOMETIMES:
+        if has_them(config):
+            names |= set(some.split())
+    return names | _of_functions(config)
 
 
 def sometimes_absent(config: Config) -> set[str]:
     """Metrics that some steps of this run have and others may not: nothing in such a step says what they are."""
-    functions = {name for environment in config.env.values() for name in environment.weights_by_function()}
-    names = {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}
-    if functions:
-        names.add("reward_std")
+    functions = _of_functions(config)
+    names = functions | ({"reward_std"} if functions else set())
     if config.knows_correctness:
         names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
     if config.loss_fn.positive_example_nll_weight > 0:
         names.add("positive_nll")
     return names
+
+
+def _of_functions(config: Config) -> set[str]:
+    functions = {name for environment in config.env.values() for name in environment.weights_by_function()}
+    return {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}

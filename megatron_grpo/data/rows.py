@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.data.answers import unusable_answer
+from megatron_grpo.data.file_kinds import HEAD_BYTES, wrong_kind
 
 _SHOWN = 5
 """Bad lines of one file that are reported singly."""
@@ -35,42 +37,73 @@ class FileReport:
     """Blank lines do not count."""
     tasks: set[str] = field(default_factory=set)
     """Environments that its rows are for."""
+    alike: bool = True
+    """Whether all prompts are the same."""
     problems: list[Problem] = field(default_factory=list)
     """What is wrong with them, each under its file:line."""
 
 
-def examine(path: Path, data: RowFormat, environments: set[str]) -> FileReport:
-    """Read a file of prompts line by line."""
+def examine(path: Path, data: RowFormat, environments: Mapping[str, str]) -> FileReport:
+    """Read a file of prompts line by line.
+
+    Args:
+        path: the file.
+        data: names of the columns, and the task of rows without a task_name column.
+        environments: type of each, by task name.
+    """
     report, bad = FileReport(), 0
-    for number, row in read_rows(path, data, environments):
-        report.rows += 1
-        if not isinstance(row, str):
+    first: dict[str, Any] | None = None
+    try:
+        with path.open("rb") as file:
+            kind = wrong_kind(file.read(HEAD_BYTES))
+        if kind is not None:
+            report.problems.append(Problem(str(path), kind))
+            return report
+        for number, row in read_rows(path, data, environments, environments):
+            report.rows += 1
+            if isinstance(row, str):
+                bad += 1
+                if bad <= _SHOWN:
+                    report.problems.append(Problem(f"{path}:{number}", row))
+                continue
             report.tasks.add(row.get("task_name", data.task_name))
-            continue
-        bad += 1
-        if bad <= _SHOWN:
-            report.problems.append(Problem(f"{path}:{number}", row))
+            first = first or row
+            report.alike = report.alike and row[data.prompt_key] == first[data.prompt_key]
+    except OSError as error:
+        report.problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
     if bad > _SHOWN:
         report.problems.append(Problem(str(path), f"{bad - _SHOWN} more bad lines of {report.rows}"))
     return report
 
 
-def read_rows(path: Path, data: RowFormat, environments: set[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def read_rows(
+    path: Path, data: RowFormat, environments: Collection[str], kinds: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """The number of each line that is not blank, with what `read_row` makes of it."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, read_row(line, data, environments)
+                yield number, read_row(line, data, environments, kinds)
 
 
-def read_row(line: bytes, data: RowFormat, environments: set[str]) -> dict[str, Any] | str:
-    """The row that a line holds, or as text what keeps it from being one."""
+def read_row(
+    line: bytes, data: RowFormat, environments: Collection[str], kinds: Mapping[str, str] | None = None
+) -> dict[str, Any] | str:
+    """The row that a line holds, or as text what keeps it from being one.
+
+    Args:
+        line: with or without its end.
+        data: names of the columns, and the task of rows without a task_name column.
+        environments: task names that have one.
+        kinds: types of environments whose answers are to be checked, by task name.
+    """
     try:
-        row = json.loads(line)
+        text = line.decode().removeprefix("\ufeff")
+        row = json.loads(text)
     except UnicodeDecodeError:
         return "is not UTF-8 text"
     except json.JSONDecodeError as error:
-        return f"is not valid JSON: {error.msg} at column {error.colno}; is the file truncated?"
+        return f"is not valid JSON: {error.msg} at column {error.colno}{_advice(error)}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return f"is no JSON that can be read: {error}"
     if not isinstance(row, dict):
@@ -88,7 +121,37 @@ def read_row(line: bytes, data: RowFormat, environments: set[str]) -> dict[str, 
     task = row.get("task_name", data.task_name)
     if not isinstance(task, str) or task not in environments:
         return f"task_name {task!r} is no environment; env has {', '.join(sorted(environments))}"
-    return row
+    problem = _answer_problem(row, data.answer_key, kinds[task]) if kinds else None
+    if problem is None and ("\\ud" in text or "\\uD" in text):
+        problem = _broken_text(row)
+    return problem or row
+
+
+def _answer_problem(row: dict[str, Any], answer_key: str | None, kind: str) -> str | None:
+    if answer_key is None:
+        return None
+    reason = unusable_answer(kind, row[answer_key])
+    return f"column {answer_key!r} (data.answer_key) {reason}: {shown(json.dumps(row[answer_key]))}" if reason else None
+
+
+def _advice(error: json.JSONDecodeError) -> str:
+    """What to do about a line that is no JSON, as far as it can be guessed."""
+    text = error.doc.rstrip()
+    if text[error.pos : error.pos + 1] == "'":
+        return "; texts stand in double quotes"
+    cut_off = error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    return "; is the file truncated?" if cut_off else ""
+
+
+def _broken_text(row: dict[str, Any]) -> str | None:
+    """The column with half of a surrogate pair in it, which JSON can write and no text can hold."""
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            return f"column {name!r} has {half}, half of a pair that stands for one character; drop the row or the half"
+    return None
 
 
 def _is_conversation(value: Any) -> bool:

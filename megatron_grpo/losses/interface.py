@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 import numpy as np
@@ -77,14 +78,14 @@ class LossFunction(Protocol):
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Metrics from the shares of the parts: sums, or extremes for names ending in _max or _min."""
     total: dict[str, float] = {}
+    join: dict[str, Callable[[float, float], float]] = {}
     for share in shares:
         for name, value in share.items():
-            if name not in total:
+            if name in total:
+                total[name] = join[name](total[name], value)
+            else:  # looked at once: the driver comes by here for every metric of every microbatch
                 total[name] = value
-            elif is_extreme(name):
-                total[name] = (max if name.endswith("_max") else min)(total[name], value)
-            else:
-                total[name] += value
+                join[name] = max if name.endswith("_max") else min if name.endswith("_min") else add
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,23 +12,40 @@ from megatron_grpo.models.families import shape_of_config, shape_of_folder
 from megatron_grpo.models.prepared import PREPARED_MODELS
 from megatron_grpo.models.shape import ModelShape
 
+PREPARED_FOLDER = "model"
+"""Folder of the model inside prepare.folder."""
+_PROBE_S = 10.0
+"""Deadline for the hub's first answer."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def is_hub_name(path: str) -> bool:
     """Whether this names a model of the Hugging Face hub ("Qwen/Qwen3-8B") rather than a folder."""
-    return _HUB_NAME.fullmatch(path) is not None and not Path(path).parent.exists()
+    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
 
 
 def local_folder(path: str) -> Path | None:
     """The folder with the model's config.json on this machine, from the hub's cache if need be; None: not here."""
     if not is_hub_name(path):
-        return Path(path) if Path(path).is_dir() else None
+        return Path(path) if os.path.isdir(path) else None
     from huggingface_hub import try_to_load_from_cache  # here: it takes longer to import than everything else together
 
     cached = try_to_load_from_cache(path, "config.json")
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def download_config(path: str) -> str | None:
+    """Download a hub model's config.json into the cache; the reason when that fails."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    try:
+        # First a single question: downloading asks five times, and writes a line each time, before it gives up.
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
+        hf_hub_download(path, "config.json")
+    except _hub_errors() as error:
+        return _reason(error)
+    return None
 
 
 def model_folder(path: str, key: str = "policy.model.path") -> Path:
@@ -43,13 +61,26 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
     if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=_WANTED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RunError(f"{key}={path} could not be downloaded: {reason}") from error
+    except _hub_errors() as error:
+        raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What downloading raises: answers of the hub, no connection to it, no room for the files."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http_error = HfHubHTTPError.__base__  # of whichever HTTP library the hub's package is built on
+    assert http_error is not None
+    assert issubclass(http_error, Exception)
+    return (http_error, OSError)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a message, or what kind of error it is."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def known_shape(config: Config) -> ModelShape | None:

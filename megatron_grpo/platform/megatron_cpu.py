@@ -157,7 +157,7 @@ def _compiling_nothing() -> Iterator[None]:
     No run on a CPU calls one of them, but each that is defined makes torch import its compiler: seconds of a core.
     """
     compile_function = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment,misc]  # as Megatron-Core calls it
+    torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
     try:
         yield
     finally:

@@ -3,33 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.compose import Composed, compose_typed
-from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.composition.compose import Composed, compose_typed
+from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.checks import config_problems
+from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
-from megatron_grpo.preflight.machine import machine_problems
+from megatron_grpo.preflight.machine import examine_machine
+
+
+@dataclass(slots=True)
+class Checked:
+    """A command line after all checks."""
+
+    config: Config | None
+    """None: nothing could be made of the command line."""
+    values: dict[str, Any]
+    """What the configuration is made of, as plain values; empty when nothing could be composed."""
+    problems: list[Problem] = field(default_factory=list)
+    """What keeps it from running, under the names that the user gave."""
+    remarks: list[Problem] = field(default_factory=list)
+    """What may be meant, and may not."""
+
+    def require(self) -> Config:
+        """The configuration.
+
+        Raises:
+            ConfigError: there are problems.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
+        assert self.config is not None
+        return self.config
+
+
+def check_overrides(overrides: Sequence[str]) -> Checked:
+    """Check a command line: the configuration by itself, and if it is right, what it asks of this machine.
+
+    Args:
+        overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
+    """
+    composed = compose_typed(overrides)
+    checked = _by_itself(composed)
+    if checked.problems or checked.config is None:
+        return checked
+    machine = examine_machine(checked.config)
+    checked.problems += composed.named(machine.problems)
+    checked.remarks = composed.named([*remarks(checked.config), *machine.remarks])
+    return checked
 
 
 def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine.
 
     Args:
-        overrides: Hydra's syntax, as on the command line: "+exp=quickstart", "grpo.max_num_steps=3"; and "job=FILE".
+        overrides: see `check_overrides`.
 
     Raises:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
             every problem.
     """
-    composed = compose_typed(overrides)
-    config = _checked(composed)
-    problems = machine_problems(config)
-    if problems:
-        raise ConfigError(composed.job.named(problems))
-    return config
+    return check_overrides(overrides).require()
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -38,10 +77,10 @@ def compose_config(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: names every problem.
     """
-    return _checked(compose_typed(overrides))
+    return _by_itself(compose_typed(overrides)).require()
 
 
-def _checked(composed: Composed) -> Config:
+def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
         shape = known_shape(config)
@@ -51,7 +90,4 @@ def _checked(composed: Composed) -> Config:
             for problem in others
             if problem.key not in composed.already and not any(key in problem.text for key in composed.defaulted)
         ]
-    if problems:
-        raise ConfigError(composed.job.named(problems))
-    assert config is not None
-    return config
+    return Checked(config, composed.values, composed.named(problems))

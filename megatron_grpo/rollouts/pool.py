@@ -191,7 +191,11 @@ class RolloutPool:
         for worker, mine in zip(self._workers, dealt, strict=False):
             needed = sorted({group for shard in mine for group, _ in shards[shard]})
             number = {group: position for position, group in enumerate(needed)}
-            local = [[(number[group], sample) for group, sample in shards[shard]] for shard in mine]
+            # Arrays: Ray calls back into Python for every tuple that it serialises.
+            local = [
+                np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
+                for shard in mine
+            ]
             calls.append(worker.build_shards.remote([groups[group].payload for group in needed], local))
         built = self._gather(calls, self._generation_timeout_s, "building of shards")
         return [built[shard % workers][shard // workers] for shard in range(len(shards))]

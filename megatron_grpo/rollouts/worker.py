@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, Trajectory
@@ -115,12 +115,12 @@ class RolloutWorker:
         del self._generated[batch]
 
     @phase("build shards")
-    async def build_shards(self, payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
         """Put the arrays of `shard_arrays` for each shard.
 
         Args:
             payloads: references to groups (list[Trajectory]).
-            shards: per shard its sequences in order, each as the number of its payload and its place in there.
+            shards: per shard [sequences, 2]: in their order the number of each one's payload and its place in there.
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
@@ -149,9 +149,9 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
     groups: list[list[Trajectory]] = ray.get(payloads)
-    return [_put(shard_arrays([groups[group][sample] for group, sample in shard])) for shard in shards]
+    return [_put(shard_arrays([groups[group][sample] for group, sample in shard.tolist()])) for shard in shards]
 
 
 def _compute(

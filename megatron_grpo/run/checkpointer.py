@@ -1,24 +1,30 @@
-"""Checkpoints of a run: which exist, how one is written so that it is whole or absent, and which are kept."""
+"""Checkpoints of a run: which can be started from, how one is written so that it is whole or absent, which are kept."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-import torch
-
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.run.checkpoint_files import (
+    STATE_FILE,
+    complete,
+    read_loader_state,
+    read_state,
+    replace_state,
+    verify,
+)
+from megatron_grpo.run.manifest import MANIFEST_FILE, CheckpointError, sync
 
-_STATE_FILE = "state.json"
-_LOADER_FILE = "dataloader.pt"
+_DAMAGED = "damaged_step_"
 
 
 class Checkpointer:
@@ -28,25 +34,30 @@ class Checkpointer:
         self.config = config
         self.folder = run_dir / "checkpoints"
 
-    def find(self) -> Path | None:
-        """The checkpoint to start from, as checkpointing.resume says.
+    def find(self, stop: Event | None = None) -> Path | None:
+        """The checkpoint to start from, as checkpointing.resume says; every byte of it is as it was written.
 
         A run that started from the checkpoint of another one and has saved since goes on from its own newest: a job
-        that is queued again starts with the same command line.
+        that is queued again starts with the same command line. Of its own ones, those that are newer than the one it
+        goes on from are damaged, and set aside under another name; standard error says which and why.
+
+        Args:
+            stop: set by another thread to end this early, with CancelledError.
 
         Raises:
-            ConfigError: a path was given and no complete checkpoint is there, or the run directory has checkpoints
-                beyond the one to start from, which this run would mix with its own.
+            ConfigError: the checkpoint that was named is none or is damaged, none of the run directory's is intact, or
+                it has checkpoints beyond the one to start from, which this run would mix with its own.
+            RunError: a file cannot be read, or a later version wrote the checkpoint.
         """
         resume, steps = self.config.resume, self.steps()
         path = None if resume in ("auto", "none") else Path(resume).resolve()
         of_another_run = path is not None and path.parent != self.folder.resolve()
-        if resume == "auto" or (of_another_run and steps):
-            return self.path(steps[-1]) if steps else None
-        if path is not None and not (path / _STATE_FILE).is_file():
-            text = f"is not a checkpoint: it has no {_STATE_FILE}"
-            raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
-        begin = 0 if path is None or of_another_run else self.load(path)[0]["save_state"]["total_steps"]
+        if resume == "auto" or (of_another_run and (steps or self._set_aside())):
+            return self._newest_intact(stop)
+        begin = 0
+        if path is not None:
+            self._require_intact(path, stop)
+            begin = 0 if of_another_run else read_state(path)["save_state"]["total_steps"]
         if steps and steps[-1] > begin:
             text = (
                 f"would go on after step {begin}, and {self.folder} has checkpoints of what came after it, up to step "
@@ -56,8 +67,8 @@ class Checkpointer:
         return path
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, in order."""
-        names = (re.fullmatch(r"step_(\d+)", entry.name) for entry in self.folder.glob("step_*"))
+        """Steps of the checkpoints, in order; whether their files are intact takes reading them."""
+        names = (re.fullmatch(r"step_(0|[1-9][0-9]*)", entry.name) for entry in self.folder.glob("step_*"))
         return sorted(int(match[1]) for match in names if match)
 
     def path(self, step: int) -> Path:
@@ -68,10 +79,12 @@ class Checkpointer:
     def writing(self, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> Iterator[Path]:
         """Write checkpoint `step`: the body adds the models to the yielded folder.
 
-        Everything goes to a temporary name first, which is renamed once all of it is on disk: a checkpoint that can be
-        found is complete. Afterwards the ones beyond checkpointing.keep_top_k are removed.
+        Everything goes to a temporary name first. It is renamed once all of it, and last the manifest with the digest
+        of every file, is on disk: a checkpoint that can be found was complete. Afterwards the ones beyond
+        checkpointing.keep_top_k are removed.
 
         Args:
+            step: training steps so far.
             state: what the driver needs to continue (JSON).
             loader_state: of the training data loader.
         """
@@ -79,29 +92,25 @@ class Checkpointer:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        torch.save(dict(loader_state), temporary / _LOADER_FILE)
-        (temporary / _STATE_FILE).write_text(json.dumps(dict(state), indent=1))
-        for file in (temporary / _LOADER_FILE, temporary / _STATE_FILE):
-            _sync(file)
+        complete(temporary, step, state, loader_state)
         self._remove(step)
         temporary.rename(self.path(step))
-        _sync(self.folder)
+        sync(self.folder)
         self._prune()
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
         """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""
-        temporary = self.path(step) / f".{_STATE_FILE}.tmp"
-        temporary.write_text(json.dumps(dict(state), indent=1))
-        _sync(temporary)
-        temporary.replace(self.path(step) / _STATE_FILE)
-        _sync(self.path(step))
+        replace_state(self.path(step), state)
         self._prune()
 
     @staticmethod
     def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(state, loader state) as they were given to `writing`."""
-        state = json.loads((path / _STATE_FILE).read_text())
-        return state, torch.load(path / _LOADER_FILE, weights_only=True)
+        """(state, loader state) as they were given to `writing`.
+
+        Raises:
+            CheckpointError: one of the two files is missing or damaged.
+        """
+        return read_state(path), read_loader_state(path)
 
     def remove_leftovers(self) -> None:
         """Delete what an interrupted write or removal left behind."""
@@ -109,12 +118,81 @@ class Checkpointer:
             for entry in self.folder.glob(pattern):
                 shutil.rmtree(entry, ignore_errors=True)
 
+    def _newest_intact(self, stop: Event | None) -> Path | None:
+        """The newest intact checkpoint, with the damaged ones above it set aside; None: the run has saved nothing.
+
+        Raises:
+            ConfigError: there are checkpoints, all damaged. Nothing is renamed then: a second try must not find an
+                empty folder and begin anew over the run's files.
+        """
+        damaged: dict[int, CheckpointError] = {}
+        for step in reversed(self.steps()):
+            try:
+                remark = verify(self.path(step), stop)
+            except CheckpointError as error:
+                damaged[step] = error
+                continue
+            except OSError as error:  # says nothing of the content, which another try may be able to read
+                text = "make it readable, or rename it to go on from the one before"
+                raise RunError(f"{self.path(step)} cannot be read: {error}; {text}") from None
+            for bad_step, reason in damaged.items():
+                _tell(f"{reason}; {self.path(bad_step)} is set aside as {self._put_aside(bad_step).name}")
+            if damaged:
+                _tell(f"going on from {self.path(step)}, the newest checkpoint that is intact")
+            if remark:
+                _tell(remark)
+            return self.path(step)
+        if not (damaged or self._set_aside()):
+            return None
+        found = [str(error) for error in damaged.values()] or [f"{path} was set aside" for path in self._set_aside()]
+        text = (
+            f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written: "
+            f"{'; '.join(found)}. Put intact files back, or begin in another run_dir"
+        )
+        raise ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
+
+    def _require_intact(self, path: Path, stop: Event | None) -> None:
+        """Check the checkpoint that checkpointing.resume names.
+
+        Raises:
+            ConfigError: it is none, or damaged.
+        """
+        subject = f"checkpointing.resume={self.config.resume}"
+        try:
+            if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
+                raise ConfigError([Problem(subject, f"is not a checkpoint: it has no {STATE_FILE}")])
+            remark = verify(path, stop)
+        except CheckpointError as error:
+            raise ConfigError([Problem(subject, f"cannot be started from: {error}; name another checkpoint")]) from None
+        except OSError as error:
+            raise ConfigError([Problem(subject, f"cannot be read: {error}")]) from None
+        if remark:
+            _tell(remark)
+
+    def _set_aside(self) -> list[Path]:
+        """The damaged checkpoints that earlier starts have set aside."""
+        return sorted(self.folder.glob(f"{_DAMAGED}*"))
+
+    def _put_aside(self, step: int) -> Path:
+        """Give a damaged checkpoint a name under which it is neither found, nor counted, nor deleted."""
+        target, again = self.folder / f"{_DAMAGED}{step}", 1
+        while target.exists():
+            again += 1
+            target = self.folder / f"{_DAMAGED}{step}.{again}"
+        try:
+            self.path(step).rename(target)
+        except OSError as error:
+            raise RunError(f"{self.path(step)} is damaged and cannot be set aside: {error}") from None
+        sync(self.folder)
+        return target
+
     def _prune(self) -> None:
         if self.config.keep_top_k is None:
             return
         steps = self.steps()
-        ranked = sorted(steps, key=lambda step: (self._score(step), step), reverse=True)
-        for step in set(steps) - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        ranked = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
+        for step in scores.keys() - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
@@ -125,18 +203,17 @@ class Checkpointer:
             self.path(step).rename(temporary)
             shutil.rmtree(temporary)
 
-    def _score(self, step: int) -> float:
-        """Higher is better; a checkpoint without the metric ranks last."""
-        metrics = json.loads((self.path(step) / _STATE_FILE).read_text()).get("metrics", {})
-        value = metrics.get(self.config.metric_name)
+    def _score(self, step: int) -> float | None:
+        """Higher is better, and -inf without the metric. None: the state is unreadable, which people should see."""
+        try:
+            value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
+        except (CheckpointError, OSError):
+            return None
         if value is None:
             return -math.inf
         return float(value) if self.config.higher_is_better else -float(value)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _tell(text: str) -> None:
+    """Print a line at once: a start that fails later must not have renamed anything in silence."""
+    print(text, file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
 
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
+        RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
         RunError: see the algorithm's step.
     """
     limits, state = run.config.loop, run.state
@@ -82,11 +83,14 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
 
     Raises:
-        RunError: the validation failed, or checkpoints cannot be ranked; the step was logged and saved.
+        RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
+            step was logged and saved.
     """
     step, metrics = run.state["total_steps"], dict(report.metrics)
-    failure: RunError | None = None
-    if _validation_due(run):
+    failure = report.failure
+    if failure is not None:  # saving waits for ranks that the failure may have left busy
+        run.logger.note(f"the weights of step {step} were not published; the step is saved before the run ends")
+    elif _validation_due(run):
         try:
             metrics |= _validated(run)
         except SamplingError as error:
@@ -140,7 +144,7 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: S
         return
     try:
         save_checkpoint(run, metrics, snapshot)
-    except (OSError, RuntimeError) as error:
+    except RunError as error:
         run.logger.note(f"step {step} could not be saved: {error}")
 
 

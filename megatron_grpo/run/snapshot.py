@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.save_state import GRPOSaveState
@@ -41,15 +42,20 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
         snapshot: of the run, after the last update of its models.
 
     Raises:
-        RunError: a process of a model failed.
+        RunError: a process of a model failed, or the folder cannot be written.
     """
     started = time.monotonic()
     step = snapshot.state["total_steps"]
     groups = run.rollouts.fetch(snapshot.waiting)
     rows = [[trajectory.to_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
-    with run.checkpointer.writing(step, state, snapshot.loader) as folder:
-        run.save_models(folder)
+    try:
+        with run.checkpointer.writing(step, state, snapshot.loader) as folder:
+            run.save_models(folder)
+    except RunError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch has its own for a disk that is full
+        raise RunError(f"{run.checkpointer.path(step)} cannot be written: {error}") from error
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
 
 
@@ -57,10 +63,16 @@ def save_validation(run: GRPORun, metrics: Mapping[str, float]) -> None:
     """Add a validation to the checkpoint of the last step, which was written before it.
 
     Only what a validation changes: with dynamic sampling, what was sampled since is not in that checkpoint.
+
+    Raises:
+        RunError: the checkpoint is damaged or cannot be written.
     """
     step = run.state["total_steps"]
     state, _ = run.checkpointer.load(run.checkpointer.path(step))
     state["metrics"] |= metrics
     for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
         state["save_state"][key] = run.state[key]
-    run.checkpointer.update(step, state)
+    try:
+        run.checkpointer.update(step, state)
+    except OSError as error:
+        raise RunError(f"the validation cannot be added to {run.checkpointer.path(step)}: {error}") from error

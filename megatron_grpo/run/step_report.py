@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.trajectory import SampledGroup
 
 
@@ -16,3 +17,5 @@ class StepReport:
     throughput: dict[str, float]
     groups: list[SampledGroup]
     """What was trained on."""
+    failure: RunError | None = None
+    """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""

@@ -1,12 +1,16 @@
-"""Reward functions that fail: in the way that is hardest to see, and loudly."""
+"""Reward functions that fail: in the way that is hardest to see, loudly, and by what they do to others."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+from pathlib import Path
+
+import psutil
 
 from tests.integration.example_rewards import right
+from tests.integration.runs import MARK
 
 
 def not_a_number_for_odd_answers(completions: list[str], answer: list[str], **_: object) -> list[float]:
@@ -45,3 +49,27 @@ def dies_on_bad(completions: list[str], bad: list[list[str]], **_: object) -> li
         if text in worst:
             os._exit(1)
     return [float(text) for text in completions]
+
+
+def right_and_then_the_engine_is_gone(completions: list[str], answer: list[str], **_: object) -> list[float]:
+    """Kills the run's generation engine once a step is scored: as many responses as KILL_AFTER says.
+
+    KILL_AFTER=COUNT:FILE, where the file counts over all workers; without it nothing happens.
+    """
+    wanted = os.environ.get("KILL_AFTER")
+    if wanted:
+        count, _colon, file = wanted.partition(":")
+        with open(file, "a") as scored:
+            scored.write("." * len(completions))
+        if Path(file).stat().st_size == int(count):
+            _kill_the_engine()
+    return right(completions, answer)
+
+
+def _kill_the_engine() -> None:
+    for process in psutil.process_iter():
+        try:
+            if "VLLM" in process.name() and process.environ().get(MARK) == os.environ[MARK]:
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.policy.modeling.build import build_model
+from megatron_grpo.run.checkpoint_files import STATE_FILE, complete
+from megatron_grpo.run.manifest import MANIFEST_FILE
 from tests.parity.ranks import Layout, run_on_ranks
+from tests.support.damage import delete, files_of, flip, truncate
 from tests.support.tiny_models import TinyModel
 
 
@@ -35,6 +39,7 @@ def make_run(model: TinyModel, run_dir: Path, layout: Layout) -> Path:
     config = {"policy": {"model": {"path": str(model.path)}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), run_dir / "config.yaml")
     run_on_ranks(layout, save_checkpoint, model.path, checkpoint / "megatron")
+    complete(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
     return checkpoint
 
 
@@ -76,10 +81,13 @@ def test_a_run_that_started_from_a_hub_model(
 
 @pytest.fixture
 def run_dir(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Path:
-    """A run directory whose checkpoint is empty but for the file that says it is complete."""
+    """A run directory whose checkpoint is as it was written, but not by Megatron-Core."""
     folder = tmp_path / "run"
-    (folder / "checkpoints" / "step_3" / "megatron").mkdir(parents=True)
-    (folder / "checkpoints" / "step_3" / "megatron" / "metadata.json").write_text("{}")
+    checkpoint = folder / "checkpoints" / "step_3"
+    (checkpoint / "megatron").mkdir(parents=True)
+    for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp"):
+        (checkpoint / "megatron" / name).write_text("{}")
+    complete(checkpoint, 3, {"save_state": {"total_steps": 3}, "metrics": {}, "batch_cache": []}, {"epoch": 0})
     config = {"policy": {"model": {"path": str(tiny_models["qwen3_tied"].path)}, "precision": "float32"}}
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
     return folder
@@ -98,20 +106,89 @@ def test_mistakes_get_one_message(run_dir: Path, tmp_path: Path, capsys: pytest.
     assert "checkpoint=PATH is missing" in mistake(capsys, output)
     assert "ouput=x is not understood" in mistake(capsys, checkpoint, "ouput=x")
     assert "does not exist" in mistake(capsys, f"checkpoint={tmp_path}/none", output)
-    assert "not a complete checkpoint" in mistake(capsys, f"checkpoint={run_dir}/checkpoints", output)
+    assert "is not a checkpoint" in mistake(capsys, f"checkpoint={run_dir}/checkpoints", output)
     assert "already exists" in mistake(capsys, checkpoint, f"output={run_dir}")
     (run_dir / "config.yaml").write_text("policy: {precision: float32}")
     assert "policy.model.path" in mistake(capsys, checkpoint, output)
     (run_dir / "config.yaml").write_text("policy: [")
     assert "not valid YAML" in mistake(capsys, checkpoint, output)
+    for text in ("", "policy: {model: 3}", "policy: 3", "policy: {model: {path: 3}, precision: float32}", "[1]"):
+        (run_dir / "config.yaml").write_text(text)
+        assert str(run_dir / "config.yaml") in mistake(capsys, checkpoint, output)
     (run_dir / "config.yaml").unlink()
     assert "has to stay in its run directory" in mistake(capsys, checkpoint, output)
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_checkpoint_leaves_nothing_behind(
+def test_what_cannot_be_loaded_leaves_nothing_behind(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = mistake(capsys, f"checkpoint={run_dir}/checkpoints/step_3", f"output={tmp_path}/out")
-    assert "cannot be loaded" in message
+    assert f"{run_dir}/checkpoints/step_3/megatron cannot be loaded as" in message
+    assert message.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, delete], ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    checkpoint = run_dir / "checkpoints" / "step_3"
+    for name in files_of(checkpoint):
+        whole = (checkpoint / name).read_bytes()
+        damage(checkpoint / name)
+        message = mistake(capsys, f"checkpoint={checkpoint}", f"output={tmp_path}/out")
+        assert message.startswith(f"export: {checkpoint / name} is ")
+        (checkpoint / name).write_bytes(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("common.pt", b"garbage" * 99),
+        ("common.pt", b"\x80\x04."),
+        (".metadata", b"?"),
+        ("metadata.json", b"{}"),
+        ("__0_0.distcp", b"PK\x03\x04" * 99),
+    ],
+)
+def test_without_digests_garbage_is_one_message_all_the_same(
+    tiny_models: dict[str, TinyModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes
+) -> None:
+    checkpoint = make_run(tiny_models["qwen3_tied"], tmp_path / "run", Layout())
+    (checkpoint / MANIFEST_FILE).unlink()
+    (checkpoint / STATE_FILE).write_text('{"save_state": {"total_steps": 3}, "metrics": {}}')
+    (checkpoint / "megatron" / file).write_bytes(content)
+    message = mistake(capsys, f"checkpoint={checkpoint}", f"output={tmp_path}/out")
+    assert "written by an earlier version, without digests" in message.splitlines()[0]
+    assert f"{checkpoint}/megatron cannot be loaded" in message.splitlines()[1]
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize("output", ["/proc/out", "/proc/a/b", "FILE/out", "x" * 250, "a/" + "x" * 300])
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_read(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    (run_dir / "checkpoints" / "step_3" / "manifest.json").unlink()  # told too late for this one
+    message = mistake(capsys, f"checkpoint={run_dir}/checkpoints/step_3", f"output={output}")
+    assert message.startswith(f"export: output={output} cannot be written: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "FILE"}
+
+
+def test_a_disk_that_fills_up_is_one_message(
+    tiny_models: dict[str, TinyModel],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint = make_run(tiny_models["qwen3_tied"], tmp_path / "run", Layout())
+    monkeypatch.setattr("megatron_grpo.models.hf_folder.save_file", full)
+    message = mistake(capsys, f"checkpoint={checkpoint}", f"output={tmp_path}/new/out")
+    assert f"output={tmp_path}/new/out cannot be written: [Errno 28] No space left on device" in message
+    assert not (tmp_path / "new" / "out").exists()

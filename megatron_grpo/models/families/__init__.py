@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.config.errors import shown
+from megatron_grpo.models.config_json import read_config_json, section
 from megatron_grpo.models.families import llama, qwen2, qwen3
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.value_head import with_value_head
@@ -36,25 +37,24 @@ def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelSh
     """Sizes of the model in a folder, from its config.json; reward models are refused unless they are asked for.
 
     Raises:
-        ValueError: no such file, not JSON, or an architecture or option without support; the message says which.
+        ValueError: no such file, no JSON object, a size that is missing or none, or an architecture or option without
+            support; names the file and says which.
     """
     file = Path(path) / "config.json"
+    raw = read_config_json(file)
     try:
-        raw = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; give a folder in Hugging Face format") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    return shape_of_config(raw, reward_models=reward_models)
+        return shape_of_config(raw, reward_models=reward_models)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
     """Sizes from the contents of a config.json.
 
     Raises:
-        ValueError: the architecture or one of its options has no support.
+        ValueError: the architecture or one of its options has no support, or a size is missing or none.
     """
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    architecture = _architecture(raw)
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     base = architecture.split("For")[0] + "ForCausalLM" if scores else architecture
     family = _BY_ARCHITECTURE.get(base)
@@ -66,7 +66,14 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     return replace(shape, value_head="stored") if scores else shape
 
 
+def _architecture(raw: dict[str, Any]) -> str:
+    given = raw.get("architectures") or ["(none)"]
+    if not isinstance(given, list) or not isinstance(given[0], str):
+        raise ValueError(f"architectures={shown(given)} must be a list of names")
+    return given[0]
+
+
 def _require_one_label(raw: dict[str, Any], architecture: str) -> None:
-    labels = raw.get("num_labels") or len(raw.get("id2label") or {}) or 2  # what transformers takes without either
+    labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # what transformers takes without either
     if labels != 1:
         raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")

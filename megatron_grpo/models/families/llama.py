@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_grpo.models.config_json import number, section, size
 from megatron_grpo.models.family import Family
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry
 
 EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+
+_ROPE_FACTORS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+"""What scales the frequencies, by rope_type."""
 
 _LAYER = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
@@ -82,26 +86,30 @@ def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_n
         qk_norm: whether every query and key head is normalised.
 
     Raises:
-        ValueError: one of the model's options has no support.
+        ValueError: one of the model's options has no support, or a size is missing or none.
     """
     _refuse_unsupported(raw, family)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = section(raw, "rope_parameters", "rope_scaling")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    heads = int(raw["num_attention_heads"])
+    heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    groups = size(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+    head_dim = size(raw, "head_dim", max(hidden // heads, 1))
     return ModelShape(
         family=family,
-        layers=int(raw["num_hidden_layers"]),
-        hidden=int(raw["hidden_size"]),
-        ffn_hidden=int(raw["intermediate_size"]),
+        layers=size(raw, "num_hidden_layers"),
+        hidden=hidden,
+        ffn_hidden=size(raw, "intermediate_size"),
         attention_heads=heads,
-        key_value_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-        vocab=int(raw["vocab_size"]),
+        key_value_heads=groups,
+        head_dim=head_dim,
+        vocab=size(raw, "vocab_size"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=number(rope, "rope_theta", number(raw, "rope_theta", 10000.0)),
         rope_scaling=None if rope_type == "default" else dict(rope),
-        max_positions=int(raw.get("max_position_embeddings", 0)),
+        max_positions=size(raw, "max_position_embeddings", 0),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
@@ -134,10 +142,14 @@ def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             raise ValueError(f"{key}=true is not supported for {family}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = section(raw, "rope_parameters", "rope_scaling")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "linear", "llama3"):
         raise ValueError(f"rope_type={rope_type} is not supported; default, linear and llama3 are")
+    for key in _ROPE_FACTORS.get(rope_type, ()):
+        if rope.get(key) is None:
+            raise ValueError(f"rope_type={rope_type} needs {key}")
+        number(rope, key, 1.0)
 
 
 FAMILY = Family(

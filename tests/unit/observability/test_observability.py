@@ -160,14 +160,17 @@ def test_a_run_without_steps_has_a_summary_and_a_plot(tmp_path: Path) -> None:
 
 def test_finishing_writes_summary_and_plot(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     logger = RunLogger(tmp_path, config)
-    logger.started(startup_s=2.5, changes=["grpo.max_num_steps: 3 -> 6"])
+    parts = {"ray": 1.5, "engine": 2.0}
+    logger.started(startup_s=2.5, parts=parts, changes=["grpo.max_num_steps: 3 -> 6"])
     run_steps(logger, range(1, 7))
     logger.finish()
     logger.close()
     logger.close()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["startup_s"] == 2.5
+    assert summary["startup_parts_s"] == {"ray": 1.5, "engine": 2.0}
     assert summary["steps"] == 6
+    assert (summary["outcome"], summary["reason"]) == ("completed", None)
     picture = imread(tmp_path / "curves.png")
     assert picture.shape[1] > 1000
     assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 10

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
-from tests.support.trajectories import make_outcome, make_trajectory, plain
+from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory, plain
 
 
 def test_length_percentiles_and_endings() -> None:
@@ -70,6 +73,57 @@ def test_the_only_response_that_a_function_scored_has_no_spread() -> None:
     assert metrics["reward_std/a"] == 0.0
 
 
-def test_a_trajectory_survives_json() -> None:
-    one = make_trajectory(3, correct=True, stop_reason="length", reward_parts={"a": 1 / 3})
-    assert plain(Trajectory.from_row(json.loads(json.dumps(one.to_row())))) == plain(one)
+def test_a_failed_rollout_counts_as_a_response_of_no_tokens() -> None:
+    """It is in no reward and no accuracy, and no group is all right or all wrong by it."""
+    version = [Span(1, 3, 4)]
+    failed = failed_trajectory().outcome
+    outcomes = [make_outcome(2, reward=1.0, correct=True, spans=version), failed, failed, failed]
+    metrics = rollout_metrics(outcomes)
+    assert metrics == {
+        "reward": 1.0,
+        "accuracy": 1.0,
+        "response_length": 0.5,
+        "response_length_max": 2.0,
+        "truncation_rate": 0.0,
+        "weight_version": 4.0,
+    }
+    assert group_metrics(outcomes, samples_per_prompt=2) == {}
+    assert reward_function_metrics(outcomes) == {"unscored_rate": 0.75}
+    assert length_metrics(outcomes)["response_length_p50"] == 0
+
+
+def test_the_newest_version_is_reported() -> None:
+    spans = [[Span(1, 2, 3), Span(2, 3, 5)], [Span(1, 3, 4)]]
+    assert rollout_metrics([make_outcome(spans=one) for one in spans])["weight_version"] == 5
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from([0.0, -1.0, math.nan, -math.inf]), st.booleans()),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_an_outcome_is_its_trajectorys(drawn: list[tuple[int, float, bool]]) -> None:
+    """Counted over lists; the last token of each has the log-probability that was drawn for it."""
+    for tokens, logprob, truncated in drawn:
+        logprobs = [-0.5] * (tokens - 1) + [logprob] * (tokens > 0)
+        stop: StopReason = "length" if truncated else "stop"
+        one = make_trajectory(tokens, prompt_tokens=3, logprobs=logprobs, stop_reason=stop, sample=2)
+        outcome = one.outcome
+        assert (outcome.tokens, outcome.response_tokens) == (3 + tokens, tokens)
+        assert (outcome.truncated, outcome.sample) == (truncated, 2)
+        assert outcome.finite_logprobs == all(map(math.isfinite, logprobs))
+        assert outcome.version == 0
+    assert failed_trajectory(failure="why").outcome.failure == "why"
+    assert failed_trajectory().outcome.version == -1
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_trajectory_survives_json(failed: bool) -> None:
+    one = make_trajectory(3, correct=True, stop_reason="length", reward_parts={"a": 1 / 3}, logprobs=[-0.1, -1 / 3, -2])
+    if failed:
+        one = failed_trajectory(prompt_tokens=2)
+    again = Trajectory.from_row(json.loads(json.dumps(one.to_row())))
+    assert plain(again) == plain(one)
+    assert (again.token_ids.dtype, again.logprobs.dtype) == (np.int32, np.float32)

@@ -14,11 +14,11 @@ from megatron_grpo.run.directory import changes_since_last_start, claimed_run_di
 def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claimed_run_directory(str(folder)):
-        first = compose_config(["+exp=quickstart"])
+        first = compose_config(["+exp=quickstart", f"run_dir={folder}"])
         assert changes_since_last_start(folder, first) == []
         record_start(folder, first)
         assert changes_since_last_start(folder, first) == []
-        faster = compose_config(["+exp=quickstart", "policy.optimizer.lr=0.5"])
+        faster = compose_config(["+exp=quickstart", f"run_dir={folder}", "policy.optimizer.lr=0.5"])
         assert changes_since_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
     assert (tmp_path / "latest").resolve() == folder
 
@@ -29,6 +29,33 @@ def test_another_run_is_refused_once_the_first_has_started(tmp_path: Path) -> No
     record_start(tmp_path, compose_config(["+exp=quickstart"]))
     with pytest.raises(ConfigError, match=r"holds another run: its data\.train_path is .*choose another run_dir"):
         changes_since_last_start(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", r"config\.yaml is empty"),
+        (b"policy: [", r"config\.yaml is not valid YAML: .*expected"),
+        (b"- 1\n- 2\n", r"config\.yaml is damaged: it does not hold the configuration of a run"),
+        (b"policy: {precision: float32}", r"config\.yaml is damaged: it does not hold the configuration of a run"),
+        (b"\xff\xfe\x00", r"config\.yaml is damaged: it is not UTF-8 text"),
+        (b"[" * 5000, r"config\.yaml is not valid YAML"),
+        (b"a: \x00", r"config\.yaml is not valid YAML: .*special characters"),
+    ],
+)
+def test_a_broken_configuration_is_told(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as raised:
+        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
+    assert f"  run_dir={tmp_path}  " in str(raised.value)
+    assert "choose another run_dir" in str(raised.value)
+    assert str(raised.value).count("\n") == 1
+
+
+def test_a_configuration_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Is a directory"):
+        changes_since_last_start(tmp_path, compose_config(["+exp=quickstart"]))
 
 
 def test_a_folder_has_one_driver_at_a_time(tmp_path: Path) -> None:

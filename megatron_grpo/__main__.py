@@ -1,0 +1,30 @@
+"""Says what commands there are: python -m megatron_grpo."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+from megatron_grpo.composition.help import COMMANDS, commands_text, version
+
+MISTAKE = 2
+"""Exit code of a command line that names no command."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the commands, or the version; a command is run by its own module."""
+    if "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+        return 0
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(commands_text(), end="")
+        return 0
+    close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+    hint = f"; did you mean python -m megatron_grpo.{close[0]}?" if close else ""
+    print(f"{arguments[0]} is not run this way{hint}\n\n{commands_text()}", end="", file=sys.stderr)
+    return MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Checks of the folders and hub names of models: whether they are there, of a known family, and whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.source import (
+    PREPARED_FOLDER,
+    download_config,
+    is_hub_name,
+    local_folder,
+    made_before_the_run,
+)
+from megatron_grpo.models.value_head import as_value_model
+from megatron_grpo.preflight.paths import unlistable, unreadable
+from megatron_grpo.preflight.weights import weight_problems
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def model_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with policy.model.path and value.model.path."""
+    for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
+        if path is None:
+            continue
+        subject, of_value = f"{key}={path}", key.startswith("value.")
+        if made_before_the_run(config, path):
+            if Path(path) != Path(config.prepare.folder, PREPARED_FOLDER):
+                yield Problem(subject, f"prepare.name={config.prepare.name} makes one model: {PREPARED_FOLDER}")
+            continue
+        unusable = list(_unusable(subject, path, of_value=of_value))
+        yield from unusable
+        if not unusable and not is_hub_name(path):  # of a hub model the rest is downloaded when the run starts
+            yield from _incomplete(subject, Path(path), of_value=of_value)
+            if not of_value:
+                yield from _tokenizer(subject, Path(path), config)
+
+
+def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
+    """Why this is no model that can be trained: it is not there, or its config.json is of another kind."""
+    if is_hub_name(path):
+        reason = None if local_folder(path) else download_config(path)
+        if reason is not None:
+            yield Problem(subject, f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}")
+            return
+    else:
+        reason = unlistable(path)
+        if reason is not None:
+            advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
+            yield Problem(subject, reason + (advice if reason == "no such folder" else ""))
+            return
+    folder = local_folder(path)
+    assert folder is not None
+    try:
+        shape_of_folder(folder, reward_models=of_value)
+    except ValueError as error:
+        yield Problem(subject, str(error))
+
+
+def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Problem]:
+    if not any(folder.glob("*.safetensors")):
+        text = "the folder holds no *.safetensors; convert the weights with transformers' save_pretrained"
+        yield Problem(subject, text)
+        return
+    shape = shape_of_folder(folder, reward_models=of_value)
+    yield from (
+        Problem(subject, text) for text in weight_problems(folder, as_value_model(shape) if of_value else shape)
+    )
+
+
+def _tokenizer(subject: str, folder: Path, config: Config) -> Iterator[Problem]:
+    there = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
+    if not there:
+        yield Problem(subject, f"the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    for file in there:
+        reason = unreadable(file)
+        if reason is not None:
+            yield Problem(subject, f"{file}: {reason}")
+            return
+    settings = folder / "tokenizer_config.json"
+    if config.data.apply_chat_template and settings in there and not _has_chat_template(settings):
+        text = f"the tokenizer in {folder} has no chat template; use false for prompts as they are"
+        yield Problem("data.apply_chat_template=True", text)
+
+
+def _has_chat_template(settings: Path) -> bool:
+    """Whether there is a chat template, in tokenizer_config.json or beside it; an unreadable file may have one."""
+    beside = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((settings.parent / name).exists() for name in beside):
+        return True
+    try:
+        content = json.loads(settings.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(content, dict) or bool(content.get("chat_template"))

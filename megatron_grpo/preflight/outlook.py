@@ -1,0 +1,44 @@
+"""One line about what a configuration would run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_grpo.config.schema import Config, ParallelConfig
+
+
+def outlook(config: Config) -> str:
+    """Recipe, algorithm, steps, layouts, and where it would begin."""
+    loop, generation = config.loop, config.generation.parallel
+    algorithm = config.algorithm.upper()
+    samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
+    models = [f"policy on {_ranks(config.policy.parallel)}"]
+    if config.value_model is not None:
+        models.append(f"value model on {_ranks(config.value.parallel)}")
+    engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine}"
+    where = (
+        f"{config.cluster.num_nodes} x {config.cluster.gpus_per_node} GPUs" if config.cluster.gpus_per_node else "CPU"
+    )
+    return (
+        f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(models)}, {engines} "
+        f"{_plural('rank', generation.ranks_per_engine)}, on {where}; {_beginning(config)}"
+    )
+
+
+def _ranks(parallel: ParallelConfig) -> str:
+    sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "DP": parallel.data}
+    layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    return f"{parallel.world_size} {_plural('rank', parallel.world_size)}{f' ({layout})' if layout else ''}"
+
+
+def _beginning(config: Config) -> str:
+    resume, folder = config.checkpointing.resume, Path(os.path.abspath(config.run_dir))
+    steps = [int(entry.name[5:]) for entry in (folder / "checkpoints").glob("step_*") if entry.name[5:].isdigit()]
+    if steps:
+        return f"goes on after step {max(steps)} in {folder}"
+    return f"begins in {folder}" + ("" if resume in ("auto", "none") else f" from {resume}")
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
