@@ -6,11 +6,11 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import psutil
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+Result = TypeVar("Result")
+
 CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
@@ -39,6 +41,9 @@ FIRST_VERSION = 0
 
 PACE_S = 0.02
 """Responses that come within this time of each other leave together: few large messages instead of many small ones."""
+
+DEATH_CHECK_S = 1.0
+"""Seconds between two looks at whether vLLM's processes are still there, while they are waited for."""
 
 GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
@@ -169,8 +174,8 @@ class VllmEngine:
         """Serve what was received, under this version."""
         llm = await self._parked()
         with _deaths_explained():
-            await llm.update_weight_version(str(version))
-            await llm.reset_prefix_cache()
+            await _while_alive(llm, llm.update_weight_version(str(version)))
+            await _while_alive(llm, llm.reset_prefix_cache())
         self._unusable = None
 
     def shutdown(self) -> None:
@@ -188,7 +193,7 @@ class VllmEngine:
         """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""
         llm = await self._parked()
         with _deaths_explained():
-            problems = await llm.collective_rpc(method, args=args)
+            problems = await _while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
 
@@ -211,7 +216,7 @@ class VllmEngine:
                 queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
                 if self._parking is not None:
                     self._parking = None
-                    await self._llm.resume_generation()
+                    await _while_alive(self._llm, self._llm.resume_generation())
             except BaseException:
                 self._in_flight -= len(requests)
                 raise
@@ -265,7 +270,7 @@ class VllmEngine:
     async def _park(self) -> None:
         assert self._llm is not None
         with _deaths_explained():
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await _while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
 
     async def _warm_up(self) -> None:
         # The first batch allocates and compiles; a full one, so that the first real one does not.
@@ -273,6 +278,18 @@ class VllmEngine:
         batch = [request] * self._settings.config.engine.max_num_seqs
         async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
             pass
+
+
+async def _while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    task = asyncio.create_task(call)
+    while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
+        if llm.errored:
+            task.cancel()
+            raise EngineDeadError
+    return task.result()
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def generation(model: Path, killed_driver: dict[str, Any]) -> Iterator[VllmGener
 
 
 def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, Any]) -> None:
-    assert len(killed_driver["processes"]) == 4, "the engine's actor, its core and two workers"
+    assert len(killed_driver["processes"]) >= 4, "the engine's actor, its core and two workers"
     left = set(killed_driver["processes"])
     while left and time.monotonic() < killed_driver["killed_at"] + 20:
         left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
@@ -172,31 +172,36 @@ def test_length_limit_of_the_model(generation: VllmGeneration) -> None:
     assert len(_greedy(generation, settings)) == 1, "the engine works on"
 
 
-def test_short_responses_come_before_long_ones_and_late_requests_join(generation: VllmGeneration) -> None:
+def test_short_responses_come_before_long_ones_and_others_may_join(generation: VllmGeneration, oracle: Oracle) -> None:
     """A response does not wait for the others of its call, nor a call for the one before it."""
     (engine,) = generation.engines
-    greedy = SamplingSettings(max_new_tokens=40, temperature=0.0)
-    requests = [request(PROMPT, seed=0, max_new_tokens=tokens) for tokens in (40, 1)]
+    greedy = SamplingSettings(max_new_tokens=50, temperature=0.0)
+    free = unending(oracle)
+    requests = [request(free, seed=0, max_new_tokens=tokens) for tokens in (50, 1)]
 
-    async def scene() -> tuple[list[int], list[int], int]:
-        stream = engine.generate.options(num_returns="streaming").remote(requests, greedy, "first")
-        order, late_order = [], []
-        async for reference in stream:
-            order += [index for index, _ in await reference]
-            if len(order) == 1:
-                late = engine.generate.options(num_returns="streaming").remote(requests[1:], greedy, "late")
-                async for other in late:
-                    late_order += [index for index, _ in await other]
-                waiting = 2 - len(order)
-        return order, late_order, waiting
+    async def ask(call: str) -> dict[int, GenerationOutput]:
+        answers = {}
+        async for reference in engine.generate.options(num_returns="streaming").remote(requests, greedy, call):
+            answers |= dict(await reference)
+            if call == "first" and len(answers) == 1:
+                answers |= {2 + index: output for index, output in (await ask("second")).items()}
+        return answers
 
-    assert asyncio.run(scene()) == ([1, 0], [0], 1)
+    answers = asyncio.run(ask("first"))
+    assert list(answers) == [1, 3, 2, 0], "in the order in which they came"
+    assert [answers[index].token_ids.tolist() for index in range(4)] == [oracle.greedy(free, n) for n in (50, 1) * 2]
+
+
+def unending(oracle: Oracle) -> list[int]:
+    """A prompt whose likeliest continuation goes on for 50 tokens."""
+    return next(ids for ids in ([2 + n, 7, 9] for n in range(30)) if EOS not in oracle.greedy(ids, 50))
 
 
 def test_a_request_that_is_aborted_ends_with_the_reason(generation: VllmGeneration, oracle: Oracle) -> None:
     (engine,) = generation.engines
     settings = SamplingSettings(max_new_tokens=50, temperature=0.0)
-    requests = [request(PROMPT, seed=0, max_new_tokens=tokens) for tokens in (50, 1, 50)]
+    free = unending(oracle)
+    requests = [request(free, seed=0, max_new_tokens=tokens) for tokens in (50, 1, 50)]
 
     async def scene() -> dict[int, Any]:
         answers = {}
@@ -208,7 +213,7 @@ def test_a_request_that_is_aborted_ends_with_the_reason(generation: VllmGenerati
 
     answers = asyncio.run(scene())
     assert answers[0] == "vLLM ended a request early: abort"
-    assert answers[2].token_ids.tolist() == oracle.greedy(PROMPT, 50)
+    assert answers[2].token_ids.tolist() == oracle.greedy(free, 50)
     assert len(_greedy(generation, settings)) == 1, "the engine works on"
 
 

@@ -135,12 +135,15 @@ def request(prompt: Sequence[int], seed: int, max_new_tokens: int) -> Generation
 def kill_a_worker(generation: VllmGeneration) -> None:
     """SIGKILL one of the processes of the first engine that hold weights.
 
-    The engine's actor itself looks for them, and by kinship: they are the children of its child, vLLM's core.
+    The engine's actor itself looks for them, and by kinship: nothing else is as many generations away from it.
     """
-    workers = ray.get(generation._engines[0].__ray_call__.remote(_grandchildren))
+    workers = ray.get(generation._engines[0].__ray_call__.remote(_youngest_generation))
     assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
     psutil.Process(workers[0]).kill()
 
 
-def _grandchildren(_: VllmEngine) -> list[int]:
-    return [worker.pid for core in psutil.Process().children() for worker in core.children()]
+def _youngest_generation(_: VllmEngine) -> list[int]:
+    generation = [psutil.Process()]
+    while children := [child for parent in generation for child in parent.children()]:
+        generation = children
+    return [process.pid for process in generation]
