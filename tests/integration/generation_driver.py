@@ -7,11 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import ray
 
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
-from tests.integration.vllm_helpers import engines, make_request, sample
+from tests.integration.vllm_helpers import engines, make_request, processes_by_depth, sample
 
 
 def requests() -> list[GenerationRequest]:
@@ -34,8 +33,7 @@ def main() -> None:
     )
     with engines(Path(sys.argv[1]), pipeline=2) as generation:
         outputs = sample(generation, requests(), SETTINGS)
-        children = psutil.Process().children(recursive=True)
-        processes = [p.pid for p in children if p.cmdline()[0].startswith(("VLLM::", "ray::VllmEngine"))]
+        processes = processes_by_depth(generation)
         samples = [(output.token_ids, output.logprobs) for output in outputs]
         print("RESULT", json.dumps({"samples": samples, "processes": processes}), flush=True)
         time.sleep(600)

@@ -154,14 +154,24 @@ def sample(
 
 
 def kill_a_worker(generation: VllmGeneration) -> None:
-    """SIGKILL one of the processes of the first engine that hold weights.
-
-    The engine's actor itself looks for them, and by kinship: they are the children of its child, vLLM's core.
-    """
-    workers = ray.get(generation._engines[0].__ray_call__.remote(_grandchildren))
-    assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
+    """SIGKILL one of the processes of the first engine that hold weights."""
+    *_, workers = processes_by_depth(generation)
     psutil.Process(workers[0]).kill()
 
 
-def _grandchildren(_: VllmEngine) -> list[int]:
-    return [worker.pid for core in psutil.Process().children() for worker in core.children()]
+def processes_by_depth(generation: VllmGeneration) -> list[list[int]]:
+    """The first engine's actor; what vLLM's core is forked from; the core; its workers, which hold the weights.
+
+    The actor itself looks for them, and by kinship: they have no names of their own.
+    """
+    found = ray.get(generation.engines[0].__ray_call__.remote(_descendants))
+    assert len(found) == 4, found
+    return found
+
+
+def _descendants(_: VllmEngine) -> list[list[int]]:
+    """Process ids of this process, of its children, of theirs, and so on."""
+    generations = [[psutil.Process()]]
+    while children := [child for parent in generations[-1] for child in parent.children()]:
+        generations.append(children)
+    return [[process.pid for process in one] for one in generations]
