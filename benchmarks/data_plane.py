@@ -39,7 +39,7 @@ def main() -> None:
     result: dict[str, Any] = {**header("data_plane"), "replicas": options.replicas, "group": options.group}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="data_plane_", ignore_cleanup_errors=True)))
-        sizes = []
+        sizes: list[dict[str, Any]] = []
         while not sizes or sizes[-1]["samples"] < options.samples:
             samples = min(SMALLEST * FACTOR ** len(sizes), options.samples)
             sizes.append(_measure(options, str(HERE.parent), "data_plane_now.py", samples, work))
@@ -77,9 +77,7 @@ def _measure(options: argparse.Namespace, source: str, script: str, samples: int
         file = Path(folder) / "figures.json"
         command = [sys.executable, str(HERE / script), json.dumps(sizes), str(file), folder]
         environment = environment_of(side.packages)
-        subprocess.run(
-            command, cwd=side.packages, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True
-        )
+        subprocess.run(command, cwd=side.packages, env=environment, stdout=sys.stderr, timeout=DEADLINE_S, check=True)
         return {**json.loads(file.read_text()), "commit": commit}
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import ray
@@ -19,7 +19,7 @@ from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.loader import PromptLoader, Prompts
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.environments.pool import build_environments
@@ -39,9 +39,9 @@ from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import FiniteGuard
-from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
 
 TOGETHER = 16
 """Responses that an engine hands over in one message: as many as end within its pace."""
@@ -189,7 +189,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         ),
         dumps=RolloutDumps(rollouts, config.logger, run_dir),
         guard=guard,
-        loader=PromptLoader(MadeUpPrompts(sizes), prompts_per_batch=sizes.prompts, shuffle=True, seed=0),
+        loader=PromptLoader(cast(Prompts, MadeUpPrompts(sizes)), prompts_per_batch=sizes.prompts, shuffle=True, seed=0),
         val_prompts=[],
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,

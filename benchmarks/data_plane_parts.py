@@ -1,4 +1,4 @@
-"""What both sides of data_plane.py run on: sizes, made-up prompts and responses, and meters on the driver.
+"""What both sides of data_plane.py run on: sizes, made-up prompts and responses, and how a step is measured.
 
 Runs beside the code of either side, so it imports nothing of it.
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray
+from driver_meter import Meter
 from numpy.typing import NDArray
 
 PROMPT_TOKENS = 128
@@ -29,11 +27,11 @@ TOKEN_BYTES = 8
 """A sampled token: its id (int32) and its log-probability (float32)."""
 TASK = "math"
 OBJECT_STORE_BYTES = 6 * 2**30
-MEMORY_PERIOD_S = 0.02
+VOCABULARY = 151_936
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 151_936,
+    "vocab_size": VOCABULARY,
     "hidden_size": 4096,
     "intermediate_size": 12_288,
     "num_hidden_layers": 36,
@@ -126,7 +124,7 @@ class MadeUpPrompts:
         return self._rows
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        token_ids = np.random.default_rng(idx).integers(MODEL["vocab_size"], size=PROMPT_TOKENS)
+        token_ids = np.random.default_rng(idx).integers(VOCABULARY, size=PROMPT_TOKENS)
         text = _text(token_ids)
         return {
             "message_log": [{"role": "user", "content": text, "token_ids": token_ids.tolist()}],
@@ -161,7 +159,7 @@ def made_up(seed: int, longest: int) -> Response:
     """
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(longest // 3, longest, endpoint=True))
-    token_ids = rng.integers(MODEL["vocab_size"], size=tokens, dtype=np.int32)
+    token_ids = rng.integers(VOCABULARY, size=tokens, dtype=np.int32)
     logprobs = -rng.random(tokens, dtype=np.float32)
     return Response(token_ids, logprobs, _text(token_ids), "length" if tokens == longest else "stop")
 
@@ -175,84 +173,14 @@ def first_character(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(int(text[0]) % 2 == 0) for text in completions]
 
 
-@dataclass
-class Meter:
-    """What the driver, this process, has used up to each mark: CPU time, bytes to and from Ray, memory."""
-
-    bytes_moved: int = 0
-    """Of objects that were serialised or deserialised in this process: arguments, results, what is put and got."""
-    peak_bytes: int = 0
-    """Largest resident memory since `watching` began."""
-    marks: list[tuple[float, float, int]] = field(default_factory=list)
-    """(wall-clock seconds, CPU seconds of all threads, bytes moved) at the begin of each step and the end of the last."""
-
-    def mark(self) -> None:
-        """A step begins, or the last one has ended."""
-        self.marks.append((time.perf_counter(), time.process_time(), self.bytes_moved))
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count bytes and watch memory. Ray must be running."""
-        process, ended = psutil.Process(), threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(MEMORY_PERIOD_S):
-                self.peak_bytes = max(self.peak_bytes, process.memory_info().rss)
-
-        thread = threading.Thread(target=watch, daemon=True)
-        with self._counting():
-            self._require_exact()
-            self.bytes_moved = 0
-            thread.start()
-            try:
-                yield
-            finally:
-                ended.set()
-                thread.join()
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Everything that Ray's Python half hands to or takes from its core goes through two methods of one object."""
-        context = ray._private.worker.global_worker.get_serialization_context()
-        serialize, deserialize = context.serialize, context.deserialize_objects
-
-        def counted_serialize(value: Any) -> Any:
-            serialized = serialize(value)
-            self.bytes_moved += serialized.total_bytes
-            return serialized
-
-        def counted_deserialize(serialized: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            self.bytes_moved += sum(0 if data is None else len(data) for data, *_ in serialized)
-            return deserialize(serialized, *args, **kwargs)
-
-        context.serialize, context.deserialize_objects = counted_serialize, counted_deserialize
-        try:
-            yield
-        finally:
-            del context.serialize, context.deserialize_objects
-
-    def _require_exact(self) -> None:
-        """Move objects of known sizes each way that a driver can, and compare."""
-        large, small = np.zeros(2**20, dtype=np.uint8), np.zeros(2**12, dtype=np.uint8)
-        for array in (large, small):
-            for way in (
-                lambda array=array: ray.put(array),
-                lambda array=array: _made.remote(len(array), array),
-                lambda array=array: ray.get(_made.remote(len(array))),
-            ):
-                self.bytes_moved = 0
-                way()
-                assert array.nbytes <= self.bytes_moved < array.nbytes + 1500, (array.nbytes, self.bytes_moved)
-
-
-@ray.remote(num_cpus=0)
-def _made(size: int, _: Any = None) -> NDArray[np.uint8]:
-    return np.zeros(size, dtype=np.uint8)
-
-
 def start_ray() -> None:
     """Start Ray with room for the tokens of some steps."""
-    ray.init(include_dashboard=False, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES)
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
 
 
 def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[Mapping[str, float], float]]]) -> Any:
@@ -267,12 +195,10 @@ def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[
     gc.collect()
     gc.freeze()  # as a run does when it is up
     with meter.watching():
-        before = psutil.Process().memory_info().rss
         reports = train(meter.mark)
         meter.mark()
     assert len(reports) == 1 + sizes.steps == len(meter.marks) - 1
-    spent = [[end - begin for begin, end in zip(*pair, strict=True)] for pair in zip(meter.marks, meter.marks[1:])]
-    wall, cpu, moved = zip(*spent[1:], strict=True)
+    wall, cpu, moved = (np.diff(column)[1:].tolist() for column in zip(*meter.marks, strict=True))
     tokens = [mean * sizes.samples for _, mean in reports[1:]]
     phases = {name: [timing[name] for timing, _ in reports[1:]] for name in reports[-1][0]}
     return {
@@ -283,7 +209,7 @@ def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[
         "driver_bytes_fraction": round(
             statistics.median(one / (TOKEN_BYTES * count) for one, count in zip(moved, tokens, strict=True)), 6
         ),
-        "driver_memory_gib": round((meter.peak_bytes - before) / 2**30, 3),
+        "driver_memory_gib": round((meter.peak_bytes - meter.begin_bytes) / 2**30, 3),
         "driver_bytes": int(statistics.median(moved)),
         "token_bytes": int(TOKEN_BYTES * statistics.median(tokens)),
         "wall_s": round(statistics.median(wall), 3),

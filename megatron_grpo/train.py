@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import yaml
 
 from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.composition.help import help_text, version
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import help_text, version
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
@@ -73,7 +74,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
         if config.cluster.ray_address is None:
             prepare_ray_environment()
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-        run_of(config.algorithm)(config)
+        _run(config)
     return 0
 
 
@@ -89,6 +90,18 @@ def _check_start(config: Config) -> None:
         check_reward_functions(config.env)
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
+
+
+def _run(config: Config) -> None:
+    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts."""
+    from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
+
+    with ThreadPoolExecutor(1, "import") as importer:
+        algorithm = importer.submit(run_of, config.algorithm)
+        with opened(config) as opening:
+            with opening.parts.part("imports"):
+                run = algorithm.result()
+            run(config, opening)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from megatron_grpo.config.schema import Config
-
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
 """The module of each; imported only when it is to run, since torch and Ray take seconds to import."""
 
 
-def run_of(name: str) -> Callable[[Config], None]:
-    """What runs an algorithm from start (or resume) to end, given the checked configuration."""
-    run: Callable[[Config], None] = importlib.import_module(ALGORITHMS[name]).run
+def run_of(name: str) -> Callable[..., None]:
+    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`."""
+    run: Callable[..., None] = importlib.import_module(ALGORITHMS[name]).run
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import StopReason
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.rollouts.engines import EngineClient
+from megatron_grpo.rollouts.engines import EngineClient, Engines
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -68,15 +66,15 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def distributions(self, prompt: list[int], response: list[int]) -> Tensor:
+    def distributions(self, prompt: list[int], response: Sequence[int]) -> Tensor:
         """Log-probabilities of every next token along a response: [len(response), vocabulary]."""
-        logits = self._model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logits = self._model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         return logits.float()
 
-    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    def logprobs(self, prompt: list[int], response: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token of a response."""
         table = (self.distributions(prompt, response) / temperature).log_softmax(dim=-1)
-        return table.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        return table.gather(1, torch.tensor(list(response))[:, None])[:, 0].tolist()
 
     def greedy(self, prompt: list[int], tokens: int) -> list[int]:
         """The likeliest continuation, up to the end-of-text token."""
@@ -110,47 +108,28 @@ def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) ->
         generation.shutdown()
 
 
-def make_request(prompt: Sequence[int], *, seed: int, max_new_tokens: int) -> GenerationRequest:
-    """One response to a prompt."""
-    prompt_ids = np.array(prompt, dtype=np.int32)
-    return GenerationRequest(prompt_ids=prompt_ids, seed=seed, max_new_tokens=max_new_tokens)
+def generate(
+    generation: VllmGeneration,
+    requests: Sequence[GenerationRequest],
+    settings: SamplingSettings,
+    *,
+    timeout_s: float = 120.0,
+) -> list[GenerationOutput]:
+    """Responses in the order of the requests, from engines that are asked as rollout workers ask them."""
+
+    async def ask() -> list[GenerationOutput]:
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        placed = pool.place([1] * len(requests))
+        asked = (client.generate(one, settings) for client, one in zip(placed, requests, strict=True))
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(ask())
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A response in plain lists."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    text: str
-    stop_reason: StopReason
-    version: int
-    """Of the weights that sampled all of it."""
-
-
-def _plain(output: GenerationOutput) -> Sample:
-    assert (output.token_ids.dtype, output.logprobs.dtype) == (np.int32, np.float32)
-    (span,) = output.spans
-    assert (span.start, span.end) == (0, len(output.token_ids))
-    lists = output.token_ids.tolist(), output.logprobs.tolist()
-    return Sample(*lists, output.text, output.stop_reason, span.version)
-
-
-def sample(
-    generation: VllmGeneration, requests: Sequence[GenerationRequest], settings: SamplingSettings
-) -> list[Sample]:
-    """Responses in the order of the requests, which are shared out over the engines, a call for each.
-
-    Raises:
-        SamplingError: an engine failed.
-    """
-
-    async def all_of_them() -> list[GenerationOutput]:
-        clients = [EngineClient(actor, index, "test") for index, actor in enumerate(generation.engines)]
-        each = -(-len(requests) // len(clients))
-        return await asyncio.gather(*(clients[i // each].generate(one, settings) for i, one in enumerate(requests)))
-
-    return [_plain(output) for output in asyncio.run(all_of_them())]
+def request(prompt: Sequence[int], seed: int, max_new_tokens: int) -> GenerationRequest:
+    """A request for one response to these token ids."""
+    return GenerationRequest(prompt_ids=np.array(prompt, dtype=np.int32), seed=seed, max_new_tokens=max_new_tokens)
 
 
 def kill_a_worker(generation: VllmGeneration) -> None:

@@ -85,6 +85,11 @@ class RankGroup(TrainedModel):
         )
 
     @property
+    def startup_s(self) -> list[dict[str, float]]:
+        """Seconds that each rank took to start, by part: "imports" and "model"."""
+        return [place.startup_s for place in self._places]
+
+    @property
     def shape(self) -> ModelShape:
         return self.settings.shape
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
@@ -64,7 +64,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
-        self._imports_s: float | None = None
+        self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store in which all ranks meet, in this process; its address."""
@@ -81,7 +81,7 @@ class RankActor:
 
         apply_patches()
         importlib.import_module("megatron_grpo.policy.rank.model_rank")
-        self._imports_s = self._imports_s or time.monotonic() - began
+        self._imports_s += time.monotonic() - began
 
     @phase("start")
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.checks.idle import idle_settings
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config, OptimizerConfig
+from megatron_grpo.preflight.checks.idle import idle_settings
 
 _ZERO_OR_ONE = ("math", "addition")
 """Environments whose rewards are 0 or 1."""
