@@ -24,7 +24,7 @@ from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.save_state import default_grpo_save_state
 from megatron_grpo.algorithms.train_loop import train_steps
-from megatron_grpo.config.compose import compose_config
+from megatron_grpo.config.compose import compose_config  # its place in that revision
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.environments.registry import build_environments

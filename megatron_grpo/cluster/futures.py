@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from megatron_grpo.cluster.heartbeat import phase
 from megatron_grpo.cluster.late import report_hanging, report_late
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError
 
 NAMED = 8

@@ -7,8 +7,6 @@ which a shared file system carries for a thousand processes. NFS shows a write t
 from __future__ import annotations
 
 import faulthandler
-import functools
-import inspect
 import json
 import logging
 import os
@@ -16,12 +14,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ContextDecorator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO, TypeVar, cast
+from typing import TextIO
+
+from megatron_grpo.cluster.phases import THIS_PROCESS, Phase
 
 FOLDER = "heartbeats"
 """Folder of the heartbeat files, inside the folder of the logs."""
@@ -29,8 +26,9 @@ FOLDER = "heartbeats"
 BEAT_S = 1.0
 """Seconds between two beats of a process that stays in its phase."""
 
-SPACING_S = 0.1
-"""A phase that is entered sooner after the last write waits for the next beat."""
+BURST = 20
+WRITES_PER_S = 10.0
+"""Phases are written down as they are entered: so many in a row, then at this rate; others wait for the next beat."""
 
 RECORD_BYTES = 1024
 SHOWN_PHASES = 4
@@ -41,18 +39,18 @@ FROZEN_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_clock = threading.Lock()
+"""Held while faulthandler's clock is wound up, and while the process is forked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One thing that a process is doing."""
+def _stop_clock() -> None:
+    # It is a thread with locks of its own in C, which nobody would give back in a forked process; the next beat winds
+    # it up again.
+    _clock.acquire()
+    faulthandler.cancel_dump_traceback_later()
 
-    name: str
-    since: float
-    """When it was entered, in seconds since the epoch; of `count` at once, the first that is still there."""
-    count: int = 1
-    """How often the process is in it right now: more than once where calls run side by side."""
+
+os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in_child=_clock.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,8 @@ class Heartbeat:
     """Outermost first; empty: the process waits for work."""
     idle_since: float
     """When the last phase ended, in seconds since the epoch."""
+    last_phase: str | None
+    """Name of the phase that ended then; None: there was none."""
 
 
 def file_stem(name: str) -> str:
@@ -83,116 +83,6 @@ def this_machine() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
-
-
-class Phases:
-    """The phases that this process is in; any thread and any coroutine may enter one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active: dict[object, tuple[str, float]] = {}  # in the order of entering
-        self.idle_since = time.time()
-        self.writer: HeartbeatWriter | None = None
-
-    def enter(self, name: str) -> object:
-        """Begin a phase; what `leave` wants back."""
-        token = object()
-        with self._lock:
-            self._active[token] = (name, time.time())
-        if self.writer is not None:
-            self.writer.phase_entered()
-        return token
-
-    def leave(self, token: object) -> None:
-        """End the phase that `enter` returned this for."""
-        with self._lock:
-            self._active.pop(token, None)  # not there any more: the process was forked within it
-            if not self._active:
-                self.idle_since = time.time()
-
-    def before_fork(self) -> None:
-        """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child.
-
-        The clock that `HeartbeatWriter` winds up is such a thing as well, so it is stopped until the next beat.
-        """
-        self._lock.acquire()
-        faulthandler.cancel_dump_traceback_later()
-
-    def after_fork(self) -> None:
-        """Let other threads in again."""
-        self._lock.release()
-
-    def forget(self) -> None:
-        """In a forked process: it is in none of its parent's phases, and does not write its parent's record."""
-        self._active.clear()
-        self.idle_since, self.writer = time.time(), None
-        self._lock.release()
-
-    def wind_up(self, log: TextIO) -> None:
-        """Have all stacks written into `log` unless this is called again in time."""
-        with self._lock:
-            faulthandler.dump_traceback_later(FROZEN_S, file=log)
-
-    def current(self) -> tuple[Phase, ...]:
-        """Those that the process is in, the first entered first; calls in the phase of another are counted with it."""
-        found: dict[str, Phase] = {}
-        with self._lock:
-            for name, since in self._active.values():
-                first = found.get(name)
-                found[name] = Phase(name, since) if first is None else Phase(name, first.since, first.count + 1)
-        return tuple(found.values())
-
-
-_phases = Phases()
-os.register_at_fork(before=_phases.before_fork, after_in_parent=_phases.after_fork, after_in_child=_phases.forget)
-
-
-class PhaseScope(ContextDecorator):
-    """What `phase` returns: usable as `with phase("train"):` and as a decorator of functions, `async` ones included."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._token: object = None
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        logger.debug("%s: begins", self._name)
-        self._began = time.perf_counter()
-        self._token = _phases.enter(self._name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        _phases.leave(self._token)
-        seconds = time.perf_counter() - self._began
-        if isinstance(error, Exception):
-            logger.error("%s: failed after %.3f s", self._name, seconds, exc_info=error)
-        else:
-            logger.debug("%s: took %.3f s", self._name, seconds)
-
-    def _recreate_cm(self) -> PhaseScope:
-        # Of a decorator: every call is a phase of its own.
-        return PhaseScope(self._name)
-
-    def __call__(self, function: Function) -> Function:
-        if not inspect.iscoroutinefunction(function):
-            return super().__call__(function)
-
-        @functools.wraps(function)
-        async def inside(*args: Any, **kwargs: Any) -> Any:
-            with PhaseScope(self._name):
-                return await function(*args, **kwargs)
-
-        return cast("Function", inside)
-
-
-def phase(name: str) -> PhaseScope:
-    """Say that this process is in the phase `name` while the body runs; at debug level its log gets two lines.
-
-    It costs some microseconds, so that a call may have one, but not a token. Coroutines that run side by side may each
-    be in one. A body that raises leaves its traceback in the log.
-    """
-    return PhaseScope(name)
 
 
 class HeartbeatWriter:
@@ -213,7 +103,7 @@ class HeartbeatWriter:
         self._name, self._log = name, log
         self._host, self._machine = socket.gethostname(), this_machine()
         self._lock = threading.Lock()
-        self._written = 0.0
+        self._tokens, self._tokens_at = float(BURST), time.monotonic()
         self._problem = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -221,26 +111,30 @@ class HeartbeatWriter:
     def start(self) -> None:
         """Write the first record and keep beating."""
         self._write()
-        _phases.writer = self
+        THIS_PROCESS.on_enter = self.phase_entered
         self._thread.start()
 
     def stop(self) -> None:
         """Write no more; idempotent."""
         self._stopped.set()
-        if _phases.writer is self:
-            _phases.writer = None
+        THIS_PROCESS.on_enter = None
         faulthandler.cancel_dump_traceback_later()
 
     def phase_entered(self) -> None:
-        """Show a new phase at once, unless the record was written a moment ago."""
-        if time.monotonic() - self._written >= SPACING_S:
+        """Show a new phase at once, unless there have been too many."""
+        now = time.monotonic()
+        self._tokens = min(BURST, self._tokens + (now - self._tokens_at) * WRITES_PER_S)
+        self._tokens_at = now
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
             self._write()
 
     def _beat(self) -> None:
         while True:
             # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
             # itself needs no lock.
-            _phases.wind_up(self._log)
+            with _clock:
+                faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
             if self._stopped.wait(BEAT_S):
                 return
             self._write()
@@ -253,12 +147,12 @@ class HeartbeatWriter:
             host=self._host,
             machine=self._machine,
             beat=time.time(),
-            phases=_phases.current()[:SHOWN_PHASES],
-            idle_since=_phases.idle_since,
+            phases=THIS_PROCESS.current()[:SHOWN_PHASES],
+            idle_since=THIS_PROCESS.idle_since,
+            last_phase=THIS_PROCESS.last_phase,
         )
         data = (json.dumps(asdict(record))).ljust(RECORD_BYTES - 1) + "\n"
         with self._lock:
-            self._written = time.monotonic()
             try:
                 _overwrite(self._path, data.encode())
                 self._problem = ""

@@ -24,11 +24,11 @@ from megatron_grpo.cluster.heartbeat import (
     BEAT_S,
     FOLDER,
     Heartbeat,
-    Phase,
     read_heartbeats,
     requests_file,
     this_machine,
 )
+from megatron_grpo.cluster.phases import Phase
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
 
 SILENT_S = 5.0
@@ -95,7 +95,8 @@ def doing(beat: Heartbeat) -> str:
     """What a process was doing at its last beat: "is in phase 'train', entered 21 s ago"."""
     now = time.time()
     if not beat.phases:
-        return f"waits for work, for {now - beat.idle_since:.0f} s"
+        after = "" if beat.last_phase is None else f" after phase '{beat.last_phase}'"
+        return f"waits for work, for {now - beat.idle_since:.0f} s{after}"
     if len(beat.phases) == 1 and beat.phases[0].count == 1:
         return f"is in phase '{beat.phases[0].name}', entered {now - beat.phases[0].since:.0f} s ago"
     return "is in phases " + ", ".join(_entered(phase, now) for phase in beat.phases)
@@ -122,7 +123,7 @@ def report_late(what: str, processes: Sequence[str]) -> str:
     everybody = whereabouts(log)
     late = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
     silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in late)]
-    logger.error("%s is overdue; where the processes are:\n%s", what, "\n".join(f"  {one}" for one in everybody))
+    logger.error("%s is overdue; where the processes are:\n%s", what, _table(everybody))
     ask_for_stacks(log, what, late)
     parts = _described(late)
     parts += [f"{name} has not begun: it has no log" for name in silent[:DESCRIBED]]
@@ -151,6 +152,11 @@ def whereabouts(log: ProcessLog) -> list[Whereabouts]:
         for beat in beats
         if beat.name != log.name
     ]
+
+
+def _table(everybody: Sequence[Whereabouts]) -> str:
+    """A line for each, those in trouble first."""
+    return "\n".join(f"  {one}" for one in sorted(everybody, key=lambda one: not one.hangs))
 
 
 def _belongs(name: str, processes: Iterable[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -116,3 +116,23 @@ class LoopConfig(Section):
 
     seed: Seed = 42
     """Seed of everything random in the run."""
+
+    has_value_model: ClassVar[bool] = False
+    """Whether the algorithm trains a value model beside the policy."""
+    passes_name: ClassVar[str]
+    """Key of the algorithm's section that says how often the optimizer passes over the samples of a step."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the optimizer over the samples of a step."""
+        return int(getattr(self, self.passes_name))
+
+    @property
+    def observes_reference(self) -> bool:
+        """Whether the distance to a reference policy is reported also where no penalty needs it."""
+        return False
+
+    @property
+    def steps_without_policy(self) -> int:
+        """Steps at the beginning in which the policy does not learn."""
+        return 0

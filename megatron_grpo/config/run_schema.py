@@ -50,7 +50,7 @@ class CheckpointingConfig(Section):
     """Direction of metric_name."""
 
     resume: str = "auto"
-    """auto: the newest complete checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
+    """auto: the newest intact checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
     else the path of a checkpoint, from which a run_dir begins that has none of its own yet. A job that may be queued
     again needs auto or such a path."""
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig
@@ -71,8 +73,14 @@ class VllmEngine:
         self._entry = asyncio.Lock()
 
     @phase("start")
-    async def start(self) -> None:
-        """Start the processes, load the weights of the model folder and run one small batch."""
+    async def start(self) -> dict[str, float]:
+        """Start the processes, load the weights of the model folder and run one small batch.
+
+        Returns:
+            Seconds by part: "imports" of vLLM in this process; "processes": starting the others and loading weights;
+            "warm_up": the batch.
+        """
+        times = [time.monotonic()]
         os.environ[ENGINE_MARKER] = self._name
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -82,13 +90,18 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        times.append(time.monotonic())
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
         forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
+        times.append(time.monotonic())
         await self._warm_up()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
+        times.append(time.monotonic())
+        parts = ("imports", "processes", "warm_up")
+        return {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -371,7 +384,8 @@ class _Arrivals:
         """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
         await self._some.wait()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all.wait(), PACE_S)
+            async with asyncio.timeout(PACE_S):
+                await self._all.wait()
         self._some.clear()
 
 

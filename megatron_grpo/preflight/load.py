@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.cautions import remarks
-from megatron_grpo.config.compose import Composed, compose_typed
+from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.checks import config_problems
+from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine

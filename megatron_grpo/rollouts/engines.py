@@ -150,6 +150,10 @@ class Engines:
             sizes: rollouts of each group.
         """
         loads = [client.load for client in self.clients]
+        if len(sizes) == 1:
+            client = self.clients[loads.index(min(loads))]
+            client.load += sizes[0]
+            return [client]
         level = _water_level(loads, sum(sizes))
         ends = list(accumulate(max(0.0, level - load) for load in loads))
         placed, begin = [], 0

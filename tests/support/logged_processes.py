@@ -13,7 +13,7 @@ from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
 
 BEGIN = """
 import ctypes, os, sys, threading, time, warnings
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 begin_process_log(sys.argv[1])
 """

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from megatron_grpo import train
+from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
 
 

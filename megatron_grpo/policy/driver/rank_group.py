@@ -51,9 +51,10 @@ class RankGroup(TrainedModel):
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
-        """Begin building the model on every rank; returns once the ranks know each other."""
-        timeout_s = self._startup_timeout_s
-        (address,) = self._gather([self.actors[0].open_store.remote(timeout_s)], f"{self.label} start", timeout_s)
+        """Begin building the model on every rank; returns at once."""
+        address = self.actors[0].open_store.remote(self._startup_timeout_s)
+        for actor in self.actors:
+            actor.import_packages.remote()  # the others need not wait for the address
         self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
 
     def wait_ready(self) -> None:
@@ -82,6 +83,11 @@ class RankGroup(TrainedModel):
             learning_rate=shares[0].learning_rate,
             metrics=metrics,
         )
+
+    @property
+    def startup_s(self) -> list[dict[str, float]]:
+        """Seconds that each rank took to start, by part: "imports" and "model"."""
+        return [place.startup_s for place in self._places]
 
     @property
     def shape(self) -> ModelShape:

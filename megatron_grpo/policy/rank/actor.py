@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.cluster.heartbeat import phase
+from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.models.shape import ModelShape
@@ -41,6 +43,8 @@ class RankPlace:
     is_reporter: bool
     device_name: str
     """As the vendor calls it; "cpu" without one."""
+    startup_s: dict[str, float]
+    """Seconds of the rank's start by part: "imports" of packages; "model": the group, the model and its weights."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
+        self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store in which all ranks meet, in this process; its address."""
@@ -68,17 +73,26 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
-    @phase("start")
-    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
-        """Join the group, build the model and load this rank's weights."""
-        from megatron_grpo.cluster.rendezvous import reach_store
-        from megatron_grpo.platform.device import current_platform
+    @phase("import packages")
+    def import_packages(self) -> None:
+        """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
+        began = time.monotonic()
         from megatron_grpo.platform.megatron_cpu import apply_patches
 
         apply_patches()
+        importlib.import_module("megatron_grpo.policy.rank.model_rank")
+        self._imports_s += time.monotonic() - began
+
+    @phase("start")
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+        """Join the group, build the model and load this rank's weights."""
+        self.import_packages()
+        began = time.monotonic()
         import torch
         from megatron.core import parallel_state
 
+        from megatron_grpo.cluster.rendezvous import reach_store
+        from megatron_grpo.platform.device import current_platform
         from megatron_grpo.policy.rank.parallel import initialize_parallel
 
         if current_platform().name == "cpu":
@@ -97,6 +111,7 @@ class RankActor:
             data=parallel_state.get_data_parallel_rank(),
             is_reporter=self.model.is_reporter,
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+            startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:

@@ -202,6 +202,6 @@ def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) ->
             assert [rows[number] for number in (1, 2, 4)] == expected.entry(name), name
             assert [rows[number] for number in (0, 3)] == [[known.get(name, 0)] * 4] * 2, name
     for name in ("loss", "value_loss", "valid_tokens", "reward", "num_masked_seqs", "explained_variance", "kl_penalty"):
-        assert report.metrics[name] == pytest.approx(without.metrics[name], rel=1e-6, abs=1e-7), name
+        assert report.metrics[name] == pytest.approx(without.metrics[name], rel=1e-6, abs=1e-5), name
     assert report.metrics["unscored_rate"] == 2 / 5
     assert all(map(math.isfinite, report.metrics.values()))

@@ -1,4 +1,4 @@
-"""The guardian ends a killed driver's processes, grandchildren included, and leaves those of one that cleaned up."""
+"""The guardian ends a killed driver's processes, grandchildren included; of one that cleaned up, those it could not."""
 
 from __future__ import annotations
 
@@ -45,3 +45,38 @@ def test_processes_end_with_a_killed_driver_only(killed: bool) -> None:
     for process in alive:
         process.kill()
     assert set(alive) == (set() if killed else set(sleepers))
+
+
+ORPHANING_DRIVER = f"""
+import os, signal, subprocess, sys, time
+from megatron_grpo.cluster.guardian import guarded
+with guarded():
+    child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
+    print("up", flush=True)
+    sys.stdin.readline()
+    child.kill()
+    child.wait()
+print("left", flush=True)
+time.sleep(300)
+"""
+
+
+def test_what_outlives_the_end_of_its_parent_is_ended_even_if_it_is_stopped() -> None:
+    """Ray's agent is gone and its stopped worker is still there: nobody else would end it."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", ORPHANING_DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "up\n"
+    time.sleep(2 * REFRESH_S)
+    (orphan,) = [one for one in psutil.Process(driver.pid).children(recursive=True) if one.name() == "sleep"]
+    orphan.suspend()
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "left\n", "the driver goes on when the guardian is done"
+    try:
+        assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+    finally:
+        driver.kill()
+        driver.wait()

@@ -18,10 +18,10 @@ from megatron_grpo.cluster.heartbeat import (
     SHOWN_PHASES,
     HeartbeatWriter,
     file_stem,
-    phase,
     read_heartbeats,
     requests_file,
 )
+from megatron_grpo.cluster.phases import phase
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def next_line_of_this_test() -> None:
 
 
 def test_debug_has_two_lines_a_phase_and_an_error_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "megatron_grpo.cluster.heartbeat"):
+    with caplog.at_level(logging.DEBUG, "megatron_grpo.cluster.phases"):
         with phase("train"):
             pass
         with pytest.raises(ValueError, match="no"), phase("refit"):
@@ -155,7 +155,8 @@ def test_a_beating_process_costs_nothing(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from megatron_grpo.cluster.heartbeat import HeartbeatWriter, phase
+from megatron_grpo.cluster.heartbeat import HeartbeatWriter
+from megatron_grpo.cluster.phases import phase
 with open(sys.argv[1] + "/log", "w") as log:
     HeartbeatWriter(Path(sys.argv[1]), "busy", log).start()
     with phase("train"):

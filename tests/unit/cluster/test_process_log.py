@@ -1,45 +1,155 @@
-"""Logs of processes that are forked from one that logs already."""
+"""Each process of a run has a log of its own, with everything that it says and what ends it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from pathlib import Path
 
-from megatron_grpo.cluster.heartbeat import FOLDER, read_heartbeats
-from megatron_grpo.cluster.process_log import FOLDER_VARIABLE, LEVEL_VARIABLE
+import pytest
 
-FORKS = """
-import logging, os, time
-from megatron_grpo.cluster.heartbeat import phase
-from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.cluster.heartbeat import FOLDER
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import (
+    FOLDER_VARIABLE,
+    begin_process_log,
+    current_log,
+    driver_log,
+    level_of_libraries,
+    log_environment,
+    log_file,
+)
+from tests.support.logged_processes import BEGIN
 
-begin_process_log("parent")
-time.sleep(0.2)  # its heartbeat has wound up the clock of the stacks: a thread that a fork does not take along
-for number in range(3):
-    with phase("fork"):
-        child = os.fork()
-    if child == 0:
-        begin_process_log(f"child {number}")
-        logging.getLogger("megatron_grpo.test").info("child %d speaks", number)
-        with phase("live"):
-            time.sleep(0.2)
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-logging.getLogger("megatron_grpo.test").info("the parent speaks")
+
+def run_logged(run_dir: Path, code: str, level: str = "info") -> str:
+    """The log of a process that runs this code as "policy rank 1"."""
+    with driver_log(run_dir, level) as folder:
+        done = subprocess.run([sys.executable, "-c", BEGIN + code, "policy rank 1"], check=False, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    return log_file(folder, "policy rank 1").read_text()
+
+
+def test_a_record_says_when_how_grave_and_who(tmp_path: Path) -> None:
+    code = "import logging; logging.getLogger('megatron_grpo.policy').info('%d tensors', 7)"
+    (line,) = [line for line in run_logged(tmp_path, code).splitlines() if "tensors" in line]
+    stamp, rest = line[:23], line[24:]
+    assert time.strptime(stamp.partition(",")[0], "%Y-%m-%d %H:%M:%S")
+    assert rest == "INFO [policy rank 1] megatron_grpo.policy: 7 tensors"
+
+
+def test_what_is_printed_and_warned_is_in_the_log(tmp_path: Path) -> None:
+    code = """
+print("from Python")
+os.system("echo from another program; echo and its errors >&2")
+os.write(2, b"from a library in C\\n")
+warnings.warn("be careful")
 """
+    log = run_logged(tmp_path, code)
+    for text in ("from Python", "from another program", "and its errors", "from a library in C"):
+        assert text in log
+    assert "WARNING [policy rank 1] py.warnings: <string>" in log
+    assert "be careful" in log
 
 
-def test_a_forked_process_has_a_log_and_a_heartbeat_of_its_own(tmp_path: Path) -> None:
-    environment = {**os.environ, FOLDER_VARIABLE: str(tmp_path), LEVEL_VARIABLE: "info"}
-    subprocess.run([sys.executable, "-c", FORKS], env=environment, check=True, timeout=60)
-    parent = (tmp_path / "parent.log").read_text()
-    assert "the parent speaks" in parent
-    assert "child" not in parent
-    heartbeats = read_heartbeats(tmp_path / FOLDER)
-    for number in range(3):
-        log = (tmp_path / f"child_{number}.log").read_text()
-        assert f"child {number} speaks" in log
-        assert "parent" not in log
-        assert "fork" not in [one.name for one in heartbeats[f"child {number}"].phases], "a phase of the parent"
+def test_what_ends_a_process_is_in_its_log(tmp_path: Path) -> None:
+    log = run_logged(tmp_path / "raises", "raise ValueError('no such thing')")
+    assert "CRITICAL [policy rank 1]" in log
+    assert "ValueError: no such thing" in log
+    code = "thread = threading.Thread(target=lambda: 1 / 0, name='poller'); thread.start(); thread.join()"
+    log = run_logged(tmp_path / "thread", code)
+    assert "thread poller ends: nobody catches ZeroDivisionError" in log
+    log = run_logged(tmp_path / "crashes", "ctypes.string_at(0)")
+    assert "Segmentation fault" in log
+    assert "string_at" in log
+
+
+def test_at_debug_level_there_is_a_line_for_each_phase(tmp_path: Path) -> None:
+    code = "with phase('train'): time.sleep(0.01)"
+    lines = run_logged(tmp_path / "debug", code, level="debug").splitlines()
+    assert any(line.endswith("DEBUG [policy rank 1] megatron_grpo.cluster.phases: train: begins") for line in lines)
+    assert any("train: took 0.01" in line for line in lines)
+    assert "train" not in run_logged(tmp_path / "info", code)
+    assert run_logged(tmp_path / "warning", code, level="warning") == ""
+
+
+def test_a_phase_that_fails_leaves_its_traceback(tmp_path: Path) -> None:
+    """Ray carries an exception to the driver, which says it in one line."""
+    code = """
+def deep(): raise KeyError("answer")
+try:
+    with phase("score"): deep()
+except KeyError: pass
+"""
+    log = run_logged(tmp_path, code)
+    assert "score: failed after 0.0" in log
+    assert "in deep" in log
+
+
+def test_a_signal_asks_for_the_stacks_whatever_the_process_does(tmp_path: Path) -> None:
+    code = """
+os.write(1, b"ready\\n")
+ctypes.PyDLL(None).sleep(2)  # with the lock of the interpreter
+"""
+    with driver_log(tmp_path, "info") as folder:
+        path = log_file(folder, "policy rank 1")
+        with subprocess.Popen([sys.executable, "-c", BEGIN + code, "policy rank 1"]) as process:
+            while not (path.exists() and "ready" in path.read_text()):
+                time.sleep(0.02)
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+            assert 'File "<string>", line 8 in <module>' in path.read_text()
+    assert process.returncode == 0, "the signal hurts nobody"
+
+
+def test_the_driver_leaves_its_process_as_it_found_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    environment, threads = dict(os.environ), threading.active_count()
+    handlers, on_signal = list(logging.getLogger().handlers), signal.getsignal(signal.SIGUSR1)
+    with driver_log(tmp_path, "debug") as folder:
+        assert log_environment()[FOLDER_VARIABLE] == str(folder) == str(tmp_path / "logs")
+        assert level_of_libraries() == "DEBUG"
+        begin_process_log("policy rank 0")  # a part that runs in the driver, as in tests
+        current = current_log()
+        assert current is not None
+        assert current.name == "driver"
+        print("to the terminal")
+        warnings.warn("to the log", stacklevel=1)
+        with phase("waiting"):
+            pass
+    assert current_log() is None
+    assert dict(os.environ) == environment
+    assert logging.getLogger().handlers == handlers
+    assert signal.getsignal(signal.SIGUSR1) == on_signal
+    end = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() == threads
+    log = log_file(folder, "driver").read_text()
+    assert capfd.readouterr().out == "to the terminal\n"
+    assert "to the terminal" not in log
+    assert "to the log" in log
+    assert "waiting: begins" in log
+
+
+def test_logs_are_kept_and_heartbeats_begin_anew(tmp_path: Path) -> None:
+    """A run that is started again may have fewer processes; the ones of before must not look silent."""
+    first = run_logged(tmp_path, "print('first start')")
+    (tmp_path / "logs" / FOLDER / "policy_rank_7.json").write_text("{}")
+    second = run_logged(tmp_path, "print('second start')")
+    assert second.startswith(first)
+    assert not (tmp_path / "logs" / FOLDER / "policy_rank_7.json").exists()
+
+
+def test_without_a_driver_nothing_is_logged(tmp_path: Path) -> None:
+    assert level_of_libraries() == "ERROR"
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + "print('here')", "rank"], check=True, capture_output=True, cwd=tmp_path
+    )
+    assert done.stdout == b"here\n"
+    assert list(tmp_path.iterdir()) == []

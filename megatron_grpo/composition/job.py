@@ -11,13 +11,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_grpo.composition.job_file import read_job_file
+from megatron_grpo.composition.overrides import DEEPEST, depth
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.job_file import read_job_file
 from megatron_grpo.config.keys import keys, known_key
 from megatron_grpo.config.loop_keys import LOOPS, named_for
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
-from megatron_grpo.config.overrides import DEEPEST, depth
 
 SETTING_OF_FIELD = {
     "generation_batch_size": "generation.engine.max_num_seqs",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 
+from megatron_grpo.composition.foreign_names import Translation, loosely_translated, missing_here, translated
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.foreign_names import Translation, loosely_translated, missing_here, translated
 from megatron_grpo.config.keys import keys
 from megatron_grpo.config.loop_keys import is_foreign_to, named_for, other_than
 

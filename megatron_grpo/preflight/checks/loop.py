@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
@@ -22,8 +23,9 @@ def loop_problems(config: Config) -> Iterator[Problem]:
 
 
 def _optimizer_steps(config: Config) -> Iterator[Problem]:
-    samples = config.samples_per_step
-    for section, model in (("policy", config.policy), ("value", config.value_model)):
+    samples, value = config.samples_per_step, config.value_model
+    shards = math.lcm(config.policy.parallel.data, 1 if value is None else value.parallel.data)
+    for section, model in (("policy", config.policy), ("value", value)):
         if model is None or model.train_global_batch_samples is None:
             continue
         size, data = model.train_global_batch_samples, model.parallel.data
@@ -32,6 +34,12 @@ def _optimizer_steps(config: Config) -> Iterator[Problem]:
             yield Problem(subject, f"does not divide the {samples} samples of a step (prompts x generations)")
         elif size % data:
             yield Problem(subject, f"does not share out evenly over {section}.parallel.data={data} ranks")
+        elif size % shards:  # each replica of either model trains on whole shards of the step
+            text = (
+                f"does not share out evenly over policy.parallel.data={config.policy.parallel.data} and "
+                f"value.parallel.data={config.value.parallel.data} ranks together; use a multiple of {shards}"
+            )
+            yield Problem(subject, text)
 
 
 def _dynamic_sampling(config: Config) -> Iterator[Problem]:
@@ -119,7 +127,7 @@ def _validates(config: Config) -> bool:
 
 
 def _schedules(config: Config) -> Iterator[Problem]:
-    value = [("value", config.value.optimizer)] if config.algorithm == "ppo" else []
+    value = [("value", config.value.optimizer)] if config.loop.has_value_model else []
     for section, optimizer in [("policy", config.policy.optimizer), *value]:
         if optimizer.min_lr > optimizer.lr:
             text = f"is above {section}.optimizer.lr={optimizer.lr:g}, which it is the end of"

@@ -1,13 +1,13 @@
-"""Writes the page of all configuration keys: python -m megatron_grpo.config.key_page > docs/configuration.md."""
+"""Writes the page of all configuration keys: python -m megatron_grpo.composition.key_page > docs/configuration.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.config.help import recipe_summary
+from megatron_grpo.composition.help import recipe_summary
+from megatron_grpo.composition.overrides import RECIPES, config_groups
 from megatron_grpo.config.keys import Group, groups
 from megatron_grpo.config.loop_keys import LOOPS
-from megatron_grpo.config.overrides import RECIPES, config_groups
 
 _INTRODUCTION = """\
 # Configuration

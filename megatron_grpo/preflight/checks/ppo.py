@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 
+from megatron_grpo.composition.misplaced import misplaced
 from megatron_grpo.config.changes import changed
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.loop_keys import READ_BY, is_foreign_to, other_than
+from megatron_grpo.config.loop_keys import READ_BY, other_than
 from megatron_grpo.config.ppo_schema import PPOAdvantageConfig
 from megatron_grpo.config.schema import Config
 
@@ -15,32 +16,10 @@ def ppo_problems(config: Config) -> Iterator[Problem]:
     """Options that exclude each other, lack what they need, or that nothing would read."""
     for section in READ_BY[other_than(config.algorithm)]:
         for key, value in changed(config, section):
-            yield Problem(f"{key}={value}", _misplaced(key, config.algorithm))
+            yield Problem(f"{key}={value}", misplaced(key, config.algorithm))
     if config.algorithm == "ppo":
         yield from _loop(config)
         yield from _estimator(config.ppo.adv_estimator)
-
-
-def misplaced_keys(algorithm: str, given: Mapping[str, str], already: Collection[str]) -> Iterator[Problem]:
-    """Keys that the user gave and that the other algorithm reads, also those given at their defaults.
-
-    Args:
-        algorithm: the one that runs.
-        given: values, as text, by key.
-        already: keys that another problem names.
-    """
-    for key, value in given.items():
-        if is_foreign_to(algorithm, key) and "." in key and key not in already:
-            yield Problem(f"{key}={value}", _misplaced(key, algorithm))
-
-
-def _misplaced(key: str, algorithm: str) -> str:
-    """What to say of a key that only the algorithm reads that does not run."""
-    advice = {
-        "ppo.ppo_epochs": "; give grpo.num_iterations",
-        "grpo.num_iterations": "; give ppo.ppo_epochs",
-    }.get(key, "; the value model is PPO's baseline" if algorithm == "ppo" else "")
-    return f"is for algorithm={other_than(algorithm)}, and this run has algorithm={algorithm}{advice}"
 
 
 def _loop(config: Config) -> Iterator[Problem]:

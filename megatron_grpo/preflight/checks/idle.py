@@ -166,7 +166,7 @@ _CHECKS: tuple[_Check, ...] = (
 def idle_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
     words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
-    of_ppo = ("value", "value_loss_fn") if config.algorithm == "ppo" else ()
+    of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
     sections = ("loss_fn", config.algorithm, "reference", "policy", "checkpointing", *of_ppo)
     for section in sections:
         for key, value in changed(config, section):

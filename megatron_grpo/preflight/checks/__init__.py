@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_grpo.config.checks.loop import loop_problems
-from megatron_grpo.config.checks.loss import loss_problems
-from megatron_grpo.config.checks.ppo import ppo_problems
-from megatron_grpo.config.checks.prompts import prompt_problems
-from megatron_grpo.config.checks.rewards import reward_problems
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.checks.loop import loop_problems
+from megatron_grpo.preflight.checks.loss import loss_problems
+from megatron_grpo.preflight.checks.ppo import ppo_problems
+from megatron_grpo.preflight.checks.prompts import prompt_problems
+from megatron_grpo.preflight.checks.rewards import reward_problems
 
 
 def config_problems(config: Config) -> list[Problem]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from importlib import resources
 
+from megatron_grpo.composition.overrides import RECIPES, config_groups
 from megatron_grpo.config.keys import keys
-from megatron_grpo.config.overrides import RECIPES, config_groups
 
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",

@@ -15,16 +15,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_grpo.config.checks.ppo import misplaced_keys
-from megatron_grpo.config.either_name import drop_shared, unite, without_shared
+from megatron_grpo.composition.either_name import drop_shared, unite, without_shared
+from megatron_grpo.composition.job import Job, given_keys, keys_on, split_job
+from megatron_grpo.composition.misplaced import misplaced_keys
+from megatron_grpo.composition.overrides import RECIPES, VARIANTS, config_groups, read_overrides, settings_of
+from megatron_grpo.composition.suggestions import unknown_key
+from megatron_grpo.composition.typed import expand_homes, missing, typed
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.job import Job, given_keys, keys_on, split_job
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.loop_keys import LOOPS, named_for
-from megatron_grpo.config.overrides import RECIPES, VARIANTS, config_groups, read_overrides, settings_of
 from megatron_grpo.config.schema import Config
-from megatron_grpo.config.suggestions import unknown_key
-from megatron_grpo.config.typed import expand_homes, missing, typed
 
 CONF_MODULE = "megatron_grpo.conf"
 

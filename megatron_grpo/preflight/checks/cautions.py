@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.config.checks.idle import idle_settings
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config, OptimizerConfig
+from megatron_grpo.preflight.checks.idle import idle_settings
 
 _ZERO_OR_ONE = ("math", "addition")
 """Environments whose rewards are 0 or 1."""
@@ -51,9 +51,8 @@ def _rarely_ranked(config: Config) -> Iterator[Problem]:
 
 
 def _long_warmups(config: Config) -> Iterator[Problem]:
-    steps, waiting = config.loop.max_num_steps, 0
-    if config.algorithm == "ppo":
-        waiting = config.ppo.policy_training_start_step
+    steps, waiting = config.loop.max_num_steps, config.loop.steps_without_policy
+    if config.loop.has_value_model:
         yield from _long_warmup(
             "value", config.value.optimizer, steps * config.value_optimizer_steps_per_step, config.algorithm
         )

@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_grpo.composition.suggestions import unknown_key
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import groups, keys, known_key, matches
 from megatron_grpo.config.schema import MISSING, Config
-from megatron_grpo.config.suggestions import unknown_key
 
 _ADAPTER = TypeAdapter(Config)
 

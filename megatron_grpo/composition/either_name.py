@@ -14,11 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from megatron_grpo.composition.overrides import settings_of
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, other_than
-from megatron_grpo.config.overrides import settings_of
 from megatron_grpo.config.schema import Config
 
 

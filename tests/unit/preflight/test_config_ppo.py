@@ -59,6 +59,12 @@ def problems_of(*overrides: str) -> dict[str, str]:
         (PPO, ["value.parallel.tensor=3"], "value.parallel.tensor=3", "use 1 or 2"),
         (PPO, ["value.parallel.sequence=true"], "value.parallel.sequence=True", "needs value.parallel.tensor > 1"),
         (PPO, ["value.train_global_batch_samples=100"], "value.train_global_batch_samples=100", "256 samples"),
+        (
+            PPO,
+            ["policy.parallel.data=2", "value.parallel.data=4", "policy.train_global_batch_samples=2"],
+            "policy.train_global_batch_samples=2",
+            "policy.parallel.data=2 and value.parallel.data=4 ranks together; use a multiple of 4",
+        ),
         (PPO, ["ppo.adv_estimator.gae_lambda=1.5"], "ppo.adv_estimator.gae_lambda=1.5", "<= 1"),
     ],
 )

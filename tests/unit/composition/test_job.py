@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_grpo.composition.job import SETTING_OF_FIELD
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.config.job import SETTING_OF_FIELD
 from megatron_grpo.preflight.load import compose_config
 from tests.support.grpo_parameters import GRPO_PARAMETERS
 

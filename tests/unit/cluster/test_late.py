@@ -1,0 +1,174 @@
+"""When a deadline passes the message says where the late processes are, and their logs have their stacks."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.cluster import late
+from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat
+from megatron_grpo.cluster.late import DESCRIBED, Whereabouts, doing, report_hanging, report_late
+from megatron_grpo.cluster.phases import Phase
+from megatron_grpo.cluster.process_log import driver_log, log_file
+from tests.support.logged_processes import (
+    HOLDS_THE_INTERPRETER,
+    SLEEPS,
+    WAITS_FOR_WORK,
+    logged_processes,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Of the logs, in a process that is the driver."""
+    with driver_log(tmp_path, "info") as folder:
+        yield folder
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+
+
+def test_a_stopped_process_is_told_from_one_that_waits_for_it(folder: Path) -> None:
+    with logged_processes(folder, {"policy rank 0": SLEEPS, "policy rank 1": SLEEPS}) as processes:
+        stop(processes["policy rank 1"])
+        time.sleep(2.5)
+        text = report_late("training step", ["policy rank 0", "policy rank 1"])
+        pids = {name: process.pid for name, process in processes.items()}
+    first, second = text.removeprefix("; ").split("; ")[:2]
+    assert first.startswith(f"policy rank 1 (pid {pids['policy rank 1']} on ")
+    assert "is in phase 'train', entered " in first
+    assert ", last heartbeat " in first
+    assert first.endswith(" s ago: its process is stopped (SIGSTOP)")
+    assert second.startswith(f"policy rank 0 (pid {pids['policy rank 0']} on ")
+    assert "last heartbeat" not in second
+    assert text.endswith(f"; stacks are in {folder}")
+    stacks = log_file(folder, "policy rank 0").read_text()
+    assert "[driver] training step is overdue; the stacks of the process's threads:" in stacks
+    assert 'File "<string>"' in stacks
+    outside = log_file(folder, "policy rank 1").read_text()
+    assert "training step is overdue and this process is stopped; its stacks" in outside
+    assert "where the processes are" in log_file(folder, "driver").read_text()
+
+
+def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "SILENT_S", 1.5)
+    with logged_processes(folder, {"policy rank 0": HOLDS_THE_INTERPRETER}):
+        time.sleep(2.5)
+        text = report_late("training step", ["policy rank 0"])
+    assert "is in phase 'train'" in text
+    assert ": its interpreter is held" in text
+    assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
+
+
+@pytest.mark.slow
+def test_a_frozen_process_writes_its_stacks_unasked(folder: Path) -> None:
+    """As on another node, to which no signal reaches."""
+    with logged_processes(folder, {"policy rank 0": HOLDS_THE_INTERPRETER}):
+        time.sleep(13.0)
+        assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
+
+
+def test_a_process_that_is_gone_and_one_that_never_came(folder: Path) -> None:
+    with logged_processes(folder, {"generation engine 0 core": SLEEPS}) as processes:
+        processes["generation engine 0 core"].kill()
+        processes["generation engine 0 core"].wait()
+        text = report_late("generation start", ["generation engine 0", "generation engine 1"])
+    assert "generation engine 0 core (pid" in text
+    assert ": its process is gone" in text
+    assert "; generation engine 1 has not begun: it has no log" in text
+    assert "generation engine 0 has not begun" not in text
+
+
+def test_only_those_in_trouble_are_named_beside_another_s_failure(folder: Path) -> None:
+    names = ["policy rank 1", "policy rank 10"]
+    with logged_processes(folder, dict.fromkeys(names, WAITS_FOR_WORK)) as processes:
+        assert report_hanging(names) == ""
+        stop(processes["policy rank 10"])
+        assert report_hanging(["policy rank 1"]) == "", "rank 10 is no part of rank 1"
+        text = report_hanging(names)
+        assert text.startswith("; policy rank 10 (pid ")
+        assert "waits for work, for " in text
+        assert text.count("; ") == 1
+
+
+def test_a_process_of_another_machine_is_asked_through_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with logged_processes(folder, {"policy rank 0": SLEEPS}):
+        monkeypatch.setattr(late, "this_machine", lambda: "another one")
+        text = report_late("training step", ["policy rank 0"])
+        monkeypatch.undo()
+        log = log_file(folder, "policy rank 0").read_text()
+    assert "is in phase 'train'" in text
+    assert "the driver asks where this process is" in log
+    assert 'File "<string>"' in log
+
+
+def test_a_pid_that_was_given_to_another_process_is_left_alone(folder: Path) -> None:
+    with logged_processes(folder, {"policy rank 0": SLEEPS}) as processes:
+        path = folder / FOLDER / "policy_rank_0.json"
+        record = json.loads(path.read_text())
+        stop(processes["policy rank 0"])
+        path.write_text(json.dumps({**record, "beat": record["beat"] - 3600.0}))
+        assert ": its process is gone" in report_late("training step", ["policy rank 0"])
+        assert "SIGSTOP" not in log_file(folder, "policy rank 0").read_text()
+
+
+def test_a_message_about_many_stays_short(folder: Path) -> None:
+    template = {"pid": 2**22 + 1, "host": "node7", "machine": "far", "phases": [], "last_phase": "train"}
+    names = [f"policy rank {rank}" for rank in range(512)]
+    for rank, name in enumerate(names):
+        beat = time.time() - (40 if rank == 300 else 1)
+        record = {"name": name, "beat": beat, "idle_since": beat, **template}
+        (folder / FOLDER / f"policy_rank_{rank}.json").write_text(json.dumps(record))
+    text = report_late("training step", names)
+    first, *_ = text.removeprefix("; ").split("; ")
+    does = r"waits for work, for 4\d s after phase 'train', last heartbeat 4\d s ago"
+    assert re.fullmatch(rf"policy rank 300 \(pid 4194305 on node7\) {does}: its process or its machine hangs", first)
+    assert f"; of {512 - DESCRIBED} more the driver's log says where they are; " in text
+    assert len(text) < 1000
+    assert log_file(folder, "driver").read_text().count("policy rank ") == 512
+
+
+def test_without_a_log_nothing_is_known() -> None:
+    assert report_late("training step", ["policy rank 0"]) == ""
+    assert report_hanging(["policy rank 0"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("phases", "text"),
+    [
+        ([], "waits for work, for 7 s"),
+        ([Phase("train", 0.0)], "is in phase 'train', entered 20 s ago"),
+        (
+            [Phase("start", -5.0), Phase("load", 18.0)],
+            "is in phases 'start' (25 s ago), 'load' (2 s ago)",
+        ),
+        ([Phase("generate", 10.0, 37)], "is in phases 'generate' (37 times, the first 10 s ago)"),
+    ],
+)
+def test_what_a_process_does_in_words(phases: list[Phase], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 20.0)
+    assert doing(heartbeat(phases)) == text
+
+
+@pytest.mark.parametrize(
+    ("state", "silence_s", "hangs"),
+    [("alive", 2.0, False), ("alive", 6.0, True), ("far", 6.0, False), ("far", 31.0, True), ("stopped", 0.0, True)],
+)
+def test_who_hangs(state: str, silence_s: float, hangs: bool) -> None:
+    """The clock of another machine may be off, so it gets more time."""
+    assert Whereabouts(heartbeat([]), state, silence_s).hangs == hangs
+
+
+def heartbeat(phases: list[Phase]) -> Heartbeat:
+    return Heartbeat("policy rank 0", 1, "here", "machine", 20.0, tuple(phases), idle_since=13.0, last_phase=None)
