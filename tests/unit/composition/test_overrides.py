@@ -1,4 +1,4 @@
-"""How single arguments of a command line are read: texts as they are written, and a message of its own for each mistake."""
+"""How single arguments of a command line are read: texts as they are written, and a message for each mistake."""
 
 from __future__ import annotations
 
