@@ -69,7 +69,7 @@ def generation(model: Path, killed_driver: dict[str, Any]) -> Iterator[VllmGener
 
 
 def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, Any]) -> None:
-    assert list(map(len, killed_driver["processes"])) == [1, 1, 1, 2], "actor, fork server, core, workers"
+    assert list(map(len, killed_driver["processes"])) == [1, 2, 1, 2], "what `processes_by_depth` says"
     left = {pid for pids in killed_driver["processes"] for pid in pids}
     while left and time.monotonic() < killed_driver["killed_at"] + 20:
         left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}

@@ -139,9 +139,10 @@ def kill_a_worker(generation: VllmGeneration) -> None:
 
 
 def processes_by_depth(generation: VllmGeneration) -> list[list[int]]:
-    """The first engine's actor; what vLLM's core is forked from; the core; its workers, which hold the weights.
+    """Process ids of the first engine, generation by generation.
 
-    The actor itself looks for them, and by kinship: they have no names of their own.
+    They are its actor; what vLLM's core is forked from, and what cleans up after that; the core; and its workers, which
+    hold the weights. The actor itself looks for them, and by kinship: they have no names of their own.
     """
     found = ray.get(generation.engines[0].__ray_call__.remote(_descendants))
     assert len(found) == 4, found
