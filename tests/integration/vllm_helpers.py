@@ -142,28 +142,8 @@ def kill_a_worker(generation: VllmGeneration) -> None:
     psutil.Process(workers[0]).kill()
 
 
-<<<<<<< HEAD
 def _youngest_generation(_: VllmEngine) -> list[int]:
     generation = [psutil.Process()]
     while children := [child for parent in generation for child in parent.children()]:
         generation = children
     return [process.pid for process in generation]
-=======
-def processes_by_depth(generation: VllmGeneration) -> list[list[int]]:
-    """Process ids of the first engine, generation by generation.
-
-    They are its actor; what vLLM's core is forked from, and what cleans up after that; the core; and its workers, which
-    hold the weights. The actor itself looks for them, and by kinship: they have no names of their own.
-    """
-    found = ray.get(generation.engines[0].__ray_call__.remote(_descendants))
-    assert len(found) == 4, found
-    return found
-
-
-def _descendants(_: VllmEngine) -> list[list[int]]:
-    """Process ids of this process, of its children, of theirs, and so on."""
-    generations = [[psutil.Process()]]
-    while children := [child for parent in generations[-1] for child in parent.children()]:
-        generations.append(children)
-    return [[process.pid for process in one] for one in generations]
->>>>>>> wip/tests
