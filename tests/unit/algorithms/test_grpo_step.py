@@ -204,6 +204,14 @@ def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     assert [row["sample"] for row in written["trajectories"]] == [0, 1]
 
 
+def test_advantages_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
+    run = Run(tmp_path, "grpo.normalize_rewards=false", "grpo.overlong_filtering=true")
+    for trajectory, reward in zip(run.trajectories[2:], (3e38, -3e38), strict=True):
+        trajectory.reward, trajectory.stop_reason = reward, "length"
+    assert math.isfinite(run.step().metrics["loss"])
+    assert run.in_loss() == [3, 3, 0, 0]
+
+
 def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.trajectories[1].reward = None

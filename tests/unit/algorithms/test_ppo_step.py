@@ -121,16 +121,21 @@ def test_values_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> Non
     assert math.isfinite(step(run).metrics["value_loss"])
 
 
-def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
-    """A value that float32 can hold, and whose distance to the reward it cannot."""
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_advantages_that_are_not_finite_stop_the_step(in_loss: bool, tmp_path: Path) -> None:
+    """A value that float32 can hold, and whose distance to the reward it cannot; unless the loss leaves it out."""
 
     def respond() -> list[Trajectory]:
         trajectories = make_trajectories()
         trajectories[1].reward = -3e38
         return trajectories
 
-    run, log = make_run(tmp_path, "ppo.adv_estimator.normalize_advantages=false", respond=respond)
+    options = ["ppo.adv_estimator.normalize_advantages=false", f"ppo.overlong_filtering={not in_loss}"]
+    run, log = make_run(tmp_path, *options, respond=respond)
     run.value.number = 3e38
+    if not in_loss:  # the second response was cut off
+        assert step(run).metrics["valid_tokens"] == 5
+        return
     with pytest.raises(RunError, match=r"an entry of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
         step(run)
     assert log == ["dump 1 begins", "value says"]

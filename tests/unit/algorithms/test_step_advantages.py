@@ -23,6 +23,7 @@ from megatron_grpo.config.schema import (
     EnvironmentConfig,
     GRPOConfig,
     LossConfig,
+    RewardShapingConfig,
 )
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Span, Trajectory
@@ -322,6 +323,9 @@ def signal_metric(config: Config, trajectories: list[Trajectory]) -> float | Non
 def test_the_share_of_groups_without_a_signal() -> None:
     assert signal_metric(config(), step()) == 0.0
     assert signal_metric(config(), step(reward=0.25)) == 0.5
+    # Penalties for length are learnt from, though dynamic sampling would not keep the group for them.
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=3)
+    assert signal_metric(config(reward_shaping=shaping), [trajectory(i, 1.0, 1 + i % 2) for i in range(4)]) == 0.0
     # GDPO's functions tell the first pair apart, whose sum is the same; nobody tells the second pair apart.
     parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 2.0}, {"right": 1.0}, {"right": 1.0}]
     assert signal_metric(*gdpo_step(parts)) == 0.5
