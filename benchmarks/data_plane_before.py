@@ -44,13 +44,13 @@ class MadeUpEngine:
     def __init__(self, settings: Any) -> None: ...
 
     def start(self) -> None:
-        """See `VllmEngine.start`."""
+        """Nothing to start, in the place of `VllmEngine.start`."""
 
     def shutdown(self) -> None:
-        """See `VllmEngine.shutdown`."""
+        """Nothing to end, in the place of `VllmEngine.shutdown`."""
 
     def generate(self, requests: list[GenerationRequest], settings: SamplingSettings) -> list[GenerationOutput]:
-        """See `VllmEngine.generate`."""
+        """Made-up responses to all requests, in the place of `VllmEngine.generate`."""
         return [_output(request) for request in requests]
 
 
@@ -95,10 +95,10 @@ class IdleTransport(WeightTransport):
     """Sends nothing."""
 
     def connect(self) -> None:
-        """See `WeightTransport`."""
+        """Nothing to connect, in the place of `WeightTransport.connect`."""
 
     def publish(self, version: int) -> TransferReport:
-        """See `WeightTransport`."""
+        """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
         return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
 
 
@@ -126,7 +126,7 @@ def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float
 
 
 def _bring_up(config: Any, sizes: Sizes, stack: ExitStack) -> GRPORun:
-    """As the revision's `setup` does, but for the two ends."""
+    """Bring up a run like the revision's `setup`, but for the two ends, which are made up."""
     run_dir, longest = Path(config.run_dir), config.policy.max_total_sequence_length
     settings = PolicySettings(
         config=config.policy,

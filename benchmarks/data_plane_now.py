@@ -53,13 +53,13 @@ class MadeUpEngine:
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str
     ) -> AsyncIterator[list[tuple[int, GenerationOutput]]]:
-        """See `VllmEngine.generate`."""
+        """Made-up responses, some at a time, in the place of `VllmEngine.generate`."""
         for begin in range(0, len(requests), TOGETHER):
             yield [(begin + index, _output(one)) for index, one in enumerate(requests[begin : begin + TOGETHER])]
             await asyncio.sleep(0)
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """See `VllmEngine.abort`."""
+        """Nothing to abort, in the place of `VllmEngine.abort`."""
 
 
 def _output(request: GenerationRequest) -> GenerationOutput:
@@ -74,12 +74,12 @@ def _output(request: GenerationRequest) -> GenerationOutput:
 
 
 class IdleModel:
-    """In the place of a `ModelRank` on the last pipeline stage; computes nothing."""
+    """Stands in for a `ModelRank` on the last pipeline stage; computes nothing."""
 
     is_reporter = True
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """See `ModelRank.stored_entries`."""
+        """Names of the stored entries that a last pipeline stage uses, as `ModelRank.stored_entries` gives them."""
         return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.reads)
 
     def logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
@@ -112,10 +112,10 @@ class IdleTransport(WeightTransport):
     """Sends nothing."""
 
     def connect(self) -> None:
-        """See `WeightTransport`."""
+        """Nothing to connect, in the place of `WeightTransport.connect`."""
 
     def publish(self, version: int) -> TransferReport:
-        """See `WeightTransport`."""
+        """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
         return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
 
 
@@ -145,7 +145,7 @@ def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float
 
 
 def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
-    """As `run.setup` does, but for the two ends."""
+    """Bring up a run like `run.setup`, but for the two ends, which are made up."""
     run_dir = Path(config.run_dir)
     settings = PolicySettings(
         config=config.policy,

@@ -55,9 +55,9 @@ class Sizes:
     """What one side is measured at."""
 
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     tokens: int
-    """Of a response, on average: lengths spread evenly from half of it to one and a half times it."""
+    """Tokens of a response on average: lengths spread evenly from half of it to one and a half times it."""
     replicas: int
     """Data-parallel ranks, and engines."""
     group: int
@@ -65,11 +65,11 @@ class Sizes:
     minibatches: int
     """Optimizer steps of one pass over the samples."""
     steps: int
-    """Measured ones, after one to warm up."""
+    """Steps that are measured, after one to warm up."""
 
     @property
     def prompts(self) -> int:
-        """Of a step."""
+        """Prompts of a step."""
         return self.samples // self.group
 
     @property
@@ -142,11 +142,11 @@ class Response:
     """A made-up response."""
 
     token_ids: NDArray[np.int32]
-    """[tokens]."""
+    """[tokens], int32: made-up vocabulary entries."""
     logprobs: NDArray[np.float32]
-    """[tokens]."""
+    """[tokens], float32: made-up log-probabilities, at most 0."""
     text: str
-    """Four characters a token."""
+    """Text of the response, four characters a token."""
     stop_reason: str
 
 
@@ -154,8 +154,8 @@ def made_up(seed: int, longest: int) -> Response:
     """A response that follows from its seed.
 
     Args:
-        seed: of the request.
-        longest: its most tokens; it has a third of them at least.
+        seed: seed of the request.
+        longest: most tokens of the response, which has a third of them at least.
     """
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(longest // 3, longest, endpoint=True))
@@ -165,6 +165,7 @@ def made_up(seed: int, longest: int) -> Response:
 
 
 def _text(token_ids: NDArray[Any]) -> str:
+    """Text of [tokens], integers: four digits a token, made without a Python object for each."""
     return WORDS[token_ids % len(WORDS)].tobytes().decode("ascii")
 
 
@@ -187,7 +188,7 @@ def measured(sizes: Sizes, train: Callable[[Callable[[], None]], Sequence[tuple[
     """The figures of some steps.
 
     Args:
-        sizes: of a step.
+        sizes: samples, tokens and replicas that are measured at.
         train: makes 1 + sizes.steps steps and calls its argument at the begin of each; gives the seconds by phase and
             the mean tokens of a response of each.
     """

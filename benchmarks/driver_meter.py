@@ -24,11 +24,11 @@ class Meter:
     """What the driver, this process, has used up to each mark: CPU time, bytes to and from Ray, memory."""
 
     bytes_moved: int = 0
-    """Of objects that were serialised or deserialised in this process: arguments, results, what is put and got."""
+    """Bytes of objects that were serialised or deserialised in the driver: arguments, results, what is put and got."""
     begin_bytes: int = 0
     """Resident memory when `watching` began."""
     peak_bytes: int = 0
-    """Largest resident memory since then."""
+    """Largest resident memory since `watching` began."""
     marks: list[tuple[float, float, int]] = field(default_factory=list)
     """Wall-clock seconds, CPU seconds of all threads and bytes moved: when each step began, and when the last ended."""
 
@@ -99,4 +99,5 @@ class Meter:
 
 @ray.remote(num_cpus=0)
 def _made(size: int, _: Any = None) -> NDArray[np.uint8]:
+    """[size], uint8: an array that comes from another process."""
     return np.zeros(size, dtype=np.uint8)

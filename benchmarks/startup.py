@@ -113,7 +113,7 @@ def _busy_s() -> float:
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure the median over the runs."""
+    """Median of each figure over the runs."""
     found = {name: statistics.median(run[name] for run in runs) for name in ("first_step_s", "cpu_s", "startup_s")}
     parts = [run["startup_parts_s"] for run in runs if run["startup_parts_s"]]
     return found | {

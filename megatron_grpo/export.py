@@ -30,10 +30,10 @@ _GATHER_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """A checked command line."""
+    """What to export, from a command line that was checked."""
 
     weights: Path
-    """Megatron's distributed checkpoint."""
+    """Folder of Megatron's distributed checkpoint."""
     source: Path
     """Folder of the model that the run started from, in the hub's cache perhaps: config.json, tokenizer."""
     precision: Literal["float32", "bfloat16"]

@@ -23,7 +23,7 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
 
     Args:
         config: layouts and minibatches, and what is left out of the loss.
-        groups: of the step.
+        groups: rollouts of the step, a group for each prompt.
         rollouts: whose workers put the shards into the object store.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
@@ -47,7 +47,7 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
 
 
 def assign(config: Config, batch: StepBatch) -> list[NDArray[np.int64]]:
-    """The numbers of the sequences of each shard, ascending.
+    """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
 
     Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
     in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones; and with

@@ -75,7 +75,7 @@ def _left(driver: int, started: set[psutil.Process], cleaned_up: bool) -> set[ps
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
-    """Those of the known processes that live, with all their children, and all children of the driver."""
+    """The known processes that still live, with all their children, and all children of the driver."""
     children = _children()
     waiting = [process for process in known if _lives(process)]
     family = set(waiting)

@@ -254,9 +254,9 @@ class Translation:
 
     framework: str
     name: str
-    """In that framework."""
+    """What the setting is called in the other framework."""
     keys: tuple[str, ...]
-    """Here."""
+    """Keys of this configuration that say what the setting says."""
 
 
 def translated(name: str) -> Translation | None:

@@ -27,7 +27,7 @@ class EarlyStopConfig(Section):
     """Validation metric that decides."""
 
     higher_is_better: bool = True
-    """Direction of metric_name."""
+    """Whether a higher metric_name is an improvement; false: a lower one is."""
 
     threshold: float | None = None
     """End when the metric reaches this; null is off."""
@@ -65,10 +65,10 @@ class LoopConfig(Section):
     the value model's loss, and of what advantages are normalised over."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
-    """Advantages below are raised to this; null is no bound."""
+    """Advantages below this are raised to it; null is no bound."""
 
     advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
-    """Advantages above are lowered to this; null is no bound."""
+    """Advantages above this are lowered to it; null is no bound."""
 
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)

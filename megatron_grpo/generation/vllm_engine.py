@@ -118,8 +118,8 @@ class VllmEngine:
         come while others are in flight join them.
 
         Args:
-            requests: what to sample.
-            settings: how.
+            requests: the responses to sample, each with its prompt and seed.
+            settings: temperature, filters and stop conditions of all requests.
             call: name of this call among those in flight, for `abort`.
 
         Yields:
@@ -158,8 +158,8 @@ class VllmEngine:
         """Join every worker to the refit's groups.
 
         Args:
-            rendezvous: fields of refit.channel.Rendezvous.
-            first_receiver: workers of the engines before this one.
+            rendezvous: fields of refit.broadcast.channel.Rendezvous, by name.
+            first_receiver: number of workers that the engines before this one have together.
         """
         await self._on_workers("connect_refit", rendezvous, first_receiver)
 

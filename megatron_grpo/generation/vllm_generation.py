@@ -85,7 +85,7 @@ class VllmGeneration(GenerationInterface):
         return [getattr(engine, method).remote(*args) for engine in self._engines]
 
     def submit_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[ray.ObjectRef]:
-        """The same with arguments of its own for each engine."""
+        """Call a method of every engine actor with arguments of its own, without waiting; results by engine."""
         return [getattr(engine, method).remote(*args) for engine, args in zip(self._engines, arguments, strict=True)]
 
     def shutdown(self) -> None:

@@ -23,10 +23,10 @@ def plot_run(run_dir: str | Path) -> Path:
     """Draw the run's metrics.jsonl and validation.jsonl.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run's folder, which holds metrics.jsonl.
 
     Returns:
-        The PNG, curves.png in the same folder.
+        Path of the PNG, curves.png in the run's folder.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: it is drawn at the end of a run only
     from matplotlib.figure import Figure

@@ -62,7 +62,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine.
 
     Args:
-        overrides: see `check_overrides`.
+        overrides: words of the command line, like "grpo.seed=1" or "--config-name=NAME" (`check_overrides`).
 
     Raises:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names

@@ -22,8 +22,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """What is wrong with the weights in a folder; of many mistakes of one kind the first.
 
     Args:
-        folder: in Hugging Face format.
-        shape: of the model that is to be made of them.
+        folder: model folder in Hugging Face format.
+        shape: sizes of the model that is to be made of the weights.
     """
     try:
         shapes = _tensor_shapes(folder)

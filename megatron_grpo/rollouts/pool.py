@@ -176,8 +176,9 @@ class RolloutPool:
         Returns at once: whoever fetches an array waits until it is there, and is told if a worker failed over it.
 
         Args:
-            groups: of the step.
-            sequences: per shard the numbers of its sequences, ascending; sequences are numbered group by group.
+            groups: rollouts of the step, a group for each prompt.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, ascending; sequences are
+                numbered group by group.
 
         Returns:
             Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
@@ -216,9 +217,10 @@ class RolloutPool:
             fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
                 returns a dict of such arrays, and a summary. Must be importable.
             shards: per shard, by name, references to arrays [tokens of the shard].
-            sequences: per shard the numbers of its sequences, in the order in which they lie in it.
-            lengths: [sequences of the step], tokens of each.
-            fields: what the function reads.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, in the order in which they
+                lie in the shard.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
             args: further arguments of `fn`.
 
         Returns:
@@ -246,8 +248,8 @@ class RolloutPool:
 
         Args:
             step: number of the training step, for the file's name.
-            groups: of the step; their place is what the file has as `group`.
-            run_dir: folder of the run.
+            groups: rollouts of the step; a group's place is what the file has as `group`.
+            run_dir: the run's folder, in which the folder of rollouts lies.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:

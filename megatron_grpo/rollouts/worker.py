@@ -70,7 +70,7 @@ class RolloutWorker:
 
         Args:
             batch: number of this call, for `generated`.
-            plan: how to sample.
+            plan: samples of each prompt, sampling settings, seeds and deadlines.
             prompts: each with its number in the generation batch.
 
         Returns:
@@ -120,7 +120,8 @@ class RolloutWorker:
 
         Args:
             payloads: references to groups (list[Trajectory]).
-            shards: per shard [sequences, 2]: in their order the number of each one's payload and its place in there.
+            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's payload and its
+                place in that payload.
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
@@ -134,7 +135,16 @@ class RolloutWorker:
         fields: Sequence[str],
         arguments: tuple[Any, ...],
     ) -> tuple[list[ShardRefs], Any]:
-        """See `RolloutPool.compute`."""
+        """Run a function over the tokens of a whole step, on a thread of this worker (`RolloutPool.compute`).
+
+        Args:
+            function: called with `lengths`, a dict of the flat arrays of `fields`, and `arguments`.
+            shards: per shard, by name, references to arrays [tokens of the shard].
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
+            arguments: further arguments of the function.
+        """
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
     @phase("write rollouts")

@@ -73,11 +73,11 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
     """Read all of a checkpoint and compare it with what was written.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint, `step_N`.
         stop: set by another thread to end this early, with CancelledError.
 
     Returns:
-        What the user should know of it all the same.
+        A remark for the user about a checkpoint that is good; None: there is nothing to say.
 
     Raises:
         CheckpointError: a file is missing or damaged; the text names it.

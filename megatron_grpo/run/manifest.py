@@ -68,7 +68,7 @@ def verify_manifest(folder: Path, stop: Event | None = None) -> int:
     """Compare every file of a checkpoint with what its manifest says; the step that it was written after.
 
     Args:
-        folder: a checkpoint.
+        folder: folder of a checkpoint, with the manifest in it.
         stop: set by another thread to end this early, with CancelledError.
 
     Raises:

@@ -40,7 +40,7 @@ def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
     """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
 
     Args:
-        config: of the run.
+        config: the run's configuration, checked.
         opening: the run's beginning if it was made already, by `opened`, which then ends Ray as well.
 
     Raises:

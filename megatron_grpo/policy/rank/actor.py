@@ -32,7 +32,7 @@ class RankSettings(ABC):
 
     @abstractmethod
     def build_rank(self) -> Any:
-        """This rank's model; called on the rank, where torch and Megatron-Core may be imported."""
+        """Build a rank's model; called on the rank, where torch and Megatron-Core may be imported."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RankPlace:
     data: int
     is_reporter: bool
     device_name: str
-    """As the vendor calls it; "cpu" without one."""
+    """Name that the vendor gives the rank's GPU; "cpu" without one."""
     startup_s: dict[str, float]
     """Seconds of the rank's start by part: "imports" of packages; "model": the group, the model and its weights."""
 
@@ -52,7 +52,7 @@ class ForwardShare:
     """What one replica computed for every token of its shards."""
 
     shards: list[Any]
-    """Of each shard the reference (Ray's) to [tokens], float32."""
+    """For each shard, Ray's reference to [tokens of the shard], float32."""
     finite: Any
     """[sequences], bool: whether all numbers at sampled tokens are finite."""
 
