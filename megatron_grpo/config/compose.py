@@ -26,6 +26,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.config.suggestions import unknown_key
 from megatron_grpo.config.typed import expand_homes, missing, typed
 
+
 def _fifth_of(length: Any) -> int:
     """${fifth_of:${...}} in conf/: YAML cannot calculate. Of what is no length, which is told under its own key, 1."""
     return max(1, length // 5) if isinstance(length, int) else 1

@@ -51,13 +51,19 @@ def test_ppos_own_default_is_documented() -> None:
 @pytest.mark.parametrize(("recipe", "loop"), [(GRPO, "grpo"), (PPO, "ppo")])
 def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None:
     for name in LOOPS:
-        given = [f"{name}.max_num_steps=77", f"{name}.early_stop.patience=3", f"{name}.reward_scaling={{source_max: 2}}"]
+        given = [
+            f"{name}.max_num_steps=77",
+            f"{name}.early_stop.patience=3",
+            f"{name}.reward_scaling={{source_max: 2}}",
+        ]
         config = compose_config([recipe, *given])
         assert config.loop is getattr(config, loop)
         assert (config.loop.max_num_steps, config.loop.early_stop.patience) == (77, 3)
         assert config.loop.reward_scaling.source_max == 2
         expected = dataclasses.asdict(compose_config([recipe]).loop)
-        changed = {key for key, value in leaves(dataclasses.asdict(config.loop)) if value != dict(leaves(expected))[key]}
+        changed = {
+            key for key, value in leaves(dataclasses.asdict(config.loop)) if value != dict(leaves(expected))[key]
+        }
         assert changed == {"max_num_steps", "early_stop.patience", "reward_scaling.source_max"}
 
 
@@ -76,7 +82,9 @@ def test_each_algorithm_has_its_own_defaults() -> None:
 
 
 def test_a_value_may_refer_to_either_name() -> None:
-    config = compose_config([PPO, "ppo.max_num_steps=${grpo.val_period}", "grpo.val_period=30", "ppo.seed=${ppo.val_period}"])
+    config = compose_config(
+        [PPO, "ppo.max_num_steps=${grpo.val_period}", "grpo.val_period=30", "ppo.seed=${ppo.val_period}"]
+    )
     assert (config.ppo.max_num_steps, config.ppo.seed) == (30, 30)
 
 

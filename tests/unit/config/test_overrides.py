@@ -1,4 +1,4 @@
-"""How single arguments of a command line are read: texts as they are written, and a message of its own for each mistake."""
+"""How the arguments of a command line are read: texts as they are written, and a message of its own for each mistake."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_endless_values_are_refused_at_once(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [("+variant=dapo", "+variant=gspo"), ("+exp=quickstart", "exp=quickstart_ppo"), ("env=math", "env=addition")]
+    "overrides",
+    [("+variant=dapo", "+variant=gspo"), ("+exp=quickstart", "exp=quickstart_ppo"), ("env=math", "env=addition")],
 )
 def test_of_a_group_one_option_is_chosen(overrides: tuple[str, str]) -> None:
     """Hydra would take the last one, without a word."""
