@@ -21,13 +21,13 @@ from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.save_state import default_grpo_save_state
 from megatron_grpo.algorithms.train_loop import train_steps
-from megatron_grpo.config.compose import compose_config  # its place in that revision
 from megatron_grpo.config.model_shape import ModelShape
 from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
 from megatron_grpo.policy.worker import ModelWorker, RankPlace
 from megatron_grpo.rollouts.collector import RolloutCollector
 
 from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.composition.compose import compose_config  # its place in that revision
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.environments.registry import build_environments
 from megatron_grpo.generation import vllm_generation
