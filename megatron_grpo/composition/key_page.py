@@ -21,8 +21,8 @@ overriding what comes before it:
     python -m megatron_grpo.train +exp=quickstart loss_fn=clip_higher grpo.max_num_steps=100
 
 `--cfg job` prints the outcome, and on standard error what is wrong with it (exit code 2). Before any process starts the
-configuration is checked as a whole, and every mistake is listed in one message; `--check` does only that. Texts are taken
-as they are written, and `~` at the beginning of a path is the home folder. A value may refer to another key
+configuration is checked as a whole, and every mistake is listed in one message; `--check` does only that. Texts are
+taken as they are written, and `~` at the beginning of a path is the home folder. A value may refer to another key
 (`${policy.precision}`), to an environment variable (`${oc.env:HOME}`) or to the time (`${now:%Y-%m-%d}`).
 """
 

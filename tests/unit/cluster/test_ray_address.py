@@ -1,4 +1,4 @@
-"""Whether Ray answers at an address is known within seconds; servers that talk as gRPC does, and others, stand for it."""
+"""Whether Ray answers at an address is known within seconds; servers that talk as gRPC does stand for it, and others."""
 
 from __future__ import annotations
 
