@@ -1,4 +1,4 @@
-"""Whether Ray answers at an address is known within seconds; servers that talk as gRPC does stand for it, and others."""
+"""Whether Ray answers at an address is known within seconds; servers that talk as gRPC does stand in for it."""
 
 from __future__ import annotations
 
