@@ -25,7 +25,7 @@ def header(benchmark: str) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """Of the checkout that a folder is in, marked when files differ from it; None outside a repository."""
+    """Commit of the checkout that a folder is in, marked when files differ from it; None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

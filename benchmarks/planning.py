@@ -1,4 +1,4 @@
-"""Times the planning of microbatches against the former, quadratic algorithm; prints JSON.
+"""Times the planning of microbatches against the quadratic algorithm that came before; prints JSON.
 
     python benchmarks/planning.py [--data-parallel 8] [--microbatch-tokens 32768]
 
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
 
 
 def _former() -> Callable[..., Plan] | None:
-    """The former `plan_microbatches`, or None where git cannot show it."""
+    """`plan_microbatches` as it was at the quadratic algorithm's commit, or None where git cannot show it."""
     command = ["git", "show", FORMER]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

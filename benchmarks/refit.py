@@ -1,4 +1,4 @@
-"""Times a refit against a raw broadcast of the same bytes over groups of the same kind; prints JSON.
+"""Times a refit against a raw broadcast of as many bytes over groups of equal kind; prints JSON.
 
 python benchmarks/refit.py --policy-pipeline 2 --generation-pipeline 2
 """

@@ -28,15 +28,15 @@ ELSEWHERE = {"megatron_grpo/conf": "conf", "megatron_grpo_kernels": "kernels"}
 
 
 class NotKnownError(Exception):
-    """This side has no such case."""
+    """A side has no case of the wanted name."""
 
 
 class FailedError(Exception):
-    """This side has the case, but no metrics of it that could be compared."""
+    """A side has the wanted case, but no metrics of it that could be compared."""
 
 
 class Side(Protocol):
-    """One of the two that are compared."""
+    """One of the two checkouts or recordings that are compared."""
 
     def metrics_of(self, name: str, overrides: Sequence[str]) -> Path:
         """The folder with the metrics of a case."""
@@ -49,7 +49,7 @@ class Recorded:
     folder: Path
 
     def metrics_of(self, name: str, overrides: Sequence[str]) -> Path:
-        """Where they lie, if they are of the same command line."""
+        """The folder with the recorded metrics of a case, if they are of an equal command line."""
         case = self.folder / name
         if not (case / COMMAND_FILE).exists():
             raise NotKnownError("not recorded")
@@ -121,7 +121,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment_of(packages: Path) -> dict[str, str]:
-    """Of a process that finds our packages in this folder, whatever is installed."""
+    """Environment of a process that finds our packages in a folder, whatever is installed."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))}
 
 

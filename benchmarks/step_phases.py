@@ -39,7 +39,7 @@ WARM_UP_STEPS = 3
 
 
 class PlainTorch:
-    """The same policy-gradient step without Megatron, Ray or pipeline: one padded batch, AdamW."""
+    """A policy-gradient step on the run's samples without Megatron, Ray or pipeline: one padded batch, AdamW."""
 
     def __init__(self, folder: str, lr: float, temperature: float) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_grpo.composition.help import version
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
@@ -26,14 +28,15 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
 _GATHER_BYTES = 2**30
+_ARGUMENTS = ("checkpoint", "output")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """A checked command line."""
+    """What to export, from a command line that was checked."""
 
     weights: Path
-    """Megatron's distributed checkpoint."""
+    """Folder of Megatron's distributed checkpoint."""
     source: Path
     """Folder of the model that the run started from, in the hub's cache perhaps: config.json, tokenizer."""
     precision: Literal["float32", "bfloat16"]
@@ -45,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_grpo {version()}")
         return 0
     try:
         plan = plan_export(arguments)
@@ -166,13 +172,20 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[Path, Path]:
     values: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if name not in ("checkpoint", "output") or not equals:
-            raise ValueError(f"{argument} is not understood\n{USAGE}".rstrip())
+        if name not in _ARGUMENTS or not equals:
+            close = difflib.get_close_matches(name.lstrip("-+"), _ARGUMENTS, n=1)
+            hint = f"; did you mean {close[0]}=...?" if close else ""
+            raise ValueError(f"{argument} is not understood{hint}\n{USAGE}".rstrip())
+        if name in values:
+            raise ValueError(f"{name} is given twice: {values[name]} and {value}")
         values[name] = value
-    for name in ("checkpoint", "output"):
+    for name in _ARGUMENTS:
         if not values.get(name):
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
-    return Path(values["checkpoint"]), Path(values["output"])
+        if "\0" in values[name]:
+            raise ValueError(f"{name} has a NUL character, which no name has")
+    checkpoint, output = (Path(os.path.expanduser(values[name])) for name in _ARGUMENTS)
+    return checkpoint, output
 
 
 if __name__ == "__main__":

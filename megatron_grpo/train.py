@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import yaml
 
+from megatron_grpo.algorithms.registry import run_of
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.composition.help import help_text, version
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import help_text, version
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
@@ -91,12 +93,15 @@ def _check_start(config: Config) -> None:
 
 
 def _run(config: Config) -> None:
-    """The algorithm that the configuration names, imported after the checks: torch and Ray take seconds to import."""
-    if config.algorithm == "ppo":
-        from megatron_grpo.algorithms.ppo import run
-    else:
-        from megatron_grpo.algorithms.grpo import run
-    run(config)
+    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts."""
+    from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
+
+    with ThreadPoolExecutor(1, "import") as importer:
+        algorithm = importer.submit(run_of, config.algorithm)
+        with opened(config) as opening:
+            with opening.parts.part("imports"):
+                run = algorithm.result()
+            run(config, opening)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:

@@ -20,6 +20,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import StepGuard
+from megatron_grpo.run.opening import Opening
 from megatron_grpo.run.save_state import GRPOSaveState
 from megatron_grpo.run.setup import setup
 from megatron_grpo.run.step_report import StepReport
@@ -39,9 +40,9 @@ __all__ = [
 ]
 
 
-def run(config: Config) -> None:
+def run(config: Config, opening: Opening | None = None) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
-    with setup(config) as grpo_run:
+    with setup(config, opening) as grpo_run:
         grpo_train(grpo_run)
         grpo_run.logger.finish()
 
@@ -65,9 +66,9 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         return None
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
-        run.dumps.begin(number, samples.groups)
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
+        run.dumps.begin(number, samples.groups)
     masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)

@@ -52,7 +52,17 @@ def add_logprobs(
 def _judge_sequences(
     lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Which sequences training and generation disagree about too much; runs in a rollout worker."""
+    """Which sequences training and generation disagree about too much; runs in a rollout worker.
+
+    Args:
+        lengths: [sequences], int64: tokens of each.
+        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32), each [sum(lengths)].
+        in_loss: [sequences], bool: whether the loss is taken over the response.
+        threshold: largest mean of exp(|prev - generation|) of a response that stays in the loss.
+
+    Returns:
+        No entry to store; and [sequences], bool: those beyond the threshold, with the metrics about them.
+    """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
     beyond, metrics = inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)

@@ -19,6 +19,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.run.context import PPORun
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import StepGuard
+from megatron_grpo.run.opening import Opening
 from megatron_grpo.run.save_state import PPOSaveState
 from megatron_grpo.run.setup import setup
 from megatron_grpo.run.step_report import StepReport
@@ -27,9 +28,9 @@ from megatron_grpo.run.validation import validate
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
 
 
-def run(config: Config) -> None:
+def run(config: Config, opening: Opening | None = None) -> None:
     """One PPO run from start (or resume) to end; ends every process it started, however it ends."""
-    with setup(config) as ppo_run:
+    with setup(config, opening) as ppo_run:
         assert isinstance(ppo_run, PPORun)
         ppo_train(ppo_run)
         ppo_run.logger.finish()
@@ -57,9 +58,9 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         return None
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
-        run.dumps.begin(number, samples.groups)
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
+        run.dumps.begin(number, samples.groups)
     masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)

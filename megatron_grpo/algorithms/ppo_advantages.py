@@ -29,7 +29,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     With calculate_advantages_on_gpu the driver estimates them, on its GPU; else a rollout worker.
 
     Returns:
-        [sequences]: whether the advantages of all sampled tokens are finite.
+        [sequences], bool: whether the advantages of all sampled tokens are finite.
     """
     arguments = (config, scores.rewards, batch.response_tokens, batch.in_loss)
     entries = (*needed_entries(config), "values")
@@ -51,15 +51,17 @@ def token_advantages(
     Advantages are normalised over the tokens in the loss, then clipped as configured. The arithmetic is float64.
 
     Args:
-        lengths: [sequences], tokens of each.
-        arrays: sampled and values; with use_kl_in_reward prev_logprobs and reference_logprobs too.
+        lengths: [sequences], int64: tokens of each.
+        arrays: sampled (bool) and values (float32), [sum(lengths)]; with use_kl_in_reward prev_logprobs and
+            reference_logprobs (float32) too.
         config: estimator, penalty and clipping.
-        rewards: [groups, samples], of `Scores`.
-        response_tokens: [sequences], sampled tokens of each.
-        in_loss: [sequences]: whether the loss is taken over the response.
+        rewards: [groups, samples], float32: rewards as they are learnt from (`Scores`); NaN where there is none.
+        response_tokens: [sequences], int64: sampled tokens of each.
+        in_loss: [sequences], bool: whether the loss is taken over the response.
 
     Returns:
-        advantages and returns, each [sum(lengths)], float32; and [sequences]: whether all advantages are finite.
+        advantages and returns, each [sum(lengths)], float32; and [sequences], bool: whether all of a
+            sequence's advantages are finite.
     """
     ppo = config.ppo
     device = torch.device("cuda" if ppo.calculate_advantages_on_gpu else "cpu")

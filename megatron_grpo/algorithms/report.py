@@ -72,7 +72,7 @@ def report(
         learned: the policy's optimizer steps; None: there were none.
         transfer: the refit that ended the step, or why it failed.
         policy: whose sizes and device throughput is computed from.
-        timing: seconds by phase.
+        timing: seconds of the step by phase, and all of them as "total".
     """
     passes = 0.0
     if learned is not None:  # minibatches without a token in the loss had no optimizer step

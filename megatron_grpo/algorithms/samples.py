@@ -19,16 +19,16 @@ class StepSamples:
     """What was sampled for a step."""
 
     groups: list[SampledGroup] = field(default_factory=list)
-    """To train on, numbered by their place."""
+    """Groups to train on, numbered by their place in the step."""
     scores: Scores | None = None
-    """Of these groups, where dynamic sampling asked for them; None: nobody did yet."""
+    """Scores of the groups to train on, where dynamic sampling asked for them; None: nobody did yet."""
     sampled: list[Outcome] = field(default_factory=list)
     """Everything that was sampled, also what dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of the rollouts that are trained on; the samples of a prompt are neighbours."""
+        """Outcomes of the rollouts that are trained on; the samples of a prompt are neighbours."""
         return [outcome for group in self.groups for outcome in group.outcomes]
 
 

@@ -26,7 +26,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
     """Add advantages to the batch: one number a response where that says it all, else one for every token.
 
     Returns:
-        [sequences]: whether the advantages of all sampled tokens are finite.
+        [sequences], bool: whether the advantages of all sampled tokens are finite.
     """
     if config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
         arguments = (config, scores.rewards, batch.response_tokens)
@@ -48,14 +48,14 @@ def token_advantages(
     """The advantage of every sampled token, 0 for the others; runs in a rollout worker.
 
     Args:
-        lengths: [sequences], tokens of each.
-        arrays: sampled; with use_kl_in_reward prev_logprobs and reference_logprobs too.
+        lengths: [sequences], int64: tokens of each.
+        arrays: sampled (bool), [sum(lengths)]; with use_kl_in_reward prev_logprobs and reference_logprobs (float32).
         config: estimator, penalty and clipping.
-        rewards: [groups, samples], of `Scores`.
-        response_tokens: [sequences], sampled tokens of each.
+        rewards: [groups, samples], float32: rewards as they are learnt from (`Scores`); NaN where there is none.
+        response_tokens: [sequences], int64: sampled tokens of each.
 
     Returns:
-        advantages, [sum(lengths)], float32; and [sequences]: whether all of a sequence are finite.
+        advantages, [sum(lengths)], float32; and [sequences], bool: whether all of a sequence's advantages are finite.
     """
     estimator, of_responses = config.grpo.adv_estimator, response_tokens.tolist()
     penalty = kl_penalty_of_sampled(config, arrays)
@@ -76,7 +76,7 @@ def token_advantages(
 def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
     """[sampled tokens], float32: what use_kl_in_reward subtracts for each, under the policy that the step begins with.
 
-    None: nothing.
+    None when use_kl_in_reward is off.
     """
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
@@ -92,21 +92,22 @@ def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
 
 
 def clipped(advantages: Tensor, loop: LoopConfig) -> Tensor:
-    """Advantages within advantage_clip_low and advantage_clip_high, as far as these are set."""
+    """Advantages [...], floating point, within advantage_clip_low and advantage_clip_high as far as these are set."""
     if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
         return advantages
     return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
 
 
 def spread(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Values of the sampled tokens, [sampled tokens] -> an entry of all tokens, float32; 0 for the others."""
+    """[sampled tokens], floating point, to an entry of all tokens, [tokens], float32: 0 where nothing was sampled."""
     entry = np.zeros(len(sampled), dtype=np.float32)
     entry[sampled] = by_token.float().cpu().numpy()
     return entry
 
 
 def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[sequences]: whether all numbers of a sequence are finite, sequences of these lengths lying end to end."""
+    """[sequences], bool, from [tokens], float32: whether all numbers of a sequence are finite; they lie end to end."""
+    # Only the numbers that are wrong are looked up: nearly always there are none.
     wrong = np.flatnonzero(~np.isfinite(entry))
     finite = np.ones(len(lengths), dtype=np.bool_)
     finite[np.searchsorted(np.cumsum(lengths), wrong, side="right")] = False
@@ -114,14 +115,14 @@ def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> 
 
 
 def _group_relative(config: Config, scores: Scores) -> Tensor:
-    """[groups, samples]: each reward compared with those of its group."""
+    """[groups, samples], float32: each reward compared with those of its group."""
     if scores.parts is not None and scores.weights is not None:
         return gdpo_advantages(scores.parts, scores.weights)
     return _relative_to_group(config, scores.rewards)
 
 
 def _relative_to_group(config: Config, rewards: Tensor) -> Tensor:
-    """[groups, samples]: reward minus baseline, over a standard deviation if configured."""
+    """[groups, samples], float32, to advantages: reward minus baseline, over a standard deviation if configured."""
     grpo = config.grpo
     return group_advantages(
         rewards,

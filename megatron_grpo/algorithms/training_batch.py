@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
 
     Args:
         config: layouts and minibatches, and what is left out of the loss.
-        groups: of the step.
+        groups: rollouts of the step, a group for each prompt.
         rollouts: whose workers put the shards into the object store.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
@@ -46,24 +47,28 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
 
 
 def assign(config: Config, batch: StepBatch) -> list[NDArray[np.int64]]:
-    """The numbers of the sequences of each shard, ascending.
+    """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
 
     Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
-    in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones.
+    in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones; and with
+    minibatches of its own, what lies between two ends of minibatches of either model is levelled: no replica is without
+    a sequence in any minibatch.
     """
     policy, value = config.policy, config.value_model
-    replicas = policy.parallel.data
-    shards = replicas if value is None else math.lcm(replicas, value.parallel.data)
+    trained = [policy] if value is None else [policy, value]
+    shards = math.lcm(*(model.parallel.data for model in trained))
     if shards == 1:
         return [np.arange(len(batch))]
+    sizes = [model.train_global_batch_samples or len(batch) for model in trained]
+    ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
     members: list[list[int]] = [[] for _ in range(shards)]
-    for numbers in batch.minibatches(policy.train_global_batch_samples or len(batch)):
+    for start, end in pairwise([0, *ends]):
         plan = plan_microbatches(
-            batch.lengths[numbers],
-            data_parallel=min(shards, len(numbers)),
+            batch.lengths[start:end],
+            data_parallel=shards,
             microbatch_tokens=policy.microbatch_tokens,
             pad_to_multiple=policy.parallel.sequence_multiple,
         )
         for shard, microbatches in enumerate(plan):
-            members[shard] += [int(numbers[index]) for microbatch in microbatches for index in microbatch]
+            members[shard] += [start + index for microbatch in microbatches for index in microbatch]
     return [np.array(sorted(one), dtype=np.int64) for one in members]

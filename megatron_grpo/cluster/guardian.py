@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import psutil
@@ -74,16 +75,31 @@ def _left(driver: int, started: set[psutil.Process], cleaned_up: bool) -> set[ps
 
 
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
-    """Those of the known processes that live, with all their children, and all children of the driver."""
-    family: set[psutil.Process] = set()
-    roots = list(known)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        roots.append(psutil.Process(driver))
-    for root in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
-                family |= {root, *root.children(recursive=True)}
+    """The known processes that still live, with all their children, and all children of the driver."""
+    children = _children()
+    waiting = [process for process in known if _lives(process)]
+    family = set(waiting)
+    waiting += children[driver]
+    while waiting:
+        process = waiting.pop()
+        family.add(process)
+        waiting += [child for child in children[process.pid] if child not in family]
     return {process for process in family if process.pid not in (driver, os.getpid())}
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _children() -> defaultdict[int, list[psutil.Process]]:
+    """The children of every process on this machine, by its pid; looked up once, as each look is at all processes."""
+    children = defaultdict(list)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children[process.ppid()].append(process)
+    return children
 
 
 if __name__ == "__main__":

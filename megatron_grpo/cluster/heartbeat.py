@@ -178,7 +178,7 @@ def requests_file(folder: Path, name: str) -> Path:
 
     Args:
         folder: where heartbeat files are.
-        name: of the process.
+        name: name of the process, like "policy rank 0".
     """
     return folder / f"{file_stem(name)}.requests"
 

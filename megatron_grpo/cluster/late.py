@@ -164,7 +164,7 @@ def _belongs(name: str, processes: Iterable[str]) -> bool:
 
 
 def _described(found: Sequence[Whereabouts]) -> list[str]:
-    """Those in trouble first, and no more than fit a message."""
+    """What is known of late processes, those in trouble first, and no more than fit a message."""
     ordered = sorted(found, key=lambda one: not one.hangs)
     parts = [str(one) for one in ordered[:DESCRIBED]]
     if len(ordered) > DESCRIBED:

@@ -72,7 +72,7 @@ class Phases:
         self._lock.release()
 
     def current(self) -> tuple[Phase, ...]:
-        """Those that the process is in, the first entered first; calls in the phase of another are counted with it."""
+        """The phases that the process is in, first entered first; calls in the phase of another are counted with it."""
         found: dict[str, Phase] = {}
         with self._lock:
             for name, since in self._active.values():

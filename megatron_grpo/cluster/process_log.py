@@ -40,15 +40,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ProcessLog:
-    """What this process has open for its log."""
+    """What a process has open for its log."""
 
     folder: Path
-    """Of all logs of the run."""
+    """Folder in which every process of the run logs."""
     name: str
-    """Of this process."""
+    """Name of the process that logs, like "policy rank 0"."""
     pid: int
     stream: TextIO
-    """The open file."""
+    """The log file, open for writing."""
     handler: logging.Handler
     heartbeat: HeartbeatWriter
 
@@ -57,7 +57,7 @@ _current: ProcessLog | None = None
 
 
 def current_log() -> ProcessLog | None:
-    """This process's log; None: it has none, as in tests of a part."""
+    """The log of the calling process; None: it has none, as in tests of a part."""
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
@@ -65,8 +65,8 @@ def log_file(folder: Path, name: str) -> Path:
     """Where a process logs.
 
     Args:
-        folder: of the run's logs.
-        name: of the process, like "policy rank 0".
+        folder: folder of the run's logs.
+        name: name of the process, like "policy rank 0".
     """
     return folder / f"{file_stem(name)}.log"
 
@@ -104,7 +104,7 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
     """Log this process as the driver while the body runs, and let the processes that it starts there log beside it.
 
     Args:
-        run_dir: folder of the run.
+        run_dir: the run's folder; logs go into a folder in it.
         level: "debug", "info" or "warning".
 
     Yields:

@@ -59,10 +59,11 @@ class EnvironmentConfig(Section):
     the only function there is. With several and null, nothing says what is correct, and there is no accuracy."""
 
     num_workers: Positive = 1
-    """Ray actors that score in parallel."""
+    """Processes that score in parallel; at least one for each rollout worker."""
 
     timeout_s: Seconds = 600.0
-    """Deadline for scoring one batch."""
+    """Deadline of one call of a process, which scores what has gathered while it was busy; past it the process is
+    replaced, and the responses are scored once more, one by one."""
 
     def weights_by_function(self) -> dict[str, float]:
         """Weight of each reward function, by the last part of its path."""

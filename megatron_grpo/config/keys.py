@@ -56,7 +56,7 @@ class Group:
     """Dotted; empty for the top level. Of one that GRPO and PPO share, the name in GRPO."""
     doc: str
     keys: tuple[Key, ...]
-    """Its own leaves, without those of the sections below it."""
+    """Keys of the section itself, without those of the sections below it."""
     shared: bool = False
     """Whether GRPO and PPO share it."""
 
@@ -103,11 +103,11 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
     """The groups of a section.
 
     Args:
-        section: its dataclass.
-        prefix: of its keys.
-        doc: what it is.
-        defaults: the section as the one above it makes it.
-        among: names of its fields that are looked at; None: all.
+        section: dataclass of the section.
+        prefix: what the names of the section's keys begin with, its dot included; empty for the top level.
+        doc: one sentence that says what the section is.
+        defaults: the section with its default values, as the section around it makes it.
+        among: names of the section's fields that are looked at; None: all.
     """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)

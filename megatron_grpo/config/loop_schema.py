@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ class EarlyStopConfig(Section):
     """Validation metric that decides."""
 
     higher_is_better: bool = True
-    """Direction of metric_name."""
+    """Whether a higher metric_name is an improvement; false: a lower one is."""
 
     threshold: float | None = None
     """End when the metric reaches this; null is off."""
@@ -65,10 +65,10 @@ class LoopConfig(Section):
     the value model's loss, and of what advantages are normalised over."""
 
     advantage_clip_low: Annotated[float, Field(le=0)] | None = None
-    """Advantages below are raised to this; null is no bound."""
+    """Advantages below this are raised to it; null is no bound."""
 
     advantage_clip_high: Annotated[float, Field(ge=0)] | None = None
-    """Advantages above are lowered to this; null is no bound."""
+    """Advantages above this are lowered to it; null is no bound."""
 
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
@@ -116,3 +116,23 @@ class LoopConfig(Section):
 
     seed: Seed = 42
     """Seed of everything random in the run."""
+
+    has_value_model: ClassVar[bool] = False
+    """Whether the algorithm trains a value model beside the policy."""
+    passes_name: ClassVar[str]
+    """Key of the algorithm's section that says how often the optimizer passes over the samples of a step."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the optimizer over the samples of a step."""
+        return int(getattr(self, self.passes_name))
+
+    @property
+    def observes_reference(self) -> bool:
+        """Whether the distance to a reference policy is reported also where no penalty needs it."""
+        return False
+
+    @property
+    def steps_without_policy(self) -> int:
+        """Steps at the beginning in which the policy does not learn."""
+        return 0

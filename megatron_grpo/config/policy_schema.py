@@ -107,7 +107,8 @@ class PolicyConfig(Section):
     """Samples of one optimizer step; null: all samples of the step. Must divide them."""
 
     logprob_microbatch_tokens: Positive | None = None
-    """The same for passes that only compute log-probabilities; null: microbatch_tokens."""
+    """Most tokens of a microbatch, padding included, in passes that only compute log-probabilities; null:
+    microbatch_tokens."""
 
     logprob_chunk_size: Positive | None = None
     """Tokens whose log-probabilities are computed at once; smaller needs less memory, null is all at once."""

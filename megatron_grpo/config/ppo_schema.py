@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -75,6 +75,17 @@ class PPOConfig(LoopConfig):
 
     calculate_advantages_on_gpu: bool = False
     """Estimate advantages on the first GPU that the driver sees, which a rank uses too, instead of on the CPU."""
+
+    has_value_model: ClassVar[bool] = True
+    passes_name: ClassVar[str] = "ppo_epochs"
+
+    @property
+    def observes_reference(self) -> bool:
+        return not self.skip_reference_policy_logprobs_calculation
+
+    @property
+    def steps_without_policy(self) -> int:
+        return self.policy_training_start_step
 
 
 @dataclass(kw_only=True)

@@ -18,16 +18,16 @@ class RewardScalingConfig(Section):
     """Whether rewards are scaled."""
 
     source_min: float = 0.0
-    """Rewards below are raised to this."""
+    """Rewards below this are raised to it."""
 
     source_max: float = 1.0
-    """Rewards above are lowered to this."""
+    """Rewards above this are lowered to it."""
 
     target_min: float = 0.0
-    """What source_min becomes."""
+    """Reward that source_min is mapped to."""
 
     target_max: float = 1.0
-    """What source_max becomes."""
+    """Reward that source_max is mapped to."""
 
 
 @dataclass(kw_only=True)

@@ -12,10 +12,10 @@ from megatron_grpo.config.section import NonNegative, Positive, Seconds, Section
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
-    """The machines of the run."""
+    """The machines that a run has."""
 
     num_nodes: Positive = 1
-    """Machines."""
+    """Number of machines."""
 
     gpus_per_node: NonNegative = 0
     """GPUs of each machine; 0: run on CPU."""
@@ -47,10 +47,10 @@ class CheckpointingConfig(Section):
     """Metric that ranks checkpoints."""
 
     higher_is_better: bool = True
-    """Direction of metric_name."""
+    """Whether a higher metric_name makes a better checkpoint; false: a lower one does."""
 
     resume: str = "auto"
-    """auto: the newest complete checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
+    """auto: the newest intact checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
     else the path of a checkpoint, from which a run_dir begins that has none of its own yet. A job that may be queued
     again needs auto or such a path."""
 
@@ -63,7 +63,7 @@ class WandbConfig(Section):
     """Whether metrics go to W&B (needs the wandb package)."""
 
     project: str = "megatron_grpo"
-    """Project name."""
+    """Project that the run appears in on W&B."""
 
     name: str | None = None
     """Run name; null: the name of the run directory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
@@ -77,6 +77,8 @@ class GRPOConfig(LoopConfig):
     num_iterations: Positive = 1
     """Passes of the optimizer over the samples of a step (mu)."""
 
+    passes_name: ClassVar[str] = "num_iterations"
+
 
 @dataclass(kw_only=True)
 class Config(Section):
@@ -114,13 +116,14 @@ class Config(Section):
     @property
     def loop(self) -> LoopConfig:
         """The section of the algorithm that runs."""
-        return self.ppo if self.algorithm == "ppo" else self.grpo
+        section = getattr(self, self.algorithm)
+        assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
+        return section
 
     @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is loaded at all: for a penalty, or for PPO to report the distance to it."""
-        observed = self.algorithm == "ppo" and not self.ppo.skip_reference_policy_logprobs_calculation
-        return observed or self.loss_fn.reference_policy_kl_penalty > 0
+        return self.loop.observes_reference or self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def needs_prev_logprobs(self) -> bool:
@@ -135,7 +138,7 @@ class Config(Section):
     @property
     def value_model(self) -> PolicyConfig | None:
         """The value model as its ranks build and train it; None: the algorithm has none."""
-        if self.algorithm != "ppo":
+        if not self.loop.has_value_model:
             return None
         value, policy = self.value, self.policy
         return replace(
@@ -168,12 +171,12 @@ class Config(Section):
     @property
     def passes_key(self) -> str:
         """The key of passes_per_step, for messages."""
-        return "ppo.ppo_epochs" if self.algorithm == "ppo" else "grpo.num_iterations"
+        return f"{self.algorithm}.{self.loop.passes_name}"
 
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        return self.ppo.ppo_epochs if self.algorithm == "ppo" else self.grpo.num_iterations
+        return self.loop.passes
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -189,8 +192,7 @@ class Config(Section):
     @property
     def decay_steps(self) -> int:
         """Optimizer steps of the policy's learning-rate schedule."""
-        waiting = self.ppo.policy_training_start_step if self.algorithm == "ppo" else 0
-        steps = max(self.loop.max_num_steps - waiting, 1)
+        steps = max(self.loop.max_num_steps - self.loop.steps_without_policy, 1)
         return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
 
     @property

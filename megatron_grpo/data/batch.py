@@ -16,36 +16,36 @@ from torch import Tensor
 class TokenFields:
     """Everything that is known of each token; what a stage does not need, or has not been computed yet, is None.
 
-    All tensors have one shape: [tokens], sequences laid end to end, or [sequences, length], padded with zeros on the
-    right. An entry speaks of the token at its own place: `prev_logprobs[t]` is the log-probability of `token_ids[t]`
-    given what precedes it in its sequence, and 0 at the first token, which nothing predicts.
+    All tensors have one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
+    with zeros on the right. An entry speaks of the token at its own place: `prev_logprobs[t]` is the log-probability of
+    `token_ids[t]` given what precedes it in its sequence, and 0 at the first token, which nothing predicts.
     """
 
     token_ids: Tensor | None = None
-    """Vocabulary entries: int32 in storage, int64 in rectangles."""
+    """[...], int32 in storage, int64 in rectangles: vocabulary entries."""
     sampled: Tensor | None = None
-    """bool: drawn by the policy, rather than given."""
+    """[...], bool: whether the token was drawn by the policy, rather than given."""
     loss_mask: Tensor | None = None
-    """float32: 1 where the loss is taken, else 0."""
+    """[...], float32: 1 where the loss is taken, else 0."""
     generation_logprobs: Tensor | None = None
-    """float32: log-probability under which the engine drew the token; 0 where it was given."""
+    """[...], float32: log-probability under which the engine drew the token; 0 where it was given."""
     prev_logprobs: Tensor | None = None
-    """float32: under the policy at the start of the step, as the training framework computes it."""
+    """[...], float32: log-probability under the policy at the start of the step, in the training framework."""
     reference_logprobs: Tensor | None = None
-    """float32: under the reference policy."""
+    """[...], float32: log-probability under the reference policy, in the training framework."""
     advantages: Tensor | None = None
-    """float32; 0 where nothing was sampled."""
+    """[...], float32: advantage of the token; 0 where nothing was sampled."""
     positive: Tensor | None = None
-    """float32: 1 in the sampled tokens of correct responses."""
+    """[...], float32: 1 in the sampled tokens of correct responses, else 0."""
     values: Tensor | None = None
-    """float32: what the value model expected before the token, at the start of the step."""
+    """[...], float32: what the value model expected before the token, at the start of the step."""
     returns: Tensor | None = None
-    """float32: what the value model is to expect before the token."""
+    """[...], float32: what the value model is to expect before the token."""
     entropy: Tensor | None = None
-    """float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
+    """[...], float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
 
     def present(self) -> dict[str, Tensor]:
-        """The entries that are there, by name."""
+        """The entries that are not None by name, each [tokens] or [sequences, length]."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -55,7 +55,7 @@ class TokenFields:
 
 
 def given(entry: Tensor | None) -> Tensor:
-    """An entry of TokenFields that whoever asks for it knows to be there."""
+    """An entry of TokenFields, [tokens] or [sequences, length], that whoever asks for it knows to be there."""
     assert entry is not None, "an entry that was not computed or not fetched"
     return entry
 
@@ -80,7 +80,7 @@ class TokenBatch:
     lengths: list[int]
     """Tokens of each sequence."""
     fields: TokenFields
-    """Entries of shape [sum(lengths)]."""
+    """Entries of shape [sum(lengths)], the sequences laid end to end."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
@@ -104,6 +104,7 @@ class TokenBatch:
         """
         places = self.places(width)
 
+        # One scatter with places made on the host: a loop over the sequences would be a kernel launch for each.
         def padded(values: Tensor) -> Tensor:
             out = values.new_zeros(len(self) * width)
             out[places] = values
@@ -117,12 +118,13 @@ class TokenBatch:
         lengths = np.asarray(self.lengths, dtype=np.int64)
         longest = max(self.lengths, default=0)
         assert longest <= width, f"a sequence of {longest} tokens in {width} columns"
+        # A token keeps its distance from the start of its sequence: what moves is the start, from flat to its row's.
         starts = np.arange(len(lengths), dtype=np.int64) * width
         return torch.from_numpy(np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum()))
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each sequence begins when sequences of these lengths lie end to end."""
+    """[sequences], int64, of lengths to starts: where each sequence begins when they lie end to end."""
     return np.cumsum(lengths) - lengths
 
 
@@ -130,12 +132,13 @@ def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -
     """Places of the tokens of some sequences, one sequence after the other.
 
     Args:
-        lengths: [all sequences], tokens of each; they lie end to end.
-        sequences: [chosen], numbers of the wanted ones.
+        lengths: [sequences], integers: tokens of every sequence; the sequences lie end to end.
+        sequences: [chosen], integers: numbers of the wanted sequences.
 
     Returns:
-        [tokens of the chosen], indices into the flat entries of all.
+        [tokens of the chosen], int64: indices into the flat entries of all sequences.
     """
+    # Arithmetic on whole arrays: a Python loop over 16,384 sequences would cost more than fetching their tokens.
     all_lengths = lengths.astype(np.int64)
     chosen = all_lengths[sequences]
     return np.repeat(_starts(all_lengths)[sequences] - _starts(chosen), chosen) + np.arange(chosen.sum())
@@ -146,9 +149,9 @@ class Shard:
     """Some sequences of a step, whose tokens lie together in the object store."""
 
     sequences: NDArray[np.int64]
-    """Their numbers in the step, ascending."""
+    """[sequences], int64: numbers in the step of the shard's sequences, ascending."""
     fields: dict[str, Any]
-    """By name of an entry of `STORED_DTYPES`: reference (Ray's) to one array over the shard's tokens."""
+    """Ray's reference to one array, [tokens of the shard], by name of the entry (`STORED_DTYPES`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,15 +162,15 @@ class StepBatch:
     """
 
     lengths: NDArray[np.int64]
-    """[sequences], tokens of each, prompt included."""
+    """[sequences], int64: tokens of each, prompt included."""
     response_tokens: NDArray[np.int64]
-    """[sequences], sampled tokens of each."""
+    """[sequences], int64: sampled tokens of each."""
     in_loss: NDArray[np.bool_]
-    """[sequences]: whether the loss is taken over the sampled tokens."""
+    """[sequences], bool: whether the loss is taken over the sampled tokens."""
     positive: NDArray[np.bool_] | None = None
-    """[sequences]: whether the response is correct; None: nobody asks."""
+    """[sequences], bool: whether the response is correct; None: nobody asks."""
     advantages: NDArray[np.float32] | None = None
-    """[sequences]: advantage of all sampled tokens of a response; None: it differs by token, and is in the shards."""
+    """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
     shards: list[Shard] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -179,7 +182,7 @@ class StepBatch:
         return int(self.response_tokens[self.in_loss].sum())
 
     def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Numbers of the sequences of one optimizer step after the other, neighbours together."""
+        """[sequences], int64, of one optimizer step after the other: numbers of its sequences, neighbours together."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
 
@@ -189,31 +192,33 @@ class ReplicaWork:
     """What one model replica computes on in one call: sequences of its shards, in microbatches."""
 
     shards: list[dict[str, Any]]
-    """Of each shard the references to its entries, by name."""
+    """For each shard, Ray's references to its entries by name."""
     shard_lengths: list[NDArray[np.int64]]
-    """Of each shard the tokens of its sequences."""
+    """For each shard, [sequences of the shard], int64: tokens of each sequence."""
     rows: NDArray[np.int64]
-    """[sequences], the wanted ones among those of all shards, counted through."""
+    """[sequences], int64: places of the wanted sequences among those of all shards, counted through."""
     microbatches: list[list[int]]
-    """Indices into `rows`."""
+    """For each microbatch, the indices of its sequences in `rows`."""
     in_loss: NDArray[np.bool_]
-    """[sequences] of `rows`: whether the loss is taken over the response."""
+    """[sequences], bool, in the order of `rows`: whether the loss is taken over the response."""
     positive: NDArray[np.bool_] | None
-    """[sequences] of `rows`: whether the response is correct; None: nobody asks."""
+    """[sequences], bool, in the order of `rows`: whether the response is correct; None: nobody asks."""
     advantages: NDArray[np.float32] | None
-    """[sequences] of `rows`: advantage of the response; None: it is in the shards, or is not needed."""
+    """[sequences], float32, in the order of `rows`: advantage of the response; None: in the shards, or not needed."""
 
     def token_batch(self, stored: list[dict[str, NDArray[Any]]]) -> TokenBatch:
         """The sequences of `rows` in their order, with the entries that were fetched and those that follow from them.
 
         Args:
-            stored: of each shard its arrays by name, every shard the same names.
+            stored: for each shard its arrays by name, [tokens of the shard], in the types of `STORED_DTYPES`; every
+                shard has entries of equal names.
         """
         lengths = np.concatenate(self.shard_lengths)
         places = token_places(lengths, self.rows)
         chosen_lengths = lengths[self.rows]
         arrays = {name: np.concatenate([one[name] for one in stored])[places] for name in stored[0]}
         made = TokenFields(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        # What is one number a response travels as that, and becomes one a token only here, on the rank.
         if made.sampled is not None:
             made.loss_mask = self._spread(self.in_loss, chosen_lengths, made.sampled)
             if self.positive is not None:

@@ -13,7 +13,7 @@ def read_prompts(path: str | Path, spec: TaskDataSpec, *, task_names: set[str]) 
     """All rows of a JSONL file of prompts; blank lines are skipped.
 
     Args:
-        path: the file.
+        path: the JSONL file of prompts.
         spec: names of the columns, and the task of rows without a task_name column.
         task_names: tasks that have an environment.
 

@@ -20,7 +20,7 @@ class PromptData:
     """What a run reads from its files of prompts."""
 
     loader: PromptLoader
-    """Of the training prompts."""
+    """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
     eos_token_id: int | None
     notes: list[str]

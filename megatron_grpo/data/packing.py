@@ -45,23 +45,24 @@ def plan_microbatches(
     Takes O(n log n) time for n sequences: a few microseconds for each.
 
     Args:
-        lengths: [sequences], tokens of each sequence.
-        data_parallel: ranks.
+        lengths: [sequences], integers: tokens of each sequence.
+        data_parallel: data-parallel ranks, each of which gets as many microbatches as every other.
         microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: widths are multiples of this.
+        pad_to_multiple: columns that widths of rectangles are multiples of.
 
     Returns:
-        For each rank its microbatches, each a list of indices into `lengths`. Every sequence is in exactly one; every
-        rank has the same number of microbatches, none empty. The same arguments give the same plan.
+        For each rank its microbatches, each a list of indices into `lengths`. Every sequence is in exactly one; ranks
+        have equally many microbatches, none empty. Equal arguments give equal plans.
 
     Raises:
-        ValueError: the sequences cannot give every rank the same number of microbatches. Any multiple of
-            `data_parallel` sequences can.
+        ValueError: the sequences cannot give all ranks equally many microbatches. Any multiple of `data_parallel`
+            sequences can.
     """
     if len(lengths) < max(data_parallel, 1):
         raise ValueError(f"{len(lengths)} sequences do not give each of {data_parallel} data-parallel ranks one")
     order, widths = _by_length(lengths, pad_to_multiple)
     fewest = _count(widths, microbatch_tokens)
+    # Rounded up to a multiple: ranks that meet in a collective for every microbatch must have equally many.
     microbatches = math.ceil(fewest / data_parallel) * data_parallel
     if microbatches > len(lengths):
         raise ValueError(
@@ -98,6 +99,7 @@ def _count(widths: list[int], area: int) -> int:
 
 def _cut(widths: list[int], area: int) -> list[_Microbatch]:
     """Rectangles of at most `area`, in order of `start`; a sequence that is wider gets its own."""
+    # Widths descend, so the first sequence of a rectangle is its widest; only the very last may lack sequences.
     return [
         _Microbatch(start, min(count, len(widths) - start), widths[start])
         for first, count, rectangles in _stretches(widths, area)
@@ -107,6 +109,7 @@ def _cut(widths: list[int], area: int) -> list[_Microbatch]:
 
 def _smallest_area(widths: list[int], microbatches: int, largest: int) -> int:
     """The least area with which `_cut` makes no more than `microbatches`; `largest` is known to do."""
+    # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
     low, high = 1, largest
     while low < high:
         middle = (low + high) // 2
@@ -162,10 +165,10 @@ def plan_replica(
     """The microbatches of one replica whose sequences are settled, largest first.
 
     Args:
-        lengths: [sequences], tokens of each sequence, at least one.
+        lengths: [sequences], integers: tokens of each sequence; at least one sequence.
         microbatches: how many there are to be; a replica with fewer sequences makes one of each.
         microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: widths are multiples of this.
+        pad_to_multiple: columns that widths of rectangles are multiples of.
 
     Returns:
         Indices into `lengths`, microbatch by microbatch.
@@ -182,15 +185,18 @@ def fewest_microbatches(
     """How many microbatches of at most `microbatch_tokens` sequences of these lengths need.
 
     Args:
-        lengths: [sequences], tokens of each sequence.
+        lengths: [sequences], integers: tokens of each sequence.
         microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: widths are multiples of this.
+        pad_to_multiple: columns that widths of rectangles are multiples of.
     """
     return _count(_by_length(lengths, pad_to_multiple)[1], microbatch_tokens)
 
 
 def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: int) -> tuple[list[int], list[int]]:
-    """Indices of the sequences, longest first and equals in their order, and the padded width of each."""
+    """[sequences], integers, to the indices of the sequences, longest first, and the padded width of each.
+
+    Sequences of equal length stay in their order.
+    """
     tokens = lengths if isinstance(lengths, Sequence) else lengths.tolist()
     order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)  # stable: equals by index
     rounded_up = {length: math.ceil(max(length, 1) / pad_to_multiple) * pad_to_multiple for length in set(tokens)}

@@ -10,12 +10,12 @@ class PreparedPrompts:
     """Files of prompts that megatron_grpo.prepare makes."""
 
     rows: dict[str, int]
-    """By name of the file."""
+    """Number of rows by name of the file."""
     columns: tuple[str, ...]
     task: str
     """task_name of every row."""
     prompt_tokens: int
-    """Of every prompt, without a chat template; the tokenizer has none."""
+    """Tokens of every prompt, without a chat template; the tokenizer has none."""
 
 
 PREPARED_PROMPTS = {
@@ -26,4 +26,4 @@ PREPARED_PROMPTS = {
         prompt_tokens=6,
     )
 }
-"""By prepare.name."""
+"""The prompts that each prepare.name makes."""

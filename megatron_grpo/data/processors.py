@@ -23,7 +23,7 @@ def math_data_processor(
         task_data_spec: names of the columns and how the prompt is rendered.
         tokenizer: a Hugging Face tokenizer.
         max_seq_length: prompts of more tokens get loss_multiplier 0; they keep their tokens.
-        idx: row number.
+        idx: number of the row in the data, which the prompt is known by.
 
     Returns:
         The prompt; extra_env_info holds the row's other columns as they are and, where there is a reference answer,

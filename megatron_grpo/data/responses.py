@@ -27,9 +27,9 @@ class GenerationRequest:
     """One response to sample."""
 
     prompt_ids: NDArray[np.int32]
-    """[prompt tokens]."""
+    """[prompt tokens], int32: everything that the response follows."""
     seed: int
-    """Of this request alone, so that what is drawn does not depend on what else is in flight."""
+    """Seed of the one request, so that what is drawn does not depend on what else is in flight."""
     max_new_tokens: int
     """At most this many, and at most the settings' max_new_tokens."""
 
@@ -39,9 +39,9 @@ class GenerationOutput:
     """One sampled response."""
 
     token_ids: NDArray[np.int32]
-    """[response tokens], the stop token included when one was sampled."""
+    """[response tokens], int32: sampled tokens, the stop token included when one was sampled."""
     logprobs: NDArray[np.float32]
-    """[response tokens], under the distribution that each token was drawn from."""
+    """[response tokens], float32: log-probabilities under the distribution that each token was drawn from."""
     text: str
     stop_reason: StopReason
     spans: list[Span]

@@ -42,7 +42,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
     the JSON lines that earlier versions wrote.
 
     Args:
-        run_dir: folder of the run.
+        run_dir: the run's folder, which has the folder of rollouts in it.
         step: only of this step; None: of all, in their order.
 
     Raises:
@@ -59,7 +59,7 @@ def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[Trajectory]]
     """Write trajectories as Parquet, compressed with zstd; the file appears when it is complete.
 
     Args:
-        file: where to.
+        file: Parquet file to write; an existing one is replaced.
         groups: each with the number that its trajectories get as `group`.
     """
     import pyarrow.parquet as pq
@@ -106,6 +106,7 @@ def _table(rows: Sequence[tuple[int, Trajectory]]) -> pa.Table:
     import pyarrow as pa
 
     def lists(arrays: list[np.ndarray]) -> pa.ListArray:
+        """Arrays [tokens of a rollout] of one dtype as a column of lists, without a Python object for each number."""
         ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
         return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
 
@@ -143,6 +144,7 @@ def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _arrays(token_ids: Any, logprobs: Any) -> dict[str, np.ndarray]:
+    """token_ids [tokens], int32, and logprobs [sampled tokens], float32, of one rollout, by name."""
     return {"token_ids": np.asarray(token_ids, dtype=np.int32), "logprobs": np.asarray(logprobs, dtype=np.float32)}
 
 

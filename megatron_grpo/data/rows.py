@@ -34,20 +34,20 @@ class FileReport:
     """What a file of prompts holds."""
 
     rows: int = 0
-    """Blank lines do not count."""
+    """Number of rows, blank lines not counted."""
     tasks: set[str] = field(default_factory=set)
-    """Environments that its rows are for."""
+    """Names of the environments that the file's rows are for."""
     alike: bool = True
-    """Whether all prompts are the same."""
+    """Whether all prompts of the file are equal."""
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong with them, each under its file:line."""
+    """What is wrong with rows, each problem under its file:line."""
 
 
 def examine(path: Path, data: RowFormat, environments: Mapping[str, str]) -> FileReport:
     """Read a file of prompts line by line.
 
     Args:
-        path: the file.
+        path: the JSONL file of prompts.
         data: names of the columns, and the task of rows without a task_name column.
         environments: type of each, by task name.
     """

@@ -20,7 +20,7 @@ class EnvironmentRequest:
     """Everything that the model wrote; of several turns, one after the other."""
     stop_reason: StopReason
     extra_env_info: dict[str, Any]
-    """Of the prompt (`DatumSpec`)."""
+    """What the prompt's row says beside the prompt (`DatumSpec`): other columns, the reference answer."""
     state: Any = None
     """What the environment's `reset` and `step` made of this rollout; None in an environment of a single turn."""
 
@@ -30,14 +30,15 @@ class EnvironmentReturn:
     """The score of one response."""
 
     reward: float | None
-    """None: nobody had an opinion, and nothing is learnt from the response."""
+    """Reward of the response; None: nobody had an opinion, and nothing is learnt from the response."""
     correct: bool | None
-    """None: the environment cannot say."""
+    """Whether the response is correct; None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
 
 
 def _no_tokens() -> NDArray[np.int32]:
+    """[0], int32: an observation of nothing."""
     return np.empty(0, dtype=np.int32)
 
 
@@ -50,7 +51,7 @@ class Turn:
     state: Any = None
     """What the environment wants back in its next call about this rollout; travels between processes."""
     observation: NDArray[np.int32] = field(default_factory=_no_tokens)
-    """[tokens], what the model reads before it goes on; appended to the sequence as it is, and never trained on."""
+    """[tokens], int32: what the model reads before it goes on; appended to the sequence as it is, never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class ScoringJob:
 
     @property
     def requests(self) -> list[EnvironmentRequest]:
-        """One for each sample."""
+        """A request for each sample of the job."""
         return [
             EnvironmentRequest(
                 prompt=self.prompt,
@@ -78,7 +79,7 @@ class ScoringJob:
         ]
 
     def singly(self) -> list[ScoringJob]:
-        """A job for each sample."""
+        """The job taken apart: a job for each of its samples."""
         return [
             ScoringJob(
                 prompt=self.prompt,

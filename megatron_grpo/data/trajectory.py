@@ -26,25 +26,25 @@ class Outcome:
     """Everything about one rollout but its tokens and its text: what the driver keeps of it."""
 
     prompt_idx: int
-    """Row of the dataset."""
+    """Row of the dataset that the prompt comes from."""
     group: int
     """Which prompt of the step's batch: the samples of one prompt share it."""
     sample: int
-    """Which sample of its group."""
+    """Which sample of the prompt's group."""
     tokens: int
     """Length of the whole sequence, prompt and responses."""
     response_tokens: int
-    """Sampled tokens among them."""
+    """Sampled tokens of the sequence."""
     truncated: bool
     """Whether the response was cut off by a length limit."""
     version: int
-    """Newest weight version that sampled a token of it; -1 when none was sampled."""
+    """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
     reward: float | None = 0.0
-    """None: nobody had an opinion, or the rollout failed. It is then left out of baselines and loss."""
+    """Reward of the rollout; None: nobody had an opinion, or it failed, and baselines and loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     correct: bool | None = False
-    """None: the environment cannot say."""
+    """Whether the response is correct; None: the environment cannot say."""
     loss_multiplier: float = 1.0
     """0 leaves the rollout out of the loss."""
     failure: str | None = None

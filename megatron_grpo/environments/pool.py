@@ -20,11 +20,11 @@ class EnvironmentHandle:
     """Processes of one environment that one rollout worker has for itself. Travels to it, and is light to import."""
 
     name: str
-    """Task name."""
+    """Task name of the environment."""
     timeout_s: float
-    """Deadline of one call."""
+    """Deadline of one call of a process, in seconds."""
     processes: list[Any]
-    """Actors of `EnvironmentWorker`."""
+    """Ray actors (`EnvironmentWorker`), each with the environment in a process of its own."""
     config: bytes = field(repr=False)
     """The environment's configuration, pickled: a worker that replaces no process need not import its classes."""
 

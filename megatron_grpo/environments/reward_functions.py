@@ -28,8 +28,8 @@ class RewardFunctionEnvironment(Environment):
     one assistant message. A column that a row lacks is None there.
 
     Args:
-        functions: by name.
-        weights: of the same names.
+        functions: the reward functions by name.
+        weights: factor of each function's reward in the sum, by name of the function.
         correctness: name of the function whose reward above 0 makes a response correct, and whose None leaves it open;
             None: no function says it.
     """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import psutil
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
+Result = TypeVar("Result")
+
 CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
@@ -37,6 +41,9 @@ FIRST_VERSION = 0
 
 PACE_S = 0.02
 """Responses that come within this time of each other leave together: few large messages instead of many small ones."""
+
+DEATH_CHECK_S = 1.0
+"""Seconds between two looks at whether vLLM's processes are still there, while they are waited for."""
 
 GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
@@ -71,8 +78,14 @@ class VllmEngine:
         self._entry = asyncio.Lock()
 
     @phase("start")
-    async def start(self) -> None:
-        """Start the processes, load the weights of the model folder and run one small batch."""
+    async def start(self) -> dict[str, float]:
+        """Start the processes, load the weights of the model folder and run one small batch.
+
+        Returns:
+            Seconds by part: "imports" of vLLM in this process; "processes": starting the others and loading weights;
+            "warm_up": the batch.
+        """
+        times = [time.monotonic()]
         os.environ[ENGINE_MARKER] = self._name
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -82,13 +95,18 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        times.append(time.monotonic())
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
         forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
+        times.append(time.monotonic())
         await self._warm_up()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
+        times.append(time.monotonic())
+        parts = ("imports", "processes", "warm_up")
+        return {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -100,8 +118,8 @@ class VllmEngine:
         come while others are in flight join them.
 
         Args:
-            requests: what to sample.
-            settings: how.
+            requests: the responses to sample, each with its prompt and seed.
+            settings: temperature, filters and stop conditions of all requests.
             call: name of this call among those in flight, for `abort`.
 
         Yields:
@@ -140,8 +158,8 @@ class VllmEngine:
         """Join every worker to the refit's groups.
 
         Args:
-            rendezvous: fields of refit.channel.Rendezvous.
-            first_receiver: workers of the engines before this one.
+            rendezvous: fields of refit.broadcast.channel.Rendezvous, by name.
+            first_receiver: number of workers that the engines before this one have together.
         """
         await self._on_workers("connect_refit", rendezvous, first_receiver)
 
@@ -156,8 +174,8 @@ class VllmEngine:
         """Serve what was received, under this version."""
         llm = await self._parked()
         with _deaths_explained():
-            await llm.update_weight_version(str(version))
-            await llm.reset_prefix_cache()
+            await _while_alive(llm, llm.update_weight_version(str(version)))
+            await _while_alive(llm, llm.reset_prefix_cache())
         self._unusable = None
 
     def shutdown(self) -> None:
@@ -175,7 +193,7 @@ class VllmEngine:
         """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""
         llm = await self._parked()
         with _deaths_explained():
-            problems = await llm.collective_rpc(method, args=args)
+            problems = await _while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
 
@@ -198,7 +216,7 @@ class VllmEngine:
                 queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
                 if self._parking is not None:
                     self._parking = None
-                    await self._llm.resume_generation()
+                    await _while_alive(self._llm, self._llm.resume_generation())
             except BaseException:
                 self._in_flight -= len(requests)
                 raise
@@ -252,7 +270,7 @@ class VllmEngine:
     async def _park(self) -> None:
         assert self._llm is not None
         with _deaths_explained():
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await _while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
 
     async def _warm_up(self) -> None:
         # The first batch allocates and compiles; a full one, so that the first real one does not.
@@ -260,6 +278,18 @@ class VllmEngine:
         batch = [request] * self._settings.config.engine.max_num_seqs
         async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
             pass
+
+
+async def _while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    task = asyncio.create_task(call)
+    while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
+        if llm.errored:
+            task.cancel()
+            raise EngineDeadError
+    return task.result()
 
 
 @contextmanager
@@ -371,7 +401,8 @@ class _Arrivals:
         """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
         await self._some.wait()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all.wait(), PACE_S)
+            async with asyncio.timeout(PACE_S):
+                await self._all.wait()
         self._some.clear()
 
 

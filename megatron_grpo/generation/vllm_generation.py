@@ -54,6 +54,8 @@ class VllmGeneration(GenerationInterface):
         self._started_at = 0.0
         self._engines: list[Any] = []
         self._starting: list[ray.ObjectRef] = []
+        self.startup_s: list[dict[str, float]] = []
+        """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
 
     def start(self) -> None:
         """Begin to start every engine."""
@@ -69,7 +71,7 @@ class VllmGeneration(GenerationInterface):
             RuntimeError: an engine failed or the deadline passed; the message names the engine and the cause.
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
-        gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+        self.startup_s = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
 
     @property
     def engines(self) -> Sequence[Any]:
@@ -83,7 +85,7 @@ class VllmGeneration(GenerationInterface):
         return [getattr(engine, method).remote(*args) for engine in self._engines]
 
     def submit_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[ray.ObjectRef]:
-        """The same with arguments of its own for each engine."""
+        """Call a method of every engine actor with arguments of its own, without waiting; results by engine."""
         return [getattr(engine, method).remote(*args) for engine, args in zip(self._engines, arguments, strict=True)]
 
     def shutdown(self) -> None:

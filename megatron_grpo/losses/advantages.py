@@ -18,8 +18,9 @@ VARIANCE_FLOOR = 1e-8
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """Mean reward of each group: [groups, samples], NaN where there is none, to [groups, 1]."""
+    """Mean reward of each group: [groups, samples], floating point, NaN where there is none, to [groups, 1]."""
     given = ~rewards.isnan()
+    # At least one: a group that nobody rewarded has mean 0 rather than NaN, which would spread through the step.
     return _known(rewards).sum(dim=1, keepdim=True) / given.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -30,16 +31,22 @@ def leave_one_out_baseline(rewards: Tensor) -> Tensor:
         rewards: [groups, samples], floating point; NaN where there is none.
 
     Returns:
-        [groups, samples]: the mean reward of the group without the sample itself; 0 when there is no other.
+        [groups, samples], the dtype of the rewards: the mean reward of the group without the sample itself; 0 when
+        there is no other.
     """
     known = _known(rewards)
+    # The sum without the sample, rather than a sum of the others for each sample: n terms a group instead of n^2.
     others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
     return (known.sum(dim=1, keepdim=True) - known) / others.clamp(min=1)
 
 
 def group_std(rewards: Tensor) -> Tensor:
-    """Standard deviation of each group, divisor n - 1: [groups, samples], NaN where there is none, to [groups, 1]."""
+    """Standard deviation of each group, divisor n - 1: [groups, samples], floating point, to [groups, 1].
+
+    NaN stands where there is no reward, and takes no part.
+    """
     given = ~rewards.isnan()
+    # From centred rewards: the difference of mean square and squared mean loses all digits when rewards hardly differ.
     squares = torch.where(given, rewards - group_mean(rewards), torch.zeros_like(rewards)).square()
     variance = squares.sum(dim=1, keepdim=True) / (given.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     return variance.sqrt()
@@ -76,6 +83,7 @@ def group_advantages(rewards: Tensor, *, leave_one_out: bool, normalize: bool, o
     if normalize:
         std = group_std(exact.view(1, -1)) if over_batch else group_std(exact)
         advantages = advantages / (std + STD_EPSILON)
+    # A mean of equal rewards may be off by a rounding error, which the division by nearly 0 would blow up: zeros there.
     return torch.where(has_signal(rewards)[:, None], _known(advantages), torch.zeros_like(advantages)).to(rewards.dtype)
 
 
@@ -85,11 +93,11 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
     Args:
         parts: [functions, groups, samples], floating point; NaN where a function gave no reward. It then adds nothing
             to the sample, and takes no part in the mean and standard deviation of the group.
-        weights: [functions].
+        weights: [functions], floating point: factor of each function's normalised rewards.
 
     Returns:
-        [groups, samples]; exact zeros in a group that teaches nothing: no function tells its samples apart, or what
-        the functions say of them cancels out up to rounding.
+        [groups, samples], the dtype of the parts; exact zeros in a group that teaches nothing: no function tells its
+        samples apart, or what the functions say of them cancels out up to rounding.
 
     Raises:
         ValueError: fewer than two samples.
@@ -98,32 +106,34 @@ def gdpo_scores(parts: Tensor, weights: Tensor) -> Tensor:
         raise ValueError(f"advantages within a group need at least 2 samples per prompt, got {parts.shape[2]}")
     normalized = torch.stack([group_advantages(part, leave_one_out=False, normalize=True) for part in parts])
     terms = normalized * weights[:, None, None]
+    # Terms that cancel leave a rounding error, which the normalisation over the step would take for a difference.
     scores, size = terms.sum(dim=0), terms.abs().sum(dim=0).amax(dim=1, keepdim=True)
     return torch.where(scores.abs().amax(dim=1, keepdim=True) > CANCELLED * size, scores, torch.zeros_like(scores))
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
-    """`gdpo_scores` normalised over the step.
+    """The advantages of GDPO: the scores that `gdpo_scores` gives, normalised over all samples of the step.
 
     GDPO (Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization"): normalising the sum instead, as
     GRPO does, gives combinations of rewards with the same sum the same advantage, and lets the reward of the largest
     spread drown the others.
 
     Args:
-        parts: see `gdpo_scores`.
-        weights: [functions].
+        parts: [functions, groups, samples], floating point: rewards by function; NaN where a function gave none.
+        weights: [functions], floating point: factor of each function's normalised rewards.
 
     Returns:
-        [groups, samples], mean 0 and standard deviation 1 over the samples that some function scored, 0 for the
-        others; zeros everywhere when no group teaches anything.
+        [groups, samples], the dtype of the parts: mean 0 and standard deviation 1 over the samples that some function
+        scored, 0 for the others; zeros everywhere when no group teaches anything.
     """
     scores, scored = gdpo_scores(parts, weights), ~parts.isnan().all(dim=0)
+    # One row: the step is a group whose samples are all responses. NaN keeps those without a score out of its mean.
     whole_step = torch.where(scored, scores, torch.full_like(scores, torch.nan)).view(1, -1)
     return group_advantages(whole_step, leave_one_out=False, normalize=True).view_as(scores)
 
 
 def _known(values: Tensor) -> Tensor:
-    """The values, 0 in place of NaN."""
+    """Values of any shape, floating point, with 0 in place of NaN."""
     return torch.where(values.isnan(), torch.zeros_like(values), values)
 
 
@@ -131,12 +141,13 @@ def reward_to_go(token_rewards: Tensor, lengths: list[int]) -> Tensor:
     """Sum of the rewards of a token and all later ones of its response, undiscounted.
 
     Args:
-        token_rewards: [sum(lengths)], the responses laid end to end.
+        token_rewards: [sum(lengths)], floating point, the responses laid end to end.
         lengths: tokens of each response.
 
     Returns:
         [sum(lengths)], the dtype of the rewards.
     """
+    # Summed from the end within each response: subtracting a running total from the sum would lose the last digits.
     return torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in token_rewards.split(lengths)])
 
 
@@ -151,11 +162,11 @@ def reinforce_plus_plus_advantages(
     Args:
         rewards: [groups, samples], floating point; NaN where nobody gave one: its tokens take no part and get 0.
         lengths: tokens of each of the groups * samples responses.
-        token_penalty: [sum(lengths)]: what is subtracted for each token, coefficient included; None is nothing.
+        token_penalty: [sum(lengths)], floating point: subtracted for each token, coefficient included; None is nothing.
         minus_baseline: subtract the mean reward of the group first ("REINFORCE++ with baseline").
 
     Returns:
-        [sum(lengths)], the responses laid end to end.
+        [sum(lengths)], the dtype of the rewards, the responses laid end to end.
     """
     scored, exact = ~rewards.isnan(), rewards.double()  # in float32 the squares of large rewards are infinite
     if minus_baseline:
@@ -166,7 +177,7 @@ def reinforce_plus_plus_advantages(
         returns = returns - reward_to_go(token_penalty.to(returns.dtype), lengths)
     part, out = scored.flatten().repeat_interleave(counts), torch.zeros_like(returns)
     inside = returns[part]
-    if (inside != inside[:1]).any():
+    if (inside != inside[:1]).any():  # returns that are all equal teach nothing, and rounding must not say otherwise
         centered = inside - inside.mean()
         out[part] = centered * centered.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
     return out.to(rewards.dtype)

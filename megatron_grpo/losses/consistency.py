@@ -19,10 +19,14 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
     - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
 
     Args:
-        prev: log-probabilities under P, any shape, floating point; log ratios are cut off at MAX_LOG_RATIO.
-        generation: under G, same shape.
+        prev: log-probabilities under P, of any shape [...], floating point; log ratios are cut off at MAX_LOG_RATIO.
+        generation: log-probabilities under G, in the shape of `prev`, floating point.
+
+    Returns:
+        gen_kl_error, policy_kl_error and js_divergence_error, each one estimate a token in the shape of `prev`.
     """
     log_ratio = bounded(prev - generation)
+    # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
     ratio, ratio_minus_one = log_ratio.exp(), log_ratio.expm1()
     mixture = torch.log1p(ratio_minus_one / 2)  # log((1 + r) / 2), exact near r = 1
     return {
@@ -36,8 +40,8 @@ def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> flo
     """Share of the samples that importance-weighted averages amount to: (sum w)^2 / (n sum w^2) (Kish 1965).
 
     Args:
-        mean_weight: of the importance weights.
-        mean_squared_weight: of their squares.
+        mean_weight: mean of the importance weights over all samples.
+        mean_squared_weight: mean of the squared importance weights over all samples.
 
     Returns:
         1 when all weights are equal, down to 1/n when one sample has all the weight; 0 without any weight.
@@ -51,11 +55,11 @@ def inconsistent_sequences(
     """Find the responses whose mean token_mult_prob_error, exp(|prev - generation|), is too large.
 
     Args:
-        loss_mask: [sum(lengths)], 0 or 1.
-        prev: training log-probabilities, [sum(lengths)].
-        generation: sampling log-probabilities, [sum(lengths)].
+        loss_mask: [sum(lengths)], float32: 1 where the loss is taken, else 0.
+        prev: [sum(lengths)], float32: log-probabilities as the training framework computes them.
+        generation: [sum(lengths)], float32: log-probabilities under which the engine drew the tokens.
         lengths: tokens of each sequence.
-        threshold: largest mean that stays.
+        threshold: largest mean error of a response that stays in the loss.
 
     Returns:
         [sequences], bool: those beyond the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.

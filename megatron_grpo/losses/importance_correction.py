@@ -17,7 +17,7 @@ class SamplingCorrection(NamedTuple):
     """Weights of the policy-gradient term, constants of the sample."""
 
     weights: Tensor
-    """[sequences, length]."""
+    """[sequences, length], float32, without gradient: factor of each token's policy-gradient term."""
     out_of_bounds: Tensor
     """[sequences, length], bool: where a limit changed the weight."""
 
@@ -35,11 +35,12 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
     Tokens of weight 0 still count in what the loss is divided by.
 
     Args:
-        prev: log-probabilities under the training framework, [sequences, length], 0 outside the mask.
-        generation: under the generation engine, the same.
-        mask: tokens in the loss, bool.
-        config: level, kind and limits.
+        prev: [sequences, length], float32: log-probabilities in the training framework; 0 outside the mask.
+        generation: [sequences, length], float32: log-probabilities in the generation engine; 0 outside the mask.
+        mask: [sequences, length], bool: tokens in the loss.
+        config: level, kind and limits of the weights.
     """
+    # Detached: a weight corrects for who drew the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()
     weights = bounded_exp(log_weights)
     if config.sequence_level_importance_ratios:
@@ -52,6 +53,7 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
     if kind == "tis":
         return SamplingCorrection(weights.clamp(max=high), weights > high)
     assert low is not None, "a mask without a lower limit"
+    # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
     judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask)).expand_as(log_weights)
     out = (judged < low) | (judged > high)
     return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)

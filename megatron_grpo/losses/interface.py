@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Protocol
 
 import numpy as np
@@ -31,8 +32,8 @@ class GlobalCounts:
         """The counts of an optimizer step on some sequences of a batch, which have a token in the loss.
 
         Args:
-            batch: all sequences.
-            sequences: [chosen], numbers of those in this optimizer step.
+            batch: the step's batch, with all its sequences.
+            sequences: [chosen], int64: numbers of the sequences in this optimizer step.
         """
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         positive = tokens[batch.positive[sequences]] if batch.positive is not None else tokens[:0]
@@ -60,16 +61,17 @@ class LossFunction(Protocol):
     def __call__(
         self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """
+        """Share of the step's loss and metrics that one microbatch has.
+
         Args:
             curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t. What a
                 value model trains on gets values here.
             tokens: entries that the loss reads and loss_mask, each [sequences, length], zero on padding; positive
                 when the batch says which responses are correct, entropy when needs_entropy.
-            counts: of the whole step.
+            counts: what losses and metrics are divided by, counted over the whole optimizer step.
 
         Returns:
-            The microbatch's share of the loss (scalar) and of each metric (scalars). Shares add up to the step's value;
+            The microbatch's share of the loss and of each metric, all of shape []. Shares add up to the step's value;
             a metric whose name ends in _max or _min is reduced by that instead (`combine_metrics`).
         """
 
@@ -77,14 +79,14 @@ class LossFunction(Protocol):
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Metrics from the shares of the parts: sums, or extremes for names ending in _max or _min."""
     total: dict[str, float] = {}
+    join: dict[str, Callable[[float, float], float]] = {}
     for share in shares:
         for name, value in share.items():
-            if name not in total:
+            if name in total:
+                total[name] = join[name](total[name], value)
+            else:  # looked at once: the driver comes by here for every metric of every microbatch
                 total[name] = value
-            elif is_extreme(name):
-                total[name] = (max if name.endswith("_max") else min)(total[name], value)
-            else:
-                total[name] += value
+                join[name] = max if name.endswith("_max") else min if name.endswith("_min") else add
     return total
 
 

@@ -26,14 +26,14 @@ def kl_estimate(
         k3 = exp(-d) - 1 + d      unbiased, never negative, of lower variance than k1
 
     Args:
-        logprobs: of the sampled tokens under the policy, any shape, floating point.
-        reference_logprobs: the same under the reference.
-        kl_type: which of the three.
+        logprobs: [...], floating point, of any shape: log-probabilities of the sampled tokens under the policy.
+        reference_logprobs: [...], floating point, in the shape of `logprobs`: those under the reference policy.
+        kl_type: which of the three estimators.
         input_clamp: d is limited to [-input_clamp, input_clamp] first.
         output_clamp: the estimate is limited to [-output_clamp, output_clamp]. Beyond a limit the gradient is 0.
 
     Returns:
-        One estimate per token, in the shape of the arguments.
+        [...], in shape and dtype of `logprobs`: one estimate per token.
     """
     log_ratio = logprobs - reference_logprobs
     if input_clamp is not None:
@@ -43,6 +43,7 @@ def kl_estimate(
     elif kl_type == "k2":
         estimate = log_ratio.square() / 2
     else:
+        # expm1: near d = 0, where most tokens are, exp(-d) - 1 would keep none of the digits that matter.
         estimate = (-log_ratio).expm1() + log_ratio
     if output_clamp is not None:
         estimate = estimate.clamp(-output_clamp, output_clamp)

@@ -55,18 +55,18 @@ class ClippedPGLossFn:
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `LossFunction`.
+        """The microbatch's share of the policy's loss and metrics; a call of `losses.interface.LossFunction`.
 
         Args:
-            curr_logprobs: [sequences, length], float32, with gradient.
+            curr_logprobs: [sequences, length], float32, with gradient: under the policy that is being trained.
             tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs when
                 there is a KL penalty, entropy (with gradient) when there is an entropy bonus, positive when correct
                 responses are imitated. Each [sequences, length].
-            counts: of the whole step.
+            counts: what losses and metrics are divided by, counted over the whole optimizer step.
 
         Returns:
-            The microbatch's share of the loss, and metrics: shares of means over the step's tokens, except `loss`
-            (normalised as the loss is) and names ending in _max and _min, whose neutral values are -inf and inf.
+            The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
+            `loss` (normalised as the loss is) and names ending in _max and _min, whose neutral values are -inf and inf.
             `add_derived_metrics` puts others in the place of some.
 
         Raises:
@@ -74,10 +74,12 @@ class ClippedPGLossFn:
         """
         config = self.config
         self._check(tokens)
+        # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = given(tokens.loss_mask) > 0
         curr = masked(curr_logprobs, mask)
         generation = masked(given(tokens.generation_logprobs), mask)
         advantages = masked(given(tokens.advantages), mask)
+        # Detached, the policy stands for its own past: a ratio of value 1 with the gradient of the log-probability.
         prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, mask)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
@@ -85,7 +87,7 @@ class ClippedPGLossFn:
         loss, metrics = -policy.objective, policy.metrics(mask, counts)
         if config.use_importance_sampling_correction:
             correction = sampling_correction(prev, generation, mask, config)
-            loss = loss * correction.weights
+            loss = loss * correction.weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(correction.out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
             kl = self._kl(curr, old, masked(tokens.reference_logprobs, mask))
@@ -102,13 +104,21 @@ class ClippedPGLossFn:
     def _entropy_and_imitation(
         self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The last two terms of the loss and their metrics; 0 when they are off."""
+        """Entropy bonus and imitation of correct responses: shares of these loss terms and their metrics; 0 when off.
+
+        Args:
+            curr: [sequences, length], float32, with gradient: log-probabilities; 0 outside the mask.
+            tokens: entropy and positive, each [sequences, length], where the configuration asks for them.
+            mask: [sequences, length], bool: tokens in the loss.
+            counts: what losses and metrics are divided by, counted over the whole optimizer step.
+        """
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if self.needs_entropy:
             metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
             total = total - config.entropy_coef * metrics["entropy"]
         if config.positive_example_nll_weight:
             positive = masked(given(tokens.positive), mask)
+            # Over all correct tokens of the step, not of the microbatch; at least 1, since a step may have none.
             nll = -(curr * positive).sum() / max(counts.positive_tokens, 1.0)
             total = total + config.positive_example_nll_weight * nll
             metrics["positive_nll_share"] = token_mean(-curr * positive, mask, counts)
@@ -116,6 +126,7 @@ class ClippedPGLossFn:
         return total, metrics
 
     def _kl(self, curr: Tensor, old: Tensor, reference: Tensor) -> Tensor:
+        """[sequences, length], float32, as the three log-probabilities are: KL penalty of each token, coefficient 1."""
         config = self.config
         kl = kl_estimate(
             curr,
@@ -124,6 +135,7 @@ class ClippedPGLossFn:
             input_clamp=config.kl_input_clamp_value,
             output_clamp=config.kl_output_clamp_value,
         )
+        # The ratio is not detached: through it the estimate's expectation has the gradient of KL(policy || reference).
         return kl * bounded_exp(curr - old) if config.use_on_policy_kl_approximation else kl
 
     def _check(self, tokens: TokenFields) -> None:
@@ -146,10 +158,12 @@ def _consistency_metrics(
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of
     -exp(curr - generation) * curr, an importance-weighted Monte-Carlo estimate. `divergences` has the others.
+    Log-probabilities are [sequences, length], float32, without gradient and 0 outside the mask, which is bool.
     """
     error, weight = bounded_exp((prev - generation).abs()), bounded_exp(prev - generation)
     return {
         "token_mult_prob_error": token_mean(error, mask, counts),
+        # Padding must not win the maximum, not even in a microbatch without a token in the loss.
         "token_mult_prob_error_max": torch.where(mask, error, error.new_tensor(float("-inf"))).amax(),
         "sampling_importance_ratio": token_mean(weight, mask, counts),
         "sampling_importance_ratio_squared": token_mean(weight.square(), mask, counts),

@@ -14,11 +14,11 @@ def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
     """Clamp to [source_min, source_max], then map that interval linearly onto [target_min, target_max].
 
     Args:
-        rewards: any shape, floating point.
+        rewards: [...], floating point, of any shape.
         config: the intervals; when it is not enabled the rewards come back as they are.
 
     Returns:
-        The scaled rewards, in the shape and dtype of the rewards.
+        [...], the scaled rewards, in shape and dtype of the given ones.
 
     Raises:
         ValueError: the source interval is empty.
@@ -29,6 +29,7 @@ def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
         raise ValueError(
             f"grpo.reward_scaling.source_max={config.source_max} must be above source_min={config.source_min}"
         )
+    # Clamped before the map: a target interval may be turned round (target_max below target_min), the source may not.
     slope = (config.target_max - config.target_min) / (config.source_max - config.source_min)
     return config.target_min + (rewards.clamp(config.source_min, config.source_max) - config.source_min) * slope
 
@@ -47,7 +48,7 @@ def shape_rewards(
 
     Args:
         rewards: [groups, samples], floating point.
-        response_tokens: [groups, samples], integers.
+        response_tokens: [groups, samples], int64: sampled tokens of each response.
         truncated: [groups, samples], bool: cut off by a length limit.
         config: which penalty; when it is not enabled the rewards come back as they are.
         max_new_tokens: L when the configuration has none.
@@ -62,6 +63,7 @@ def shape_rewards(
         rewards = torch.where(punished, rewards * config.stop_properly_penalty_coef, rewards)
     if config.overlong_buffer_length is not None:
         free = (config.max_response_length or max_new_tokens) - config.overlong_buffer_length
+        # Clamped to [0, 1]: within the free length nothing is taken, and beyond the buffer no more than the penalty.
         excess = ((response_tokens - free) / config.overlong_buffer_length).clamp(0, 1)
         rewards = rewards - config.overlong_buffer_penalty * excess.to(rewards.dtype)
     return rewards

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and what is reported of it; every tensor [sequences, length]."""
+    """What is maximised at each token, and what is reported of it."""
 
     objective: Tensor
+    """[sequences, length], float32, with gradient: what is maximised."""
     ratio: Tensor
-    """Probability under the current policy over that under the old one, of the token or (GSPO) of the response."""
+    """[sequences, length], float32: probability under the current policy over that under the old one, of the token or
+    (GSPO) of the response."""
     clamped: Tensor
-    """The ratio within its bounds."""
+    """[sequences, length], float32: the probability ratio within its bounds."""
     low: Tensor
-    """Where clipping from below changed the gradient."""
+    """[sequences, length], bool: where clipping the ratio from below changed the gradient."""
     high: Tensor
-    """The same from above."""
+    """[sequences, length], bool: where clipping the ratio from above changed the gradient."""
     dual: Tensor
-    """Where dual clipping took the gradient away."""
+    """[sequences, length], bool: where dual clipping took the gradient away."""
 
     def metrics(self, mask: Tensor, counts: GlobalCounts) -> dict[str, Tensor]:
-        """Shares of means over the step's tokens, and extremes."""
+        """Shares of means over the step's tokens, and extremes of the ratio; mask [sequences, length], bool."""
         infinity = self.ratio.new_tensor(float("inf"))
         return {
             "probs_ratio": token_mean(self.ratio, mask, counts),
@@ -44,21 +46,24 @@ class Surrogate(NamedTuple):
 
 
 def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> Surrogate:
-    """The configured objective.
+    """The policy-gradient objective that the configuration names, at each token.
 
     The response's ratio s comes as sg(s) pi / sg(pi) at each of its tokens (GSPO-token, Zheng et al. 2025, eq. 14):
     with one advantage for all tokens of the response that is the value and the gradient of GSPO, and advantages that
     differ from token to token (PPO, REINFORCE++) keep their places.
 
     Args:
-        curr: log-probabilities under the current policy, [sequences, length], with gradient; 0 outside the mask.
-        prev: under the policy at the start of the step, without gradient; 0 outside the mask.
-        advantages: [sequences, length].
-        mask: tokens in the loss, bool.
-        config: which objective and its bounds.
+        curr: [sequences, length], float32, with gradient: log-probabilities under the current policy; 0 outside the
+            mask.
+        prev: [sequences, length], float32, without gradient: log-probabilities under the policy at the start of the
+            step; 0 outside the mask.
+        advantages: [sequences, length], float32.
+        mask: [sequences, length], bool: tokens in the loss.
+        config: which objective, and the bounds of the ratio.
     """
     log_ratio = curr - prev
     if config.sequence_level_importance_ratios:
+        # The value is the response's, the gradient the token's own: what is added last is 0.
         log_ratio = response_mean(log_ratio, mask).detach() + (curr - curr.detach())
     ratio = bounded_exp(log_ratio)
     if config.use_cispo:
@@ -74,14 +79,16 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
     """min(r A, clip(r) A), and at least c A where A < 0 with dual clipping.
 
     Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq. 5;
-    with the response's ratio: GSPO (Zheng et al. 2025, eq. 5).
+    with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Ratio and advantages are [sequences, length], float32.
     """
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max
     clamped = ratio.clamp(low, high)
+    # The minimum is pessimistic: clipping ends the reward for moving on, but not the gradient that leads back.
     objective = torch.minimum(ratio * advantages, clamped * advantages)
     negative = advantages < 0
     dual = torch.zeros_like(negative)
     if config.ratio_clip_c is not None:
+        # Where A < 0 the minimum falls without limit as the ratio grows: one stray token could dominate the step.
         bound = config.ratio_clip_c * advantages
         dual = negative & (objective < bound)
         objective = torch.where(negative, torch.maximum(objective, bound), objective)
@@ -96,8 +103,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
 
 
 def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5): bounded weights, and no token is left out."""
+    """stop_gradient(clip(r)) A log pi (MiniMax-M1, 2025, eqs. 4 and 5): bounded weights, and no token is left out.
+
+    Log-probabilities, ratio and advantages are [sequences, length], float32.
+    """
     low, high = 1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max
+    # Detached: the clamp would else have no gradient outside its bounds, and those tokens would be lost.
     clamped = ratio.detach().clamp(low, high)
     return Surrogate(
         objective=clamped * advantages * curr,
@@ -110,11 +121,13 @@ def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) 
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
-    """(4 / tau) sigmoid(tau (r - 1)) A (Gao et al. 2025, eqs. 5 and 6): gradient that of REINFORCE at r = 1."""
+    """(4 / tau) sigmoid(tau (r - 1)) A (Gao et al. 2025, eqs. 5 and 6), [sequences, length], float32."""
+    # The slope of the sigmoid at 0 is 1/4: with 4 / tau the gradient at r = 1 is that of REINFORCE for every tau.
     tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg).to(ratio.dtype)
     return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
 def _unclipped(objective: Tensor, ratio: Tensor) -> Surrogate:
+    """An objective that clips nothing, with what is reported of it; both tensors [sequences, length], float32."""
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Surrogate(objective=objective, ratio=ratio, clamped=ratio, low=nowhere, high=nowhere, dual=nowhere)

@@ -18,43 +18,48 @@ defect, or of a response so long that its weight means nothing; infinite, it wou
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log ratio limited to +- MAX_LOG_RATIO; beyond, the gradient is 0."""
+    """Log ratios of any shape, floating point, limited to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """The ratio of a log ratio, after `bounded`."""
+    """exp of log ratios of any shape, floating point, that are first limited to +- MAX_LOG_RATIO: always finite."""
     return bounded(log_ratio).exp()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The values inside the mask and 0 outside, whatever stands there, infinities and NaN included."""
+    """Values inside a mask and 0 outside it, whatever stands there, infinities and NaN included.
+
+    Values of any shape and dtype, mask bool in the shape of the values.
+    """
+    # A product with the mask would keep NaN, and its gradient too; where() cuts both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
-    """This microbatch's share of the mean over all tokens of the step."""
+    """[sequences, length], any dtype, and a bool mask -> []: a microbatch's share of the mean over a step's tokens."""
     return (values * mask).sum() / counts.tokens
 
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[sequences, length] -> [sequences, 1]: mean over each response's tokens in the mask, 0 when it has none."""
+    """[sequences, length], float32 -> [sequences, 1]: mean over each response's tokens in the mask, 0 without any."""
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def loss_share(loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossConfig) -> Tensor:
-    """This microbatch's part of the step's loss: T tokens, n_i of them in sequence i, in N of all M sequences::
+    """A microbatch's part of the step's loss, shape []: T tokens, n_i of them in sequence i, in N of all M sequences::
 
         token_level_loss             sum_it loss_it / T           (DAPO, Yu et al. 2025, eq. 12)
         token_level_loss=false       sum_i (sum_t loss_it / n_i) / N    (GRPO, Shao et al. 2024, eq. 3)
         constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
 
     Args:
-        loss: per token, [sequences, length].
-        mask: tokens in the loss, bool.
-        counts: of the whole step.
-        config: which of the three.
+        loss: [sequences, length], float32, with gradient: loss of each token.
+        mask: [sequences, length], bool: tokens in the loss.
+        counts: what losses are divided by, counted over the whole optimizer step.
+        config: which of the three averages.
     """
+    # Divided by counts of the step, never of the microbatch: shares add up to one loss under any packing and layout.
     if config.constant_normalizer_tokens is not None:
         return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
     if config.token_level_loss:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MOMENTS = ("return_squared", "value_error", "value_error_squared")
 """Metrics from which, with return_mean, the explained variance follows."""
 _RELATIVE_VARIANCE = 1e-6
-"""Returns whose variance is below this share of their mean square are all the same, up to rounding."""
+"""Returns whose variance is below this share of their mean square are all equal, up to rounding."""
 
 
 class MseValueLossFn:
@@ -41,20 +41,21 @@ class MseValueLossFn:
     def __call__(
         self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `LossFunction`.
+        """The microbatch's share of the value model's loss and metrics; a call of `losses.interface.LossFunction`.
 
         Args:
             curr_values: [sequences, length], float32, with gradient; position t is the value before token t.
             tokens: loss_mask, values (before the step) and returns, each [sequences, length]. What stands outside the
                 mask takes no part.
-            counts: of the whole step.
+            counts: what losses and metrics are divided by, counted over the whole optimizer step.
 
         Returns:
-            The microbatch's share of the loss, and shares of means over the step's tokens: `loss`,
+            The microbatch's share of the loss, shape [], and shares of means over the step's tokens: `loss`,
             `value_clip_fraction` (tokens where clipping made the loss larger); `value_mean`, `return_mean`, and the
             moments that `add_explained_variance` turns into `explained_variance`, of the values before the step: later
             ones have seen these returns.
         """
+        # Masked before any arithmetic: NaN in padding times a mask of 0 is NaN, in the loss and in its gradient.
         mask = given(tokens.loss_mask) > 0
         values, returns = masked(curr_values, mask), masked(given(tokens.returns), mask)
         old = masked(given(tokens.values), mask)
@@ -63,6 +64,7 @@ class MseValueLossFn:
         if self.config.value_clip is not None:
             reach = self.config.value_clip
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
+            # The larger of both: clipping may take a gradient away, but never hide that a value has become worse.
             loss = torch.maximum(loss, clipped)
         total = 0.5 * token_mean(loss, mask, counts)
         metrics = {
@@ -80,8 +82,9 @@ class MseValueLossFn:
 def add_explained_variance(metrics: dict[str, float]) -> None:
     """Replace the moments in a step's metrics by explained_variance = 1 - Var(R - V) / Var(R).
 
-    1: the values are the returns; 0: no better than a constant, also when the returns are all the same.
+    1: the values are the returns; 0: no better than a constant, also when the returns are all equal.
     """
+    # From moments, because these are sums over ranks and microbatches, and a variance is not.
     squared, error, error_squared = (metrics.pop(name) for name in _MOMENTS)
     variance = squared - metrics["return_mean"] ** 2
     unexplained = error_squared - error**2

@@ -36,12 +36,12 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A number of things, at least 1.
 
     Args:
-        raw: contents of config.json.
-        key: its name.
-        default: taken when it is missing or null; None: it has to be there.
+        raw: contents of config.json, by key.
+        key: name of the number in config.json.
+        default: taken when the key is missing or null; None: the key has to be there.
 
     Raises:
-        ValueError: it is missing, or something else.
+        ValueError: the key is missing without a default, or is no whole number of at least 1.
     """
     value = raw.get(key)
     if value is None:

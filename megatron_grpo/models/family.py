@@ -16,7 +16,7 @@ class Family:
 
     name: str
     architecture: str
-    """As config.json names the language model."""
+    """Name of the language model's class in config.json (`architectures`)."""
     read: Callable[[dict[str, Any]], ModelShape]
     """Sizes from the contents of a config.json; ValueError for an option without support."""
     entries: Callable[[bool], tuple[WeightEntry, ...]]

@@ -39,7 +39,7 @@ class HFFolderReader:
         return name in self._file_of
 
     def read(self, wanted: WeightSlice) -> Tensor:
-        """The slice, contiguous, on the CPU, in the dtype of the file.
+        """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
 
         Raises:
             ValueError: no such tensor, another shape than the model's config.json implies, or an unreadable file.
@@ -95,10 +95,11 @@ def write_hf_folder(
     """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
 
     Args:
-        tensors: (name, tensor); taken one at a time, kept in host memory until their shard is written.
-        source_folder: whose config.json, tokenizer and generation settings are copied; the dtype in config.json becomes
-            that of the tensors.
-        output: must not exist, or be an empty folder.
+        tensors: (name, tensor of any shape [...] and one dtype for all); taken one at a time, kept in host memory until
+            their shard is written.
+        source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
+            becomes that of the tensors.
+        output: folder to make; must not exist, or be empty.
         max_shard_bytes: largest safetensors file, unless a single tensor is larger.
 
     Raises:

@@ -132,7 +132,7 @@ def _buckets(entries: list[BoundEntry], tp_size: int, gather_bytes: int) -> Iter
 
 
 def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """The bucket's parameters of every tensor-parallel rank, by rank; empty on ranks other than 0."""
+    """By tensor-parallel rank, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
     own = [bound.parameter.detach() for bound in bucket]
     split = [position for position, bound in enumerate(bucket) if bound.entry.axis is not None]
     if group.size() == 1 or not split:
@@ -154,7 +154,7 @@ def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[l
 
 
 def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
-    """One parameter of every rank -> the full tensors it is made of."""
+    """One parameter of every rank, [...] in one dtype, to the full Hugging Face tensors that it is made of."""
     entry, size = bound.entry, len(shards)
     if entry.axis is None:
         return [shards[0]]

@@ -10,12 +10,19 @@ from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
-    """Slices of the tensors -> the rank's parameter.
+    """A rank's parameter from the slices of the Hugging Face tensors that it is made of.
 
     Args:
-        parts: in the order of `hf`.
-        rows: of the parameter; more than the slice has only where the vocabulary is padded.
+        entry: row of the weight map, which says how the slices are merged.
+        parts: slices in the order of `entry.hf`, each [rows or fewer, ...], all of one dtype.
+        model: sizes of the model.
+        rows: rows of the parameter; more than the slice has only where the vocabulary is padded.
+
+    Returns:
+        [rows, ...] as Megatron-Core lays the parameter out, the dtype of the slices.
     """
+    # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
+    # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
     if entry.merge == "qkv":
         group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
@@ -27,7 +34,10 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
 
 
 def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
-    """The inverse of `merge_slices`; the results are contiguous and may share memory with `local`."""
+    """The inverse of `merge_slices`: a rank's parameter [rows, ...] to slices in the order of `entry.hf`, in its dtype.
+
+    The slices are contiguous and may share memory with `local`.
+    """
     if entry.merge == "qkv":
         widths = _group(model)
         grouped = local.view(-1, sum(widths), *local.shape[1:])

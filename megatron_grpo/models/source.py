@@ -72,10 +72,8 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     """What downloading raises: answers of the hub, no connection to it, no room for the files."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    http_error = HfHubHTTPError.__base__  # of whichever HTTP library the hub's package is built on
-    assert http_error is not None
-    assert issubclass(http_error, Exception)
-    return (http_error, OSError)
+    # Its bases are the errors of whichever HTTP library the hub's package is built on.
+    return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError)
 
 
 def _reason(error: Exception) -> str:

@@ -30,11 +30,11 @@ class HFTensor:
     """A tensor of the Hugging Face model."""
 
     name: str
-    """With `{layer}` where the number of the layer goes."""
+    """Name of the tensor, with `{layer}` where the number of the layer goes."""
     dims: tuple[Dim, ...]
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
-        """Its full shape."""
+        """Full shape of the tensor in a model of these sizes."""
         return tuple(dim_size(dim, model) for dim in self.dims)
 
 
@@ -44,7 +44,7 @@ class WeightSlice:
 
     name: str
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor that is cut."""
     axis: int | None
     start: int
     stop: int
@@ -62,10 +62,10 @@ class WeightEntry:
     """One Megatron parameter and what it is made of."""
 
     megatron: tuple[str, ...]
-    """Its name, with `{layer}`; several when Transformer Engine's layer spec and the torch one name it differently."""
+    """Names of the parameter, with `{layer}`: several when Transformer Engine's layer spec and the torch one differ."""
     hf: tuple[HFTensor, ...]
     axis: int | None
-    """Dimension that tensor parallelism splits, the same in every tensor; None: every rank holds all of it."""
+    """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
     merge: Merge = "plain"
     copy: bool = False
     """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""

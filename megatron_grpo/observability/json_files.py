@@ -10,19 +10,19 @@ from typing import Any
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write under a temporary name, then rename: readers see the old file or the new one."""
+    """Write a value as JSON under a temporary name, then rename: readers see the old file or the new one."""
     write_text(path, json.dumps(_finite(value), indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """The same for text."""
+    """Write a text under a temporary name, then rename: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 def json_line(value: dict[str, Any]) -> str:
-    """One line of JSON; floats are written so that reading them gives the same number back.
+    """One line of JSON; floats are written so that reading them gives back equal numbers.
 
     JSON has no infinities and no NaN: they become null.
     """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.observability.json_files import read_lines
 from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PLOT_FILE = "curves.png"
 SMOOTHING = 0.9
@@ -24,11 +23,14 @@ def plot_run(run_dir: str | Path) -> Path:
     """Draw the run's metrics.jsonl and validation.jsonl.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run's folder, which holds metrics.jsonl.
 
     Returns:
-        The PNG, curves.png in the same folder.
+        Path of the PNG, curves.png in the run's folder.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: it is drawn at the end of a run only
+    from matplotlib.figure import Figure
+
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     # A figure of its own, not pyplot's: no global state, and no display is looked for.

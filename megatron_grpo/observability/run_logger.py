@@ -84,8 +84,8 @@ class RunLogger:
         """One training step.
 
         Args:
-            step: its number, from 1.
-            metrics: by name.
+            step: number of the training step, from 1.
+            metrics: value of each metric, by name.
             timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
             throughput: what follows from timing: samples and tokens per second, utilisation.
         """
@@ -106,7 +106,7 @@ class RunLogger:
 
         Args:
             step: training steps before it; 0 is before training.
-            metrics: by name.
+            metrics: value of each metric, by name.
         """
         self._files.add_validation(step, metrics)
         self._track(step, "validation", metrics)

@@ -43,7 +43,7 @@ def write_summary(
 
     Args:
         run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run came so far.
-        samples_per_step: prompts times generations.
+        samples_per_step: samples of one training step: prompts times generations of each.
         ending: how the run ended.
         startup_s: seconds until all processes were up; None: they never were.
         train_s: seconds after that, validations and checkpoints included; None: not known.
@@ -82,8 +82,8 @@ def summary_command(run_dir: Path, samples_per_step: int) -> list[str]:
     """The command line that writes the summary of a run whose driver could not write one because it was killed.
 
     Args:
-        run_dir: the run's folder.
-        samples_per_step: prompts times generations.
+        run_dir: the run's folder, where summary.json is to be.
+        samples_per_step: samples of one training step: prompts times generations of each.
     """
     return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step)]
 

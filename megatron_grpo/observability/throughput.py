@@ -45,7 +45,7 @@ def throughput(
     """Figures of one step.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model that was trained.
         lengths: tokens of each sequence that was trained on.
         timing: seconds by phase, "train" among them if there were passes, and "total".
         passes: passes over the sequences with forward and backward; of part of them, a fraction.

@@ -15,7 +15,7 @@ class Platform:
 
     name: Literal["cuda", "cpu"]
     device: torch.device
-    """Where this process keeps its tensors. Ray shows each worker only its own GPU, so that is always the first."""
+    """Where a process keeps its tensors. Ray shows each worker only its own GPU, so that is always the first."""
     backend: Literal["nccl", "gloo"]
 
 

@@ -20,12 +20,12 @@ class TrainResult:
 
     loss: float
     grad_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm of the gradient before clipping."""
     learning_rate: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """From the loss function, reduced over all tokens of the step."""
+    """The loss function's metrics, reduced over all tokens of the step."""
     optimizer_steps: int = 1
-    """More when this is the outcome of several."""
+    """Optimizer steps whose outcome this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class StepShare:
     """What one rank knows of an optimizer step."""
 
     grad_norm: float
-    """Not finite: the optimizer step was not made."""
+    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
     learning_rate: float
     metrics: list[dict[str, float]] | None
-    """Loss and metrics of each of its microbatches, on the reporting rank of each data-parallel replica."""
+    """Loss and metrics of each microbatch of the rank; None unless it reports for its data-parallel replica."""
 
 
 class NonFiniteGradientError(RunError):
     """The gradient of an optimizer step is NaN or infinite; the step was not made.
 
     Args:
-        grad_norm: its norm.
-        sequences: numbers in the step of the sequences that it can come from.
+        grad_norm: norm of the gradient, NaN or infinite.
+        sequences: numbers in the step of the sequences that the gradient can come from.
     """
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
@@ -59,7 +59,7 @@ class TrainedModel(ABC):
     @property
     @abstractmethod
     def shape(self) -> ModelShape:
-        """Its sizes."""
+        """Sizes of the model."""
 
     @property
     @abstractmethod
@@ -71,9 +71,9 @@ class TrainedModel(ABC):
         """One optimizer step, split over data-parallel ranks and microbatches.
 
         Args:
-            batch: of the step; its shards hold what the loss function reads.
-            sequences: [chosen], ascending numbers of those to train on, with a token in the loss.
-            loss_fn: its sum over all microbatches is the loss.
+            batch: the step's batch, whose shards hold what the loss function reads.
+            sequences: [chosen], int64: numbers of the sequences to train on, ascending; one has a token in the loss.
+            loss_fn: loss function whose sum over all microbatches is the loss.
 
         Raises:
             NonFiniteGradientError: the weights are untouched.
@@ -85,7 +85,7 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def load_checkpoint(self, folder: str) -> None:
-        """The inverse, also from a checkpoint of another layout."""
+        """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -97,18 +97,18 @@ class PolicyInterface(TrainedModel):
 
     @abstractmethod
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add prev_logprobs to the batch: those of every token under the current weights.
+        """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.
 
         Returns:
-            [sequences]: whether all of them at sampled tokens are finite.
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
 
     @abstractmethod
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add reference_logprobs to the batch: those of every token under the frozen reference policy.
+        """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy.
 
         Returns:
-            [sequences]: whether all of them at sampled tokens are finite.
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
 
     @abstractmethod
@@ -124,5 +124,5 @@ class ValueInterface(TrainedModel):
         """Add values to the batch: what is expected before every token under the current weights; 0 at first tokens.
 
         Returns:
-            [sequences]: whether all of them at sampled tokens are finite.
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
         """

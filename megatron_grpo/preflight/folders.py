@@ -24,7 +24,7 @@ def folder_problems(config: Config) -> Iterator[Problem]:
         yield from unwritable("prepare.folder", config.prepare.folder)
     if not unusable:
         yield from _earlier_run(config)
-        yield from _resume(config)
+    yield from _resume(config)
 
 
 def _earlier_run(config: Config) -> Iterator[Problem]:
@@ -48,7 +48,8 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
 
 def _resume(config: Config) -> Iterator[Problem]:
     resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
-    steps = [int(match[1]) for entry in folder.glob("step_*") if (match := re.fullmatch(r"step_(\d+)", entry.name))]
+    names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
+    steps = [int(match[1]) for match in names if match]
     subject = f"checkpointing.resume={resume}"
     if resume == "none" and steps:
         text = f"would begin anew, and {folder} has checkpoints up to step {max(steps)}; choose another run_dir"

@@ -72,7 +72,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
 
 def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
     """The layouts of the models that are trained, by section."""
-    value = [("value", config.value.parallel)] if config.algorithm == "ppo" else []
+    value = [("value", config.value.parallel)] if config.loop.has_value_model else []
     return [("policy", config.policy.parallel), *value]
 
 

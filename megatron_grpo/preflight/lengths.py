@@ -1,4 +1,4 @@
-"""Checks of how long prompts and responses may be."""
+"""Checks of how long prompts and responses may be, and of the tokens that end one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
     if shape is not None and 0 < shape.max_positions < longest:
         text = f"the model has {shape.max_positions} positions; use at most that"
         yield Problem(f"policy.max_total_sequence_length={longest}", text)
+    beyond = [token for token in config.generation.stop_token_ids if shape is not None and token >= shape.vocab]
+    if shape is not None and beyond:
+        text = f"has {beyond[0]}, and the model's tokens are numbered from 0 to {shape.vocab - 1}"
+        yield Problem("generation.stop_token_ids", text)
     for key, tokens in (
         ("policy.microbatch_tokens", policy.microbatch_tokens),
         ("policy.logprob_microbatch_tokens", policy.logprob_microbatch_tokens),

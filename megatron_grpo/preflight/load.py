@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.cautions import remarks
-from megatron_grpo.config.compose import Composed, compose_typed
+from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.checks import config_problems
+from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
@@ -62,7 +62,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine.
 
     Args:
-        overrides: see `check_overrides`.
+        overrides: words of the command line, like "grpo.seed=1" or "--config-name=NAME" (`check_overrides`).
 
     Raises:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names

@@ -46,7 +46,7 @@ def unwritable(key: str, given: str) -> Iterator[Problem]:
         yield Problem(subject, "has a NUL character, which no name has")
         return
     folder = Path(os.path.abspath(given))
-    if folder.is_symlink() and not os.path.exists(folder):
+    if os.path.islink(folder) and not os.path.exists(folder):
         yield Problem(subject, "is a link that leads nowhere; delete it, or choose another folder")
         return
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

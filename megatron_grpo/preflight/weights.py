@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.shape import ModelShape
@@ -22,8 +21,8 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     """What is wrong with the weights in a folder; of many mistakes of one kind the first.
 
     Args:
-        folder: in Hugging Face format.
-        shape: of the model that is to be made of them.
+        folder: model folder in Hugging Face format.
+        shape: sizes of the model that is to be made of the weights.
     """
     try:
         shapes = _tensor_shapes(folder)
@@ -74,21 +73,16 @@ def _shapes_in(file: Path, missing: str) -> dict[str, tuple[int, ...]]:
         size = os.path.getsize(file)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-            header = json.loads(opened.read(length)) if length <= min(size, _LONGEST_HEADER) else None
+            header = json.loads(opened.read(length) if length <= min(size, _LONGEST_HEADER) else b"")
+        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(map(int, one["shape"])) for name, one in tensors.items()}
+        end = _LENGTH_BYTES + length + max((int(one["data_offsets"][1]) for one in tensors.values()), default=0)
     except FileNotFoundError:
         raise ValueError(missing) from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is not a complete safetensors file: its header cannot be read")
-    tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-    end = _LENGTH_BYTES + length + max((_end(one) for one in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError):
+        raise ValueError(f"{file} is not a complete safetensors file: its header cannot be read") from None
     if size < end:
         raise ValueError(f"{file} is cut off: it has {size} bytes, and its tensors need {end}")
-    return {name: tuple(one["shape"]) for name, one in tensors.items()}
-
-
-def _end(tensor: Any) -> int:
-    return int(tensor["data_offsets"][1])
+    return shapes

@@ -128,7 +128,7 @@ def _make_model(folder: Path, warmup: list[Problem], unseen: list[Problem], val:
     """Train, save with the tokenizer, and return the greedy accuracy on the validation problems.
 
     Args:
-        folder: to write to.
+        folder: folder that the model is written to.
         warmup: problems to learn from.
         unseen: problems that decide when to stop.
         val: problems to report the accuracy on.
@@ -203,7 +203,7 @@ def greedy_accuracy(model: Any, problems: list[Problem]) -> float:
 
 
 def _encode(problems: list[Problem]) -> Any:
-    """[problems, prompt + answer + end], int64: every problem has the same length."""
+    """[problems, prompt + answer + end], int64: all problems are equally long."""
     import torch
 
     texts = [f"{a}+{b}={answer(a, b)}" for a, b in problems]

@@ -13,9 +13,10 @@ from torch import Tensor
 ALIGN_BYTES = 16
 """Every tensor begins at a multiple of this, so that a slice of the buffer can be viewed in any type."""
 SEAL_BYTES = 16
-"""Behind the payload: version and checksum, int64 each."""
+"""Size of the seal behind the payload: version and checksum, int64 each."""
 
 CHUNK_WORDS = 1 << 20
+"""Words that a checksum multiplies at a time: 8 MiB, so that the products need little memory beside the bucket."""
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 divided by the golden ratio, as int64: spreads position over all bits (Knuth, TAOCP vol. 3, 6.4)."""
 
@@ -31,24 +32,24 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Without padding."""
+        """Bytes of the tensor without the padding behind it."""
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor, sharing memory with the buffer (flat, uint8)."""
+        """The tensor, in the slot's shape and dtype, sharing memory with the buffer: [bytes], uint8."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is sent at once."""
+    """A flat buffer of tensors that is sent in one transfer."""
 
     slots: tuple[Slot, ...]
     payload_bytes: int
 
     @property
     def nbytes(self) -> int:
-        """Payload and seal."""
+        """Bytes of payload and seal together."""
         return self.payload_bytes + SEAL_BYTES
 
 
@@ -69,6 +70,7 @@ def plan_buckets(tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes
             buckets.append(Bucket(tuple(slots), used))
             slots, slot = [], replace(slot, offset=0)
         slots.append(slot)
+        # Rounded up: a view of the buffer in a wider type must begin at a multiple of that type's size.
         used = slot.offset + -(-slot.nbytes // ALIGN_BYTES) * ALIGN_BYTES
     if slots:
         buckets.append(Bucket(tuple(slots), used))
@@ -80,6 +82,7 @@ def seal(buffer: Tensor, version: int) -> None:
 
     Args:
         buffer: [Bucket.nbytes], uint8, payload filled in.
+        version: number of the weights that the payload is part of.
     """
     words = buffer.view(torch.int64)
     words[-2] = version
@@ -90,8 +93,10 @@ def broken_seal(buffer: Tensor, version: int) -> str | None:
     """What is wrong with a received bucket, or None.
 
     Args:
-        buffer: [Bucket.nbytes], uint8.
+        buffer: [Bucket.nbytes], uint8, as it was received.
+        version: number of the weights that the bucket should hold.
     """
+    # Three numbers in one transfer from the device, which waits for it once instead of three times.
     words = buffer.view(torch.int64)
     found, expected, sent_version = torch.stack([checksum(words[:-1]), words[-1], words[-2]]).tolist()
     if found != expected:
@@ -111,8 +116,10 @@ def checksum(words: Tensor) -> Tensor:
         words: [n], int64, on any device.
 
     Returns:
-        Scalar, int64, on the same device.
+        [], int64, on the device of the words.
     """
+    # In chunks, so that one table of weights serves every size. int64 wraps round: the sum is modulo 2^64, exact in any
+    # order of summation, and so equal on every device.
     weights = _weights(words.device)
     total = words.new_zeros(())
     for chunk in words.split(CHUNK_WORDS):
@@ -122,4 +129,5 @@ def checksum(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
+    """[CHUNK_WORDS], int64: odd weights, different at every position of a chunk."""
     return torch.arange(1, CHUNK_WORDS + 1, device=device) * GOLDEN | 1

@@ -28,9 +28,9 @@ class _Asked:
     settings: SamplingSettings
     answer: asyncio.Future[GenerationOutput]
     call: str = ""
-    """The call it went out with; empty: none yet."""
+    """Name of the call that the request went out with; empty: none yet."""
     index: int = 0
-    """Its place in that call."""
+    """Place of the request in the call that it went out with."""
 
 
 class EngineClient:
@@ -141,7 +141,7 @@ class Engines:
         self.clients = list(clients)
 
     def place(self, sizes: Sequence[int]) -> list[EngineClient]:
-        """An engine for each group of rollouts, so that all engines come as close to the same load as groups allow.
+        """An engine for each group of rollouts, so that all engines come as close to equal load as groups allow.
 
         A group stays together, for the sake of the prefix cache, and neighbouring groups share an engine; among equally
         loaded engines the first ones are filled first. Each client's `load` counts what is placed on it.
@@ -150,6 +150,10 @@ class Engines:
             sizes: rollouts of each group.
         """
         loads = [client.load for client in self.clients]
+        if len(sizes) == 1:
+            client = self.clients[loads.index(min(loads))]
+            client.load += sizes[0]
+            return [client]
         level = _water_level(loads, sum(sizes))
         ends = list(accumulate(max(0.0, level - load) for load in loads))
         placed, begin = [], 0

@@ -19,8 +19,8 @@ def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float
     """Nothing, as long as few enough rollouts failed.
 
     Args:
-        outcomes: of all rollouts of a generation batch.
-        max_failed_fraction: rollouts.max_failed_fraction.
+        outcomes: outcomes of all rollouts of a generation batch.
+        max_failed_fraction: largest share of rollouts that may fail (rollouts.max_failed_fraction).
 
     Raises:
         SamplingError: more failed; says how many, and the most frequent reasons with the row of one example each.

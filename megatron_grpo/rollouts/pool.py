@@ -24,7 +24,7 @@ from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
 from megatron_grpo.rollouts.scoring import EnvironmentProcesses
-from megatron_grpo.rollouts.shards import evenly_chosen, places_of
+from megatron_grpo.rollouts.shards import SHARD_FIELDS, evenly_chosen, places_of
 from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
 
 ENGINES_PER_WORKER = 8
@@ -171,30 +171,36 @@ class RolloutPool:
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
     ) -> list[dict[str, Any]]:
-        """Put the tokens of a step into the object store, an array per shard and field.
+        """Have the tokens of a step put into the object store, an array per shard and field.
+
+        Returns at once: whoever fetches an array waits until it is there, and is told if a worker failed over it.
 
         Args:
-            groups: of the step.
-            sequences: per shard the numbers of its sequences, ascending; sequences are numbered group by group.
+            groups: rollouts of the step, a group for each prompt.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, ascending; sequences are
+                numbered group by group.
 
         Returns:
             Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
             rather than given) and generation_logprobs (float32, 0 where not sampled).
-
-        Raises:
-            RunError: a worker failed.
         """
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self._workers)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
-        calls = []
+        built: list[dict[str, Any]] = [{} for _ in shards]
         for worker, mine in zip(self._workers, dealt, strict=False):
             needed = sorted({group for shard in mine for group, _ in shards[shard]})
             number = {group: position for position, group in enumerate(needed)}
-            local = [[(number[group], sample) for group, sample in shards[shard]] for shard in mine]
-            calls.append(worker.build_shards.remote([groups[group].payload for group in needed], local))
-        built = self._gather(calls, self._generation_timeout_s, "building of shards")
-        return [built[shard % workers][shard // workers] for shard in range(len(shards))]
+            # Arrays: Ray calls back into Python for every tuple that it serialises.
+            local = [
+                np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
+                for shard in mine
+            ]
+            call = worker.build_shards.options(num_returns=len(SHARD_FIELDS) * len(mine))
+            references = iter(call.remote([groups[group].payload for group in needed], local))
+            for shard in mine:
+                built[shard] = {name: next(references) for name in SHARD_FIELDS}
+        return built
 
     def compute(
         self,
@@ -211,9 +217,10 @@ class RolloutPool:
             fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
                 returns a dict of such arrays, and a summary. Must be importable.
             shards: per shard, by name, references to arrays [tokens of the shard].
-            sequences: per shard the numbers of its sequences, in the order in which they lie in it.
-            lengths: [sequences of the step], tokens of each.
-            fields: what the function reads.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, in the order in which they
+                lie in the shard.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
             args: further arguments of `fn`.
 
         Returns:
@@ -241,8 +248,8 @@ class RolloutPool:
 
         Args:
             step: number of the training step, for the file's name.
-            groups: of the step; their place is what the file has as `group`.
-            run_dir: folder of the run.
+            groups: rollouts of the step; a group's place is what the file has as `group`.
+            run_dir: the run's folder, in which the folder of rollouts lies.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:

@@ -62,7 +62,7 @@ class RolloutPlan:
 
 
 def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
-    """Seed of one response, from what identifies it and nothing else: a resumed run or another layout draws the same.
+    """Seed of one response, from what identifies it alone: a resumed run or another layout draws equal tokens.
 
     Returns:
         An integer in [0, 2^62).
@@ -150,7 +150,7 @@ class GroupRollout:
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
 
     async def _one(self, sample: int, engine: Engine) -> _Sampled:
-        """One sample, which is tried again, with the same seeds, when it fails."""
+        """One sample, which is tried again, with equal seeds, when it fails."""
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -203,6 +203,7 @@ class GroupRollout:
         response: str,
         stop_reason: StopReason,
     ) -> Trajectory:
+        """A trajectory of pieces [tokens], int32, and log-probabilities [sampled tokens], float32, turn by turn."""
         return Trajectory(
             prompt_idx=self._datum["idx"],
             group=self._group,
@@ -221,4 +222,5 @@ def _fail(trajectory: Trajectory, reason: str) -> None:
 
 
 def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays [tokens] of one dtype laid end to end; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -141,7 +141,8 @@ class EnvironmentClient:
         name, timeout_s = self._handle.name, self._handle.timeout_s
         jobs = [(call.method, call.arguments) for call in calls]
         try:
-            answers = await asyncio.wait_for(_result(process["actor"].run.remote(jobs)), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                answers = await process["actor"].run.remote(jobs)
         except TimeoutError:
             who = f"environment {name} worker {process['pid']}"
             logger.warning("%s", await asyncio.to_thread(overdue, "scoring", [who], timeout_s))
@@ -184,7 +185,8 @@ class EnvironmentClient:
         """What a process says of itself when it is up, and the actor."""
         name = self._handle.name
         try:
-            described = await asyncio.wait_for(_result(actor.ready.remote()), self._startup_timeout_s)
+            async with asyncio.timeout(self._startup_timeout_s):
+                described = await actor.ready.remote()
         except TimeoutError:
             text = f"environment {name}: a process did not start within {self._startup_timeout_s:g} s"
             raise SamplingError(text) from None
@@ -202,7 +204,3 @@ class EnvironmentClient:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself holds tasks only weakly
         task.add_done_callback(self._tasks.discard)
-
-
-async def _result(reference: Any) -> Any:
-    return await reference

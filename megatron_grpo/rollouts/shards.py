@@ -11,15 +11,18 @@ from numpy.typing import NDArray
 from megatron_grpo.data.trajectory import Trajectory
 
 TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
+SHARD_FIELDS = (TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS)
+"""What is known of each token when the rollouts of a step are there."""
 
 
 def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Where the sequences of shards are: for each, its group and its place in there.
+    """For every sequence of every shard, its group and its place in the group.
 
     Args:
-        sequences: per shard the numbers of its sequences, which are numbered group by group.
-        sizes: sequences of each group.
+        sequences: per shard [sequences of the shard], int64: numbers of its sequences, which count group by group.
+        sizes: number of sequences of each group.
     """
+    # Searched from the right, so that a group without sequences owns none.
     ends = np.cumsum(sizes)
     begins = ends - np.asarray(sizes)
     places = []
@@ -77,10 +80,11 @@ def gather_shards(
     """Flat arrays in the order of the step, of what is spread over shards.
 
     Args:
-        shards: per shard the arrays of `fields`, [tokens of the shard].
-        sequences: per shard the numbers of its sequences in the step, in the order in which they lie in it.
-        lengths: [sequences of the step], tokens of each.
-        fields: which arrays.
+        shards: per shard the arrays of `fields` by name, [tokens of the shard], of one dtype for each name.
+        sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step, in the order in
+            which they lie in the shard.
+        lengths: [sequences of the step], int64: tokens of each sequence.
+        fields: names of the arrays to gather.
 
     Returns:
         [tokens of the step] for each field, in the type that the shards have.
@@ -100,15 +104,15 @@ def gather_shards(
 def split_by_shard(
     arrays: Mapping[str, NDArray[Any]], sequences: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> list[dict[str, NDArray[Any]]]:
-    """The inverse of `gather_shards`.
+    """Flat arrays in the order of the step, cut up into shards: the inverse of `gather_shards`.
 
     Args:
-        arrays: by name, [tokens of the step].
-        sequences: per shard the numbers of its sequences in the step.
-        lengths: [sequences of the step], tokens of each.
+        arrays: arrays by name, [tokens of the step], of any dtype.
+        sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
+        lengths: [sequences of the step], int64: tokens of each sequence.
 
     Returns:
-        Per shard and name, [tokens of the shard].
+        Per shard the arrays by name, [tokens of the shard], in the dtype that they came in.
     """
     ends = np.cumsum(lengths)
     begins = ends - lengths

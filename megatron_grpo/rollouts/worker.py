@@ -20,7 +20,7 @@ from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
 from megatron_grpo.rollouts.scoring import EnvironmentClient, EnvironmentProcesses
-from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, split_by_shard
+from megatron_grpo.rollouts.shards import SHARD_FIELDS, gather_shards, shard_arrays, split_by_shard
 
 ShardRefs = dict[str, Any]
 """By name, a reference (Ray's) to an array of one number per token of a shard."""
@@ -70,7 +70,7 @@ class RolloutWorker:
 
         Args:
             batch: number of this call, for `generated`.
-            plan: how to sample.
+            plan: samples of each prompt, sampling settings, seeds and deadlines.
             prompts: each with its number in the generation batch.
 
         Returns:
@@ -115,12 +115,13 @@ class RolloutWorker:
         del self._generated[batch]
 
     @phase("build shards")
-    async def build_shards(self, payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
-        """Put the arrays of `shard_arrays` for each shard.
+    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+        """The arrays of each shard, shard by shard, in the order of `SHARD_FIELDS`; each becomes an object of its own.
 
         Args:
             payloads: references to groups (list[Trajectory]).
-            shards: per shard its sequences in order, each as the number of its payload and its place in there.
+            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's payload and its
+                place in that payload.
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
@@ -134,7 +135,16 @@ class RolloutWorker:
         fields: Sequence[str],
         arguments: tuple[Any, ...],
     ) -> tuple[list[ShardRefs], Any]:
-        """See `RolloutPool.compute`."""
+        """Run a function over the tokens of a whole step, on a thread of this worker (`RolloutPool.compute`).
+
+        Args:
+            function: called with `lengths`, a dict of the flat arrays of `fields`, and `arguments`.
+            shards: per shard, by name, references to arrays [tokens of the shard].
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
+            arguments: further arguments of the function.
+        """
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
     @phase("write rollouts")
@@ -149,9 +159,10 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: list[Any], shards: list[list[tuple[int, int]]]) -> list[ShardRefs]:
+def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
     groups: list[list[Trajectory]] = ray.get(payloads)
-    return [_put(shard_arrays([groups[group][sample] for group, sample in shard])) for shard in shards]
+    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
+    return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)
 
 
 def _compute(

@@ -17,6 +17,7 @@ from megatron_grpo.run.manifest import (
     missing_is_an_error,
     read_sealed,
     verify_manifest,
+    write_in_one_piece,
     write_manifest,
     write_sealed,
 )
@@ -52,24 +53,31 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     import torch  # not above: a command that only verifies a checkpoint answers at once
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
-    replace_state(folder, state)
+    write_sealed(folder / STATE_FILE, state)
     write_manifest(folder, step, sealed=[STATE_FILE])
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the driver's state, in one piece. It carries its own digest: the checkpoint is sound before and after."""
-    write_sealed(folder / STATE_FILE, state)
+    """Replace the driver's state of a checkpoint, in one piece.
+
+    It carries its own digest, so the checkpoint is sound before and after; but for one without a manifest, where a
+    digest would say that the manifest is missing.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        write_sealed(folder / STATE_FILE, state)
+    else:
+        write_in_one_piece(folder / STATE_FILE, json.dumps(dict(state)).encode())
 
 
 def verify(folder: Path, stop: Event | None = None) -> str | None:
     """Read all of a checkpoint and compare it with what was written.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint, `step_N`.
         stop: set by another thread to end this early, with CancelledError.
 
     Returns:
-        What the user should know of it all the same.
+        A remark for the user about a checkpoint that is good; None: there is nothing to say.
 
     Raises:
         CheckpointError: a file is missing or damaged; the text names it.

@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class EarlyStopState(TypedDict):
-    """What the decision depends on; part of the checkpoint."""
+    """What the decision to stop early depends on; part of the checkpoint."""
 
     best: float | None
     """Best value so far; None before the first validation."""
     last: float | None
-    """Latest value."""
+    """Value of the latest validation; None before the first."""
     waited: int
     """Validations in a row that did not improve on the best."""
 
 
 def default_early_stop_state() -> EarlyStopState:
-    """Before the first validation."""
+    """The state before the first validation."""
     return EarlyStopState(best=None, last=None, waited=0)
 
 

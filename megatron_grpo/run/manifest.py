@@ -68,7 +68,7 @@ def verify_manifest(folder: Path, stop: Event | None = None) -> int:
     """Compare every file of a checkpoint with what its manifest says; the step that it was written after.
 
     Args:
-        folder: a checkpoint.
+        folder: folder of a checkpoint, with the manifest in it.
         stop: set by another thread to end this early, with CancelledError.
 
     Raises:
@@ -104,8 +104,13 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
+    write_in_one_piece(path, f'{{"{_SEAL}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+
+
+def write_in_one_piece(path: Path, content: bytes) -> None:
+    """Write or replace a file; it is on disk when this returns, and readers see the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(f'{{"{_SEAL}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+    temporary.write_bytes(content)
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)

@@ -36,13 +36,13 @@ class FiniteGuard:
         """Check the rewards and the sampling log-probabilities of one generation batch.
 
         Args:
-            groups: of the batch.
+            groups: rollouts of the generation batch, a group for each prompt.
             step: number of the step, or of the last one before a validation.
             data: which data the prompts are rows of, for the message.
 
         Raises:
-            SamplingError: a reward is not finite; see `stop_step`.
-            RunError: a log-probability is not.
+            SamplingError: a reward is not finite.
+            RunError: a sampling log-probability is not finite.
         """
         outcomes = [outcome for group in groups for outcome in group.outcomes]
         guard = StepGuard(self, groups, step, data)
@@ -71,11 +71,11 @@ class StepGuard:
 
         Args:
             entry: name of the entry, for the message.
-            finite: [sequences]: whether it is finite wherever it is looked at.
-            batch: of the step, one sequence for each response.
+            finite: [sequences], bool: whether the entry is finite wherever it is looked at.
+            batch: the step's batch, one sequence for each response.
 
         Raises:
-            RunError: it is not; see `stop`.
+            RunError: the entry is not finite somewhere (`stop` makes the message).
         """
         if not finite.all():
             wrong = np.flatnonzero(~finite)
@@ -93,10 +93,10 @@ class StepGuard:
         In the file the values are the strings NaN, Infinity and -Infinity: JSON has no such numbers.
 
         Args:
-            what: is not finite, for the message.
+            what: name of what is not finite, for the message.
             bad: numbers of the responses in the step.
             more: further entries of the file by name, an item for each response.
-            error: what to raise.
+            error: class of the error to raise.
 
         Raises:
             RunError: always; names the prompts, as rows of the data.
@@ -131,7 +131,7 @@ def _all_fit(values: Any) -> bool:
 
 
 def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    """The numbers of an entry in some sequences; brings the tokens of their shards to this process."""
+    """The numbers of an entry in sequences [chosen], int64; brings the tokens of their shards to this process."""
     if entry == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[number])] for number in sequences]
     rows = {}

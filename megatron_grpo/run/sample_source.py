@@ -21,6 +21,6 @@ class SampleSource:
     settings: SamplingSettings
     guard: FiniteGuard
     state: GRPOSaveState
-    """Of the run; sampling counts the prompts and generation batches that it uses."""
+    """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""

@@ -15,7 +15,7 @@ class GRPOSaveState(TypedDict):
     current_step: int
     """Steps in the current epoch."""
     current_epoch: int
-    """Epochs completed."""
+    """Epochs of the training data that are complete."""
     total_steps: int
     """Steps so far; also the policy's weight version."""
     generation_batches: int

@@ -4,96 +4,68 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
+import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Event
 
-from megatron_grpo.cluster.guardian import guarded
-from megatron_grpo.cluster.process_log import driver_log
-from megatron_grpo.cluster.signals import terminated_like_interrupted
-from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.environments.registry import check_reward_functions
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.summary import summary_command
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.background import in_background
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
-from megatron_grpo.run.directory import (
-    POLICY_FOLDER,
-    VALUE_FOLDER,
-    changes_since_last_start,
-    claimed_run_directory,
-    record_start,
-)
+from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.run.dumps import RolloutDumps
-from megatron_grpo.run.ending import summary_on_failure
 from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.opening import Opening, opened
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.run.start_models import start_models
+from megatron_grpo.run.startup_parts import since_command
 
 
 @contextmanager
-def setup(config: Config) -> Iterator[GRPORun]:
+def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
     """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
+
+    Args:
+        config: the run's configuration, checked.
+        opening: the run's beginning if it was made already, by `opened`, which then ends Ray as well.
 
     Raises:
         ConfigError: the run cannot start from where it is told to.
         RunError: something did not come up; the message says what.
     """
-    started = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(terminated_like_interrupted())
-        check_reward_functions(config.env)  # before processes are started
-        run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
-        checkpointer = Checkpointer(run_dir, config.checkpointing)
-        changes = changes_since_last_start(run_dir, config)
-        stack.enter_context(driver_log(run_dir, config.logger.level))
-        search = stack.enter_context(in_background(lambda stop: _start_from(checkpointer, config, stop)))
-        with summary_on_failure(run_dir, config.samples_per_step) as known:
-            run = _bring_up(config, run_dir, checkpointer, search, stack)
-            known.write = run.logger.write_summary
-            record_start(run_dir, config)  # not before: a start that failed on a mistake makes the folder nobody's
-            gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
-            stack.callback(gc.unfreeze)
-            run.logger.started(startup_s=time.monotonic() - started, changes=changes)
-            yield run
+        opening = opening or stack.enter_context(opened(config))
+        run = _bring_up(config, opening, stack)
+        opening.known.write = run.logger.write_summary
+        record_start(opening.run_dir, config)  # not before: a start that failed on a mistake leaves nobody's folder
+        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        stack.callback(gc.unfreeze)
+        run.logger.started(startup_s=since_command(), parts=opening.parts.seconds, changes=opening.changes)
+        yield run
 
 
-def _start_from(checkpointer: Checkpointer, config: Config, stop: Event) -> Path | None:
-    path = checkpointer.find(stop)
-    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
-        text = f"{path} is not a checkpoint of PPO: it has no value model"
-        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
-    return path
-
-
-def _bring_up(
-    config: Config, run_dir: Path, checkpointer: Checkpointer, search: Future[Path | None], stack: ExitStack
-) -> GRPORun:
-    """Start everything, load the checkpoint that `search` finds, and give generation its first weights."""
+def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
+    """Start everything, load the checkpoint to start from, and give generation its first weights."""
+    run_dir, checkpointer, parts = opening.run_dir, opening.checkpointer, opening.parts
     if is_prepared(config):
-        importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
+        with parts.part("prepare"):
+            importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
     folder = model_folder(config.policy.model.path)
-    if config.cluster.ray_address is None:
-        stack.enter_context(guarded(if_killed=summary_command(run_dir, config.samples_per_step)))
-    policy, value, generation = start_models(config, folder, stack)
+    policy, value, generation = start_models(config, folder, opening.cluster, stack)
     environments = build_environments(config.env)
     for environment in environments.values():
         stack.callback(environment.shutdown)
@@ -106,16 +78,27 @@ def _bring_up(
     )
     stack.callback(rollouts.shutdown)
     rollouts.start()
-    data = load_prompt_data(config, folder)
-    for part in (policy, value, generation, rollouts):
-        if part is not None:
-            part.wait_ready()
+    with parts.part("prompts"):
+        data = load_prompt_data(config, folder)
+    with parts.part("waiting"):
+        for part in (policy, value, generation, rollouts):
+            if part is not None:
+                part.wait_ready()
+    for kind, model in (("policy", policy), ("value", value), ("engine", generation)):
+        if model is not None:
+            parts.add_slowest(kind, model.startup_s)
     transport = BroadcastTransport(policy, generation, config.refit)
-    transport.connect()
-    start_from = search.result()
+    with parts.part("refit"):
+        transport.connect()
+    if not opening.start_from.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
+    start_from = opening.start_from.result()
     checkpointer.remove_leftovers()
     state, waiting = _resume(start_from, config, policy, value, data.loader)
-    transport.publish(state["total_steps"])
+    with parts.part("refit"):
+        transport.publish(state["total_steps"])
     logger = RunLogger(run_dir, config, resume_step=None if start_from is None else state["total_steps"])
     stack.callback(logger.close)
     for note in data.notes:

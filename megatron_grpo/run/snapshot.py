@@ -20,13 +20,13 @@ class Snapshot:
 
     state: GRPOSaveState
     loader: dict[str, Any]
-    """Of the training data loader."""
+    """State of the loader of training prompts: its position in the data."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the next step."""
 
 
 def snapshot_of(run: GRPORun) -> Snapshot:
-    """A copy, which later steps do not change."""
+    """A copy of the driver's part of a checkpoint, which later steps do not change."""
     return Snapshot(
         state=copy.deepcopy(run.state),
         loader=copy.deepcopy(run.loader.state_dict()),

@@ -16,12 +16,9 @@ from megatron_grpo.policy.driver.value import MegatronValue, ValueSettings
 
 
 def start_models(
-    config: Config, folder: Path, stack: ExitStack
+    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack
 ) -> tuple[MegatronPolicy, MegatronValue | None, VllmGeneration]:
-    """Start Ray and, on it, the policy, the value model of PPO and the engines. The stack ends them."""
-    cluster = RayCluster(config.cluster)
-    stack.callback(cluster.shutdown)
-    cluster.start()
+    """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them."""
     value_model = config.value_model
     cluster.reserve(config.policy.parallel, config.generation.parallel, value_model.parallel if value_model else None)
     generation = _start_generation(config, folder, cluster)

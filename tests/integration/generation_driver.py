@@ -11,15 +11,12 @@ import psutil
 import ray
 
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
-from tests.integration.vllm_helpers import engines
+from tests.integration.vllm_helpers import engines, generate, request
 
 
 def requests() -> list[GenerationRequest]:
     """More than the engine decodes at once, of different lengths."""
-    return [
-        GenerationRequest(prompt_ids=[2 + i % 7, 5, 3 + i % 5][: 1 + i % 3], seed=100 + i, max_new_tokens=6 + i % 10)
-        for i in range(80)
-    ]
+    return [request([2 + i % 7, 5, 3 + i % 5][: 1 + i % 3], seed=100 + i, max_new_tokens=6 + i % 10) for i in range(80)]
 
 
 SETTINGS = SamplingSettings(max_new_tokens=12, temperature=0.8)
@@ -34,10 +31,11 @@ def main() -> None:
         log_to_driver=False,
     )
     with engines(Path(sys.argv[1]), pipeline=2) as generation:
-        outputs = generation.generate(requests(), SETTINGS)
+        outputs = generate(generation, requests(), SETTINGS)
         children = psutil.Process().children(recursive=True)
-        processes = [p.pid for p in children if p.cmdline()[0].startswith(("VLLM::", "ray::VllmEngine"))]
-        samples = [(output.token_ids, output.logprobs) for output in outputs]
+        (actor,) = [one for one in children if one.cmdline()[0].startswith("ray::VllmEngine")]
+        processes = [one.pid for one in [actor, *actor.children(recursive=True)]]
+        samples = [(output.token_ids.tolist(), output.logprobs.tolist()) for output in outputs]
         print("RESULT", json.dumps({"samples": samples, "processes": processes}), flush=True)
         time.sleep(600)
 

@@ -1,21 +1,20 @@
-"""Environments as Ray actors: order, splitting over workers, deadlines and death."""
+"""Environments in Ray actors: started, shared out, and what their processes answer."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import ray
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
-from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.registry import EnvironmentPool, EnvironmentWorker, build_environments
+from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
+from megatron_grpo.environments.pool import EnvironmentHandle, EnvironmentPool, build_environments
+from megatron_grpo.rollouts.scoring import EnvironmentClient
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,58 +25,71 @@ def cluster() -> Iterator[None]:
     cluster.shutdown()
 
 
-def request(response: str, answer: str = "025") -> EnvironmentRequest:
-    info = {REFERENCE: answer}
-    return EnvironmentRequest(prompt="12+13=", response=response, stop_reason="stop", extra_env_info=info)
+@contextmanager
+def handles(config: EnvironmentConfig, shares: int = 1) -> Iterator[list[EnvironmentHandle]]:
+    pool = build_environments({"task": config})["task"]
+    try:
+        yield pool.start(shares)
+    finally:
+        pool.shutdown()
+        pool.shutdown()
 
 
-def test_scores_come_in_the_order_of_the_requests_from_any_number_of_workers() -> None:
-    pools = build_environments({"addition": EnvironmentConfig(type="addition", num_workers=3)})
-    pool = pools["addition"]
-    for count in (0, 1, 2, 7):
-        right = [i % 3 == 0 for i in range(count)]
-        results = pool.step([request("025" if is_right else "026") for is_right in right])
-        assert [result.correct for result in results] == right
-        assert [result.reward for result in results] == [float(is_right) for is_right in right]
-    pool.shutdown()
-    pool.shutdown()
+def job(*responses: str, answer: str = "025") -> ScoringJob:
+    return ScoringJob(
+        prompt="12+13=",
+        extra_env_info={REFERENCE: answer},
+        responses=responses,
+        stop_reasons=("stop",) * len(responses),
+        states=(None,) * len(responses),
+    )
+
+
+def scored(handle: EnvironmentHandle, jobs: Sequence[ScoringJob]) -> list[list[Scored]]:
+    async def scene() -> list[list[Scored]]:
+        client = EnvironmentClient(handle, startup_timeout_s=60.0)
+        await client.start()
+        return await asyncio.gather(*(client.score(one) for one in jobs))
+
+    return asyncio.run(scene())
+
+
+def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes() -> None:
+    with handles(EnvironmentConfig(type="addition", num_workers=3)) as (handle,):
+        assert len(handle.processes) == 3
+        results = scored(handle, [job(*("025" if i % 3 == j % 3 else "026" for j in range(i))) for i in range(1, 8)])
+    for i, result in enumerate(results, start=1):
+        assert result == [EnvironmentReturn(float(i % 3 == j % 3), i % 3 == j % 3) for j in range(i)]
+
+
+@pytest.mark.parametrize(("workers", "shares", "expected"), [(3, 2, [2, 1]), (1, 3, [1, 1, 1]), (4, 1, [4])])
+def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected: list[int]) -> None:
+    with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:
+        assert [len(handle.processes) for handle in shared] == expected
+        processes = [process for handle in shared for process in handle.processes]
+        assert len({described["pid"] for described in ray.get([one.ready.remote() for one in processes])}) == sum(
+            expected
+        )
 
 
 def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -> None:
-    pool = EnvironmentPool("math", EnvironmentConfig(type="math"))
-    results = pool.step([request("\\boxed{\\frac{50}{2}}", "25"), request("\\boxed{9^{9^{9^{9}}}}", "25")])
-    assert [result.correct for result in results] == [True, False]
+    with handles(EnvironmentConfig(type="math")) as (handle,):
+        ((right, endless),) = scored(handle, [job("\\boxed{\\frac{50}{2}}", "\\boxed{9^{9^{9^{9}}}}", answer="25")])
+    assert right == EnvironmentReturn(1.0, True)
+    assert endless == EnvironmentReturn(0.0, False)
+
+
+def test_a_response_without_an_answer_names_the_environment_and_the_cause() -> None:
+    nothing = ScoringJob(prompt="", extra_env_info={}, responses=("1",), stop_reasons=("stop",), states=(None,))
+    with handles(EnvironmentConfig(type="addition")) as (handle,):
+        assert scored(handle, [nothing]) == [["environment task: KeyError: '<reference>'"]]
+
+
+def test_a_process_can_be_made_in_the_place_of_another() -> None:
+    pool = EnvironmentPool("task", EnvironmentConfig(type="addition"))
+    (handle,) = pool.start()
+    spare = handle.spawn()
+    ray.get(spare.ready.remote())
+    assert ray.get(spare.run.remote([("score", (job("025"),))])) == [[EnvironmentReturn(1.0, True)]]
+    ray.kill(spare)
     pool.shutdown()
-
-
-def test_a_dead_worker_is_one_clear_error() -> None:
-    pool = EnvironmentPool("addition", EnvironmentConfig(type="addition"))
-    pool.step([request("025")])
-    pid = ray.get(pool._workers[0].__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RunError, match="environment addition: worker 0 died"):
-        pool.step([request("025")])
-    pool.shutdown()
-
-
-def test_a_deadline_that_passes_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = EnvironmentPool("addition", EnvironmentConfig(type="addition", timeout_s=1.0))
-    busy = pool._workers[0].__ray_call__.remote(lambda _: time.sleep(30))
-    with pytest.raises(RunError, match=r"environment addition: no answer from worker 0 within 1 s"):
-        pool.step([request("025")])
-    del busy
-    pool.shutdown()
-
-
-def test_a_request_without_an_answer_names_the_worker_and_the_cause() -> None:
-    pool = EnvironmentPool("addition", EnvironmentConfig(type="addition"))
-    bad = EnvironmentRequest(prompt="", response="1", stop_reason="stop", extra_env_info={})
-    with pytest.raises(RunError, match="worker 0 failed with KeyError: '<reference>'"):
-        pool.step([bad])
-    pool.shutdown()
-
-
-def test_the_worker_takes_columns() -> None:
-    columns = (("12+13=",) * 2, ("025", "026"), ("stop", "stop"), ({REFERENCE: "025"},) * 2)
-    expected = ((1.0, 0.0), (True, False), ({}, {}))
-    assert EnvironmentWorker("environment worker", EnvironmentConfig(type="addition")).step(columns) == expected

@@ -11,13 +11,14 @@ import pytest
 import ray
 
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
+from megatron_grpo.data.trajectory import Span
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.refit.interface import RefitError
-from tests.integration.vllm_helpers import START_S, Oracle, engines, kill_a_worker, make_model
+from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, kill_a_worker, make_model, request
 
 POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
 ENGINE_LAYOUTS = {"tp1": {"data": 2}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
@@ -122,15 +123,16 @@ def _start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
 
 
 def _generate(generation: VllmGeneration) -> list[GenerationOutput]:
-    requests = [GenerationRequest(prompt_ids=prompt, seed=0, max_new_tokens=TOKENS) for prompt in PROMPTS]
-    return generation.generate(requests, SamplingSettings(max_new_tokens=TOKENS, temperature=0.0))
+    requests = [request(prompt, seed=0, max_new_tokens=TOKENS) for prompt in PROMPTS]
+    return generate(generation, requests, SamplingSettings(max_new_tokens=TOKENS, temperature=0.0))
 
 
 def _assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> None:
     for prompt, output in zip(PROMPTS, _generate(generation), strict=True):
-        assert output.token_ids == oracle.greedy(prompt, TOKENS)
-        assert output.logprobs == pytest.approx(oracle.logprobs(prompt, output.token_ids), abs=1e-4)
-        assert output.version == version
+        token_ids = output.token_ids.tolist()
+        assert token_ids == oracle.greedy(prompt, TOKENS)
+        assert output.logprobs.tolist() == pytest.approx(oracle.logprobs(prompt, token_ids), abs=1e-4)
+        assert output.spans == [Span(0, len(token_ids), version)]
 
 
 def _corrupt_next_refit(engine: Any) -> None:

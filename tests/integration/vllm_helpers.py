@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import ray
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.rollouts.engines import EngineClient, Engines
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -62,15 +66,15 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def distributions(self, prompt: list[int], response: list[int]) -> Tensor:
+    def distributions(self, prompt: list[int], response: Sequence[int]) -> Tensor:
         """Log-probabilities of every next token along a response: [len(response), vocabulary]."""
-        logits = self._model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        logits = self._model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         return logits.float()
 
-    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    def logprobs(self, prompt: list[int], response: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token of a response."""
         table = (self.distributions(prompt, response) / temperature).log_softmax(dim=-1)
-        return table.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        return table.gather(1, torch.tensor(list(response))[:, None])[:, 0].tolist()
 
     def greedy(self, prompt: list[int], tokens: int) -> list[int]:
         """The likeliest continuation, up to the end-of-text token."""
@@ -104,15 +108,42 @@ def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) ->
         generation.shutdown()
 
 
+def generate(
+    generation: VllmGeneration,
+    requests: Sequence[GenerationRequest],
+    settings: SamplingSettings,
+    *,
+    timeout_s: float = 120.0,
+) -> list[GenerationOutput]:
+    """Responses in the order of the requests, from engines that are asked as rollout workers ask them."""
+
+    async def ask() -> list[GenerationOutput]:
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        placed = pool.place([1] * len(requests))
+        asked = (client.generate(one, settings) for client, one in zip(placed, requests, strict=True))
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(ask())
+
+
+def request(prompt: Sequence[int], seed: int, max_new_tokens: int) -> GenerationRequest:
+    """A request for one response to these token ids."""
+    return GenerationRequest(prompt_ids=np.array(prompt, dtype=np.int32), seed=seed, max_new_tokens=max_new_tokens)
+
+
 def kill_a_worker(generation: VllmGeneration) -> None:
     """SIGKILL one of the processes of the first engine that hold weights.
 
-    The engine's actor itself looks for them, and by kinship: they are the children of its child, vLLM's core.
+    The engine's actor itself looks for them, and by kinship: nothing else is as many generations away from it.
     """
-    workers = ray.get(generation._engines[0].__ray_call__.remote(_grandchildren))
+    workers = ray.get(generation._engines[0].__ray_call__.remote(_youngest_generation))
     assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
     psutil.Process(workers[0]).kill()
 
 
-def _grandchildren(_: VllmEngine) -> list[int]:
-    return [worker.pid for core in psutil.Process().children() for worker in core.children()]
+def _youngest_generation(_: VllmEngine) -> list[int]:
+    generation = [psutil.Process()]
+    while children := [child for parent in generation for child in parent.children()]:
+        generation = children
+    return [process.pid for process in generation]

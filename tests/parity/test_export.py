@@ -145,7 +145,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [("common.pt", b"garbage" * 99), ("common.pt", b"\x80\x04."), (".metadata", b"?"), ("metadata.json", b"{}")],
+    [
+        ("common.pt", b"garbage" * 99),
+        ("common.pt", b"\x80\x04."),
+        (".metadata", b"?"),
+        ("metadata.json", b"{}"),
+        ("__0_0.distcp", b"PK\x03\x04" * 99),
+    ],
 )
 def test_without_digests_garbage_is_one_message_all_the_same(
     tiny_models: dict[str, TinyModel], tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: bytes

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.weight_map import global_entries
 from megatron_grpo.preflight.load import load_config
 
 SMALL = {
@@ -26,3 +33,18 @@ def problems_of(overrides: list[str]) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides)
     return {problem.subject: problem.text for problem in caught.value.problems}
+
+
+def write_weights(file: Path, config: dict[str, Any]) -> None:
+    """A safetensors file with all tensors of a model, in float32; their content is a hole in the file."""
+    shape = shape_of_config(config)
+    header, end = {}, 0
+    for entry, layer, _ in global_entries(weight_entries(shape), list(range(shape.layers))):
+        for tensor in entry.hf:
+            sizes = tensor.shape(shape)
+            begin, end = end, end + 4 * math.prod(sizes)
+            header[tensor.name.format(layer=layer)] = {"dtype": "F32", "shape": sizes, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.config_problems import SMALL
+from tests.support.config_problems import SMALL, write_weights
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL))
-    (folder / "model.safetensors").touch()
+    write_weights(folder / "model.safetensors", SMALL)
     (folder / "tokenizer.json").touch()
     return folder
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import resource
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
 
+import megatron_grpo.__main__ as overview
 from megatron_grpo import train
+from megatron_grpo.composition.help import COMMANDS
+from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
+from megatron_grpo.run.directory import claimed_run_directory
 
 
-def put_loop_in_place(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> list[Config]:
+def put_loop_in_place(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, also: Callable[[], None] = lambda: None
+) -> list[Config]:
     """Replaces the training loop by one that only records its configuration, or fails."""
     started: list[Config] = []
 
     def run(config: Config) -> None:
         started.append(config)
+        also()
         if error is not None:
             raise error
 
@@ -41,24 +53,47 @@ def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
 def test_cfg_prints_the_resolved_configuration(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["+exp=qwen3_8b_8gpu", "grpo.max_num_steps=3", *option]) == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
+    assert train.main(["+exp=quickstart", "grpo.max_num_steps=3", *option]) == 0
+    captured = capsys.readouterr()
+    shown = yaml.safe_load(captured.out)
     assert shown["grpo"]["max_num_steps"] == 3
     assert shown["grpo"]["use_leave_one_out_baseline"] is True
-    assert shown["policy"]["model"]["path"] == "Qwen/Qwen3-8B"
+    assert shown["policy"]["model"]["path"].endswith("/model")
     assert "${" not in str(shown)
+    assert captured.err == ""
 
 
-def test_cfg_needs_no_file_and_no_value_for_required_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--cfg", "job"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["train_path"] == "???"
+def test_cfg_prints_and_says_when_files_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["+exp=quickstart", "data.train_path=/nowhere.jsonl", "--cfg", "job"]) == 2
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["data"]["train_path"] == "/nowhere.jsonl"
+    assert "data.train_path=/nowhere.jsonl  no such file" in captured.err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert train.main(["+exp=qwen3_8b_8gpu", "--cfg", "job"]) == 2
+    captured = capsys.readouterr()
+    assert yaml.safe_load(captured.out)["policy"]["model"]["path"] == "Qwen/Qwen3-8B"
+    assert "this machine has no CUDA GPU" in captured.err
+
+
+def test_cfg_shows_what_was_given_also_where_it_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--cfg", "job", "grpo.max_num_steps=0", "nope=3"]) == 2
+    captured = capsys.readouterr()
+    shown = yaml.safe_load(captured.out)
+    assert shown["data"]["train_path"] == "???"
+    assert shown["grpo"]["max_num_steps"] == 0
+    for text in ("data.train_path       is required", "nope ", "grpo.max_num_steps=0  must be int > 0"):
+        assert text in captured.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["+exp=quickstart", "grpo.max_num_step=3"], "did you mean grpo.max_num_steps?"),
-        (["--cfg", "job", "nope=3"], "unknown key"),
+        (["--info"], "no such option; --cfg job prints the configuration, --check says what would run"),
+        (["--check", "+exp=quickstart", "grpo.max_num_step=3"], "did you mean grpo.max_num_steps?"),
+        (["quickstart"], "did you mean +exp=quickstart?"),
         (["--cfg", "hydra"], "--cfg job"),
         (["--multirun"], "no such option"),
         ([], "policy.model.path  is required"),
@@ -102,3 +137,83 @@ def test_a_failed_run_prints_one_line(
     put_loop_in_place(monkeypatch, error)
     assert train.main(["+exp=quickstart"]) == code
     assert capsys.readouterr().err == text
+
+
+def test_check_says_what_would_run_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = put_loop_in_place(monkeypatch)
+    run_dir = tmp_path / "outputs" / "run"
+    assert train.main(["+exp=quickstart", "--check", f"run_dir={run_dir}"]) == 0
+    assert capsys.readouterr().out == (
+        "configuration is fine: quickstart, GRPO, up to 400 steps of 32 prompts x 8 samples; policy on 2 ranks (PP2), "
+        f"1 engine of 2 ranks, on CPU; begins in {run_dir}\n"
+    )
+    assert started == []
+    assert list(tmp_path.iterdir()) == [], "no folder is left behind"
+    (run_dir / "checkpoints" / "step_12").mkdir(parents=True)
+    assert train.main(["+exp=quickstart_ppo", "--check", f"run_dir={run_dir}"]) == 0
+    out = capsys.readouterr().out
+    assert "PPO, up to 400 steps of 256 prompts x 1 samples; policy on 2 ranks (PP2), value model on 1 rank, " in out
+    assert out.endswith(f"goes on after step 12 in {run_dir}\n")
+
+
+FUNCTIONS = ["+exp=quickstart", "env.addition.type=reward_functions", "checkpointing=none", "--check"]
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("nowhere.at_all", "cannot be imported: ModuleNotFoundError"),
+        ("tests.unit.broken_rewards.anything", "cannot be imported: "),
+        ("os.getcwd", "must take prompts and completions by name"),
+    ],
+)
+def test_check_imports_the_reward_functions(function: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([*FUNCTIONS, f"env.addition.reward_funcs=[{function}]"]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert "configuration is fine" not in captured.out
+    assert train.main([*FUNCTIONS, "env.addition.reward_funcs=[tests.integration.example_rewards.right]"]) == 0
+
+
+def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with claimed_run_directory(str(tmp_path)):
+        assert train.main(["+exp=quickstart", "--check", f"run_dir={tmp_path}"]) == 2
+    assert "is in use by another run that is still alive" in capsys.readouterr().err
+
+
+def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+    put_loop_in_place(monkeypatch, also=lambda: seen.append(capsys.readouterr().out))
+    given = ["+exp=quickstart", "generation.temperature=0", "grpo.early_stop.threshold=0.9"]
+    assert train.main(given) == 0
+    (before,) = seen
+    assert "generation.temperature=0 is greedy" in before
+    assert "grpo.early_stop.threshold=0.9 changes nothing in this run: needs grpo.early_stop.enabled=true" in before
+    assert train.main([*given, "--check"]) == 0
+    assert "generation.temperature=0 is greedy" in capsys.readouterr().out
+
+
+def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (train.main, overview.main):
+        assert command(["--version"]) == 0
+        assert re.fullmatch(r"megatron_grpo \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert overview.main([]) == overview.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command_name in COMMANDS:
+        assert f"python -m megatron_grpo.{command_name} " in out
+        assert importlib.util.find_spec(f"megatron_grpo.{command_name}")
+    assert overview.main(["trian", "+exp=quickstart"]) == 2
+    assert "did you mean python -m megatron_grpo.train?" in capsys.readouterr().err
+
+
+def test_a_mistake_is_answered_within_a_second_of_work() -> None:
+    """In a process of its own, imports included; seconds of CPU, which other processes do not add to."""
+    command = [sys.executable, "-m", "megatron_grpo.train", "+exp=quickstart", "grpo.max_num_step=3", "learning_rate=1"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    assert "TRL's learning_rate is policy.optimizer.lr here" in done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3

@@ -80,8 +80,8 @@ def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_n
     """Sizes of a dense decoder from a config.json, with the RoPE settings as transformers 4 or 5 spells them.
 
     Args:
-        raw: contents of config.json.
-        family: name of the family that the shape is of.
+        raw: contents of config.json, by key.
+        family: name of the model family that is read.
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether every query and key head is normalised.
 
@@ -123,7 +123,7 @@ def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         lengths: tokens of each sequence.
     """
     queries = shape.attention_heads * shape.head_dim

@@ -17,7 +17,7 @@ from megatron_grpo.policy.rank.actor import RankSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(RankSettings):
-    """Of the policy."""
+    """What every rank of the policy is built from."""
 
     reference: ReferenceConfig | None
     temperature: float

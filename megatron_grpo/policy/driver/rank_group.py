@@ -51,9 +51,10 @@ class RankGroup(TrainedModel):
         self._starting: list[ray.ObjectRef] = []
 
     def start(self) -> None:
-        """Begin building the model on every rank; returns once the ranks know each other."""
-        timeout_s = self._startup_timeout_s
-        (address,) = self._gather([self.actors[0].open_store.remote(timeout_s)], f"{self.label} start", timeout_s)
+        """Begin building the model on every rank; returns at once."""
+        address = self.actors[0].open_store.remote(self._startup_timeout_s)
+        for actor in self.actors:
+            actor.import_packages.remote()  # the others need not wait for the address
         self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
 
     def wait_ready(self) -> None:
@@ -82,6 +83,11 @@ class RankGroup(TrainedModel):
             learning_rate=shares[0].learning_rate,
             metrics=metrics,
         )
+
+    @property
+    def startup_s(self) -> list[dict[str, float]]:
+        """Seconds that each rank took to start, by part: "imports" and "model"."""
+        return [place.startup_s for place in self._places]
 
     @property
     def shape(self) -> ModelShape:
@@ -132,7 +138,7 @@ class RankGroup(TrainedModel):
         """Have a number for every token computed, and add it to the batch's shards under the name of an entry.
 
         Returns:
-            [sequences]: whether all numbers at sampled tokens are finite.
+            [sequences], bool: whether all numbers at sampled tokens are finite.
         """
         parts, finite = self._forward(batch, method, what)
         for shard, part in zip(batch.shards, parts, strict=True):
@@ -140,7 +146,12 @@ class RankGroup(TrainedModel):
         return finite
 
     def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
-        """What a method of the rank's model gives for every token: a reference a shard; and where it is finite."""
+        """A number for every token, from a method of the ranks' model.
+
+        Returns:
+            For each shard a reference to [tokens of the shard], float32; and [sequences], bool: whether all numbers at
+            sampled tokens are finite.
+        """
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         chosen, works = self._works(batch, np.arange(len(batch)), tokens, whole_shards=True)
         results = self._gather(self._call("forward", works, method=method), what)
@@ -155,11 +166,11 @@ class RankGroup(TrainedModel):
     def _works(
         self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int, *, whole_shards: bool = False
     ) -> tuple[list[NDArray[np.int64]], list[ReplicaWork]]:
-        """The sequences shared out: of each replica their numbers in the step, and what it computes on.
+        """The sequences shared out: for each replica their numbers in the step (int64), and what it computes on.
 
         Args:
-            batch: of the step; every replica works on as many of its shards as every other.
-            sequences: [chosen], ascending numbers of the wanted ones.
+            batch: the step's batch; every replica works on as many of its shards as every other.
+            sequences: [chosen], int64: numbers of the wanted sequences, ascending.
             microbatch_tokens: most tokens of a microbatch, padding included.
             whole_shards: leave the sequences in the order of the shards, rather than in that of their numbers.
         """

@@ -16,7 +16,7 @@ from megatron_grpo.policy.rank.actor import RankSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ValueSettings(RankSettings):
-    """Of the value model."""
+    """What every rank of the value model is built from."""
 
     def build_rank(self) -> Any:
         from megatron_grpo.policy.rank.value_rank import ValueRank

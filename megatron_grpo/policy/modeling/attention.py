@@ -30,27 +30,31 @@ class TorchCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """
+        """Attention of every token to itself and those before it in its sequence.
+
         Args:
-            query: [length, sequences, heads, head_dim], or [tokens, heads, head_dim] when packed.
-            key, value: the same with key/value heads.
+            query: [length, sequences, heads, head_dim], or [tokens, heads, head_dim] when packed, any float type.
+            key: [length, sequences, key/value heads, head_dim], or [tokens, key/value heads, head_dim] when packed.
+            value: [length, sequences, key/value heads, head_dim], or [tokens, key/value heads, head_dim] when packed.
             attention_mask: ignored, as are attn_mask_type and attention_bias: attention is always causal, and padding
                 stands to the right, where no real token sees it.
-            packed_seq_params: boundaries of the packed sequences.
+            packed_seq_params: boundaries of the packed sequences; None: the sequences are rectangles.
 
         Returns:
-            [length, sequences, heads * head_dim], or [tokens, heads * head_dim] when packed.
+            [length, sequences, heads * head_dim], or [tokens, heads * head_dim] when packed, the dtype of the query.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
         boundaries = packed_seq_params.cu_seqlens_q_padded
         if boundaries is None:
             boundaries = packed_seq_params.cu_seqlens_q
+        # One sequence at a time: torch's kernel knows no boundaries, and a mask of all tokens would be their square.
         lengths = boundaries.diff().tolist()
         parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         return torch.cat([self._attend(q[:, None], k[:, None], v[:, None])[:, 0] for q, k, v in parts])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[length, sequences, heads, head_dim], any float type, to [length, sequences, heads * head_dim]."""
         length, sequences = query.shape[:2]
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

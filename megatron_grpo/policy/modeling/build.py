@@ -26,14 +26,15 @@ def build_model(
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
 ) -> GPTModel:
-    """This rank's shard of the model on the platform's device, its weights not yet set.
+    """A rank's shard of the model on the platform's device, its weights not yet set.
 
     On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, columns], columns
     being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it.
 
     Args:
+        shape: sizes of the model.
         parallel: the layout that `initialize_parallel` was called with.
-        precision: of weights and activations.
+        precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
     """
     config = transformer_config(shape, parallel, precision, activation_checkpointing)
@@ -105,7 +106,7 @@ def transformer_config(
 
 
 def _leave_as_is(weight: Tensor) -> None:
-    """Initialisation of weights that are about to be loaded."""
+    """Initialisation of weights that are about to be loaded: does nothing to a weight of any shape [...] and dtype."""
 
 
 def _platform_settings() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary this rank's logits cover."""
+    """The part of the vocabulary that a rank's logits cover."""
 
     start: int
     """Vocabulary entry of column 0."""
@@ -39,17 +39,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, shard: VocabShard, chunk: int) -> Tensor:
+        """Logits [tokens, columns of the rank], any float type, and targets [tokens], int64, to [tokens], float32."""
+        # A target of another rank reads column 0 here, and is masked: no index may leave the rank's columns.
         local = targets - shard.start
         here = (local >= 0) & (local < shard.columns)
         index = local.clamp(0, max(shard.columns - 1, 0))[:, None]
         logsumexp = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         target_logit = torch.zeros_like(logsumexp)
+        # In chunks of tokens, because logits in float32 are the largest tensor of the whole step.
         for rows in _chunks(len(targets), chunk):
             z = logits[rows, : shard.columns].float() * scale
             logsumexp[rows] = torch.logsumexp(z, dim=1)
             if shard.columns:
                 target_logit[rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
         if shard.group is not None:
+            # A clone: the reduction works in place, and this rank's own logsumexp is still needed. Relative to the
+            # highest, no exponential overflows; one sum then carries both numbers of each token.
             highest = logsumexp.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=shard.group)
             both = torch.stack([torch.exp(logsumexp - highest), target_logit])
@@ -61,9 +66,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the tokens' log-probabilities, [tokens], float32, to [tokens, columns of the rank] of logits."""
         logits, logsumexp, here, index = ctx.saved_tensors
         columns = ctx.shard.columns
-        grad = torch.zeros_like(logits)
+        grad = torch.zeros_like(logits)  # padding columns stay at 0: they take no part
+        # The softmax is computed again: kept from the forward pass it would be another tensor the size of the logits.
         for rows in _chunks(len(logsumexp), ctx.chunk):
             coefficient = (grad_outputs[0][rows] * ctx.scale)[:, None]
             piece = torch.exp(logits[rows, :columns].float() * ctx.scale - logsumexp[rows, None]).mul_(-coefficient)
@@ -84,7 +91,7 @@ def token_logprobs(
 
     Args:
         logits: [sequences, length, columns of this rank], any float type; position t predicts token t + 1.
-        token_ids: [sequences, length], int64, the same on every rank of the shard's group.
+        token_ids: [sequences, length], int64; all ranks of the shard's group have equal ones.
         shard: which vocabulary entries this rank's columns are; padding columns take no part.
         temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
         chunk_tokens: tokens whose logits are turned to float32 at once; None is all.
@@ -93,6 +100,8 @@ def token_logprobs(
         [sequences, length], float32, differentiable in `logits`; 0 at position 0, which nothing predicts.
     """
     sequences, length, width = logits.shape
+    # Position t predicts token t + 1: targets move left, and the result right. What the roll brings round to the last
+    # position, the first token, is cut off again.
     next_tokens = token_ids.roll(-1, dims=1).reshape(-1)
     logprobs = _VocabParallelLogprobs.apply(
         logits.reshape(sequences * length, width),
@@ -112,6 +121,7 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scale: float, shard: VocabShard, chunk: int) -> Tensor:
+        """Logits, [tokens, columns of the rank], any float type, to entropies, [tokens], float32."""
         tokens = logits.shape[0]
         highest = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=logits.device)
         if shard.columns:
@@ -133,9 +143,11 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the tokens' entropies, [tokens], float32, to [tokens, columns of the rank] of logits."""
         logits, logsumexp, entropy = ctx.saved_tensors
         columns = ctx.shard.columns
-        grad = torch.zeros_like(logits)
+        grad = torch.zeros_like(logits)  # padding columns stay at 0: they take no part
+        # The softmax is computed again: kept from the forward pass it would be another tensor the size of the logits.
         for rows in _chunks(len(logsumexp), ctx.chunk):
             logp = logits[rows, :columns].float() * ctx.scale - logsumexp[rows, None]
             coefficient = (grad_outputs[0][rows] * -ctx.scale)[:, None]
@@ -158,6 +170,7 @@ def token_entropy(
         [sequences, length], float32, differentiable in `logits`; position t speaks of token t, and is 0 for the first.
     """
     sequences, length, width = logits.shape
+    # The distribution at position t is that of token t + 1: the result moves right, and the last is cut off.
     entropy = _VocabParallelEntropy.apply(
         logits.reshape(sequences * length, width),
         1.0 / temperature if temperature > 0 else 1.0,

@@ -28,5 +28,5 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
+        """[..., hidden_size], any float type, to the norm of every row, in shape and dtype of `hidden`."""
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)

@@ -18,7 +18,7 @@ from megatron_grpo.policy.modeling.build import build_model
 
 
 class ValueHead(torch.nn.Module):
-    """A number for each token: hidden state times weight plus bias, in float32; the same on every tensor-parallel rank.
+    """A number for each token: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
 
     With sequence parallelism a rank has the hidden states of its part of the sequence only. It computes their values,
     which are then gathered; weight and bias get their gradient from that part, and their mark makes Megatron-Core add
@@ -35,9 +35,10 @@ class ValueHead(torch.nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """
+        """The value of every token, from its hidden state.
+
         Args:
-            hidden: [length of this rank's part, sequences, hidden].
+            hidden: [length of this rank's part, sequences, hidden], any float type.
 
         Returns:
             [length, sequences, 1], float32; and None, as Megatron-Core's output layers return their bias.
@@ -56,14 +57,16 @@ def build_value_model(
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
 ) -> GPTModel:
-    """This rank's shard of the value model, the backbone's weights not yet set, the head's zero.
+    """A rank's shard of the value model, the backbone's weights not yet set, the head's zero.
 
     On the last pipeline stage `model(token_ids, position_ids, None)` gives [sequences, length, 1], float32: at position
     t what is known after token t.
 
     Args:
-        shape: from `as_value_model`.
-        parallel, precision, activation_checkpointing: as for `build_model`.
+        shape: sizes of the value model, from `as_value_model`.
+        parallel: the layout that `initialize_parallel` was called with.
+        precision: dtype of weights and activations.
+        activation_checkpointing: recompute every layer in the backward pass.
     """
     model = build_model(shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing)
     if model.post_process:
@@ -72,8 +75,8 @@ def build_value_model(
 
 
 def token_values(output: Tensor) -> Tensor:
-    """[sequences, length, 1] of the model -> [sequences, length]: position t is the value before token t; 0 at first.
+    """[sequences, length, 1], float32, to [sequences, length]: position t is the value before token t; 0 at the first.
 
-    That is the value of the state in which token t is chosen: of the tokens before it.
+    A value before a token is the value of the state in which token t is chosen: of the tokens before it.
     """
     return F.pad(output[:, :-1, 0], (1, 0))

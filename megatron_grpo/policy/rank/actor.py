@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ class RankSettings(ABC):
 
     @abstractmethod
     def build_rank(self) -> Any:
-        """This rank's model; called on the rank, where torch and Megatron-Core may be imported."""
+        """Build a rank's model; called on the rank, where torch and Megatron-Core may be imported."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class RankPlace:
     data: int
     is_reporter: bool
     device_name: str
-    """As the vendor calls it; "cpu" without one."""
+    """Name that the vendor gives the rank's GPU; "cpu" without one."""
+    startup_s: dict[str, float]
+    """Seconds of the rank's start by part: "imports" of packages; "model": the group, the model and its weights."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class ForwardShare:
     """What one replica computed for every token of its shards."""
 
     shards: list[Any]
-    """Of each shard the reference (Ray's) to [tokens], float32."""
+    """For each shard, Ray's reference to [tokens of the shard], float32."""
     finite: Any
     """[sequences], bool: whether all numbers at sampled tokens are finite."""
 
@@ -60,6 +64,7 @@ class RankActor:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
         self.rank, self.world_size, self.threads = rank, world_size, threads
+        self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store in which all ranks meet, in this process; its address."""
@@ -68,17 +73,26 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
-    @phase("start")
-    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
-        """Join the group, build the model and load this rank's weights."""
-        from megatron_grpo.cluster.rendezvous import reach_store
-        from megatron_grpo.platform.device import current_platform
+    @phase("import packages")
+    def import_packages(self) -> None:
+        """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
+        began = time.monotonic()
         from megatron_grpo.platform.megatron_cpu import apply_patches
 
         apply_patches()
+        importlib.import_module("megatron_grpo.policy.rank.model_rank")
+        self._imports_s += time.monotonic() - began
+
+    @phase("start")
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+        """Join the group, build the model and load this rank's weights."""
+        self.import_packages()
+        began = time.monotonic()
         import torch
         from megatron.core import parallel_state
 
+        from megatron_grpo.cluster.rendezvous import reach_store
+        from megatron_grpo.platform.device import current_platform
         from megatron_grpo.policy.rank.parallel import initialize_parallel
 
         if current_platform().name == "cpu":
@@ -97,6 +111,7 @@ class RankActor:
             data=parallel_state.get_data_parallel_rank(),
             is_reporter=self.model.is_reporter,
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+            startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
 
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -140,7 +155,8 @@ class RankActor:
         import ray
 
         wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
-        arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
+        with phase("fetch tokens"):  # they may still be on their way
+            arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
         return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
 
 

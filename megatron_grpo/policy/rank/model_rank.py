@@ -41,8 +41,8 @@ class ModelRank(ABC):
     """A rank's share of a model with one number per token as its output, and of the model's optimizer.
 
     Args:
-        model: this rank's shard, its weights loaded.
-        config: how it is trained; torch.distributed and Megatron's groups are set up for config.parallel.
+        model: the rank's shard of the model, its weights loaded.
+        config: how the model is trained; torch.distributed and Megatron's groups are set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
@@ -62,17 +62,21 @@ class ModelRank(ABC):
 
     @abstractmethod
     def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """From the last stage's output to one number per token: [sequences, length], float32, 0 at the first."""
+        """[sequences, length, ...] of the last stage's output to one number per token: [sequences, length], float32.
+
+        The first token of a sequence gets 0. Token ids are [sequences, length], int64.
+        """
 
     def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
-        """The entries of a microbatch and what else the loss asks for, each [sequences, length]."""
+        """The entries of a microbatch and what else the loss asks for, each [sequences, length], from the last stage's
+        output, [sequences, length, ...]."""
         return tokens
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that this rank's pipeline stage uses: none in the middle of the pipeline.
 
         Args:
-            loss_fn: of an optimizer step; None: the pass only computes outputs.
+            loss_fn: loss function of an optimizer step; None: the pass only computes outputs.
         """
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids",) if parallel_state.is_pipeline_first_stage() else ()
@@ -99,7 +103,7 @@ class ModelRank(ABC):
         """Forward and backward over all microbatches, leaving the step's gradient, summed over ranks, in the buffers.
 
         Returns:
-            The loss function's metrics by microbatch on the last pipeline stage; empty elsewhere.
+            The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
         """
         self.model.train()
         self.optimizer.zero_grad()
@@ -116,7 +120,7 @@ class ModelRank(ABC):
 
     @torch.no_grad()
     def _forward_tokens(self, model: GPTModel, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """The output for every token of `batch`: [sum(lengths)], on the host, on the reporter; None elsewhere."""
+        """The output for every token of `batch`: [sum(lengths)], float32, on the reporter's host; None elsewhere."""
 
         def keep(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
             values = self._per_token(output, given(microbatch.tokens.token_ids))

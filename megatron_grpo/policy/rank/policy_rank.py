@@ -25,7 +25,7 @@ class PolicyRank(ModelRank):
 
     Args:
         config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
-        shape: of the model in config.model.path.
+        shape: sizes of the model in config.model.path.
         folder: the model's folder in Hugging Face format.
         reference: how to hold the reference policy; None: there is none.
         temperature: sampling temperature, which log-probabilities are taken under.
@@ -87,12 +87,13 @@ class PolicyRank(ModelRank):
     def sync_reference(self, alpha: float) -> None:
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
+        # In float32: in bfloat16 a small alpha moves a weight by less than its last digit, which is not at all.
         for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
             moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
 
     def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """Log-probabilities, from logits."""
+        """[sequences, length, columns of the rank] of logits to log-probabilities, [sequences, length], float32."""
         return token_logprobs(
             output,
             token_ids,
@@ -109,5 +110,6 @@ class PolicyRank(ModelRank):
         return replace(tokens, entropy=entropy)
 
     def _shard(self, logits: Tensor) -> VocabShard:
+        """The vocabulary entries that this rank's logits, [sequences, length, columns of the rank], are of."""
         group = parallel_state.get_tensor_model_parallel_group()
         return vocab_shard(self.shape.vocab, logits.shape[-1], group)

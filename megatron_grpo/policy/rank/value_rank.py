@@ -17,7 +17,7 @@ class ValueRank(ModelRank):
 
     Args:
         config: how the value model is laid out and trained (`Config.value_model`).
-        shape: from `as_value_model`.
+        shape: sizes of the value model, from `as_value_model`.
         folder: the model's folder in Hugging Face format.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
@@ -43,4 +43,5 @@ class ValueRank(ModelRank):
         return self._forward_tokens(self.model, batch, microbatches)
 
     def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """[sequences, length, 1], float32, of values after each token to [sequences, length], before each token."""
         return token_values(output)

@@ -25,7 +25,7 @@ class Group(Protocol):
     """The part of torch's process groups that is used here; its type stubs leave it out."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Begin to send rank `root`'s tensor into everybody else's."""
+        """Begin to send rank `root`'s tensor, flat [bytes], uint8, into everybody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Rendezvous:
     receivers: int
     """Generation workers of all engines; a group's size is this plus one, the sender being rank 0."""
     timeout_s: float
-    """Of meeting and of each transfer."""
+    """Seconds that meeting, and each transfer, may take."""
 
     @property
     def timeout(self) -> timedelta:
-        """The same, as torch wants it."""
+        """timeout_s as a timedelta, the type that torch's groups take."""
         return timedelta(seconds=self.timeout_s)
 
     def store(self) -> Store:

@@ -106,11 +106,12 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._groups, self._plans = [], []
 
     def _order(self) -> Iterator[tuple[int, int, Bucket]]:
-        """(stage, number, bucket), the stages in turn so that their senders pack at the same time."""
+        """(stage, number, bucket), the stages in turn so that their senders pack simultaneously."""
         for number, row in enumerate(zip_longest(*self._plans)):
             yield from ((stage, number, bucket) for stage, bucket in enumerate(row) if bucket is not None)
 
     def _receive(self, stage: int, bucket: Bucket) -> Tensor:
+        """[bucket.nbytes], uint8, on the worker's device: the next bucket of a pipeline stage."""
         # A new buffer each time: vLLM keeps views of it until the layer that they belong to is complete.
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
         try:

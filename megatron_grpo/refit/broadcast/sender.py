@@ -43,10 +43,12 @@ class BucketSender:
         self.buffer = torch.empty(largest, dtype=torch.uint8, device=self.device)
 
     def send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> Sent:
-        """Send one version.
+        """Send one version of the stage's weights.
 
         Args:
-            tensors: in the order of the plan.
+            tensors: (name, full tensor [...] in the dtype of the plan), in the order of the plan; None in place of the
+                tensor on ranks that do not send.
+            version: number of the weights, which the buckets are sealed with.
 
         Raises:
             RuntimeError: the receivers stopped receiving.
@@ -105,13 +107,13 @@ def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | No
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where this rank stands."""
+    """Where a rank of the policy stands among those that send."""
 
     stage: int
     stages: int
     tensor: int
     gathers: bool
-    """Replicas hold the same weights, and so do context-parallel ranks: the first of them is enough."""
+    """Whether the rank takes part in gathering. Data- and context-parallel ranks hold equal weights: the first does."""
 
 
 def _place() -> _Place:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_grpo.run.report import StepReport
 
 from megatron_grpo.algorithms import grpo, samples
 from megatron_grpo.algorithms.scoring import score
@@ -19,6 +18,7 @@ from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.models.families import forward_flops
 from megatron_grpo.models.source import known_shape
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.run.step_report import StepReport
 from tests.support.documented import undocumented
 from tests.support.fake_rollouts import FakeRay, FakeRollouts
 from tests.support.fake_run import make_run
@@ -202,6 +202,14 @@ def test_advantages_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["advantages"] == [["Infinity"], ["-Infinity"]]
     assert [row["sample"] for row in written["trajectories"]] == [0, 1]
+
+
+def test_advantages_need_not_be_finite_where_there_is_no_loss(tmp_path: Path) -> None:
+    run = Run(tmp_path, "grpo.normalize_rewards=false", "grpo.overlong_filtering=true")
+    for trajectory, reward in zip(run.trajectories[2:], (3e38, -3e38), strict=True):
+        trajectory.reward, trajectory.stop_reason = reward, "length"
+    assert math.isfinite(run.step().metrics["loss"])
+    assert run.in_loss() == [3, 3, 0, 0]
 
 
 def test_a_response_without_a_reward_is_in_no_figure(tmp_path: Path) -> None:

@@ -2,90 +2,105 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.algorithms.learning import combine_results, train_in_minibatches
+from megatron_grpo.algorithms.learning import combine_results, learn, learn_values, train_in_minibatches
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import Shard, StepBatch
 from megatron_grpo.losses.interface import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.policy.interface import NonFiniteGradientError, PolicyInterface, TrainResult
+from megatron_grpo.policy.interface import NonFiniteGradientError, TrainResult
+from megatron_grpo.run.non_finite import FiniteGuard, StepGuard
+from tests.support.fake_models import FakePolicy, Lesson, fetched
+from tests.support.fake_rollouts import FakeRollouts, add_entry
+from tests.support.trajectories import make_trajectory
 
 
-class RecordingPolicy(PolicyInterface):
+class RecordingPolicy(FakePolicy):
     """Remembers what it was trained on; its results say which call they are from."""
 
     def __init__(self, bad_call: int | None = None) -> None:
-        self.batches: list[SequenceBatch] = []
+        super().__init__(shape=None)  # type: ignore[arg-type]
         self.bad_call = bad_call
 
-    def train(self, batch: SequenceBatch, loss_fn: LossFunction) -> TrainResult:
-        number = len(self.batches)
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        number = len(self.lessons)
         if number == self.bad_call:
-            raise NonFiniteGradientError(math.nan, [1])
-        self.batches.append(batch)
+            raise NonFiniteGradientError(math.nan, [int(sequences[1])])
+        tokens = fetched(batch, sequences, ("token_ids", "sampled", "prev_logprobs"))
+        self.lessons.append(Lesson(sequences.tolist(), tokens))
         metrics = {"mean": float(number), "x_max": float(number), "x_min": float(number)}
         return TrainResult(loss=number, grad_norm=2.0 * number, learning_rate=0.1 * number, metrics=metrics)
 
-    def get_logprobs(self, batch: SequenceBatch) -> Tensor:
-        raise NotImplementedError
-
-    get_reference_logprobs = get_logprobs
-
-    def sync_reference(self, alpha: float) -> None:
-        raise NotImplementedError
-
-    def save_checkpoint(self, folder: str) -> None:
-        raise NotImplementedError
-
-    load_checkpoint = save_checkpoint
-
-    def shutdown(self) -> None:
-        raise NotImplementedError
-
     @property
-    def shape(self) -> ModelShape:
-        raise NotImplementedError
-
-    @property
-    def device_name(self) -> str:
-        return "cpu"
+    def sequences(self) -> list[list[int]]:
+        """Numbers of the sequences of each optimizer step, as their tokens tell them."""
+        seen = [sorted({row[0] for row in lesson.entry("token_ids")}) for lesson in self.lessons]
+        assert seen == [lesson.sequences for lesson in self.lessons]
+        return seen  # type: ignore[return-value]
 
 
 def loss_fn(*_: object) -> tuple[Tensor, dict[str, Tensor]]:
     raise AssertionError("the fake policy computes no loss")
 
 
-def make_batch() -> SequenceBatch:
-    """Six sequences; the tokens of sequence i are all i, and i of them are in the loss."""
-    lengths = [6, 6, 6, 6, 6, 6]
-    ids = torch.arange(6).repeat_interleave(6)
-    mask = torch.cat([(torch.arange(6) < i).float() for i in range(6)])
-    return SequenceBatch(lengths, ids, {"loss_mask": mask, "prev_logprobs": -ids.float()})
+NO_LOSS: Any = loss_fn
 
 
-def test_every_pass_goes_over_all_sequences_in_order() -> None:
+def make_batch(shards: int = 2) -> StepBatch:
+    """Six sequences of six tokens; the tokens of sequence i are all i, and its last i are sampled and in the loss."""
+    rollouts: Any = FakeRollouts()
+    trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
+    numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
+    batch = StepBatch(lengths=np.full(6, 6), response_tokens=np.arange(6), in_loss=np.ones(6, dtype=np.bool_))
+    fields = rollouts.build_shards(rollouts.put([trajectories]), numbers)
+    batch.shards = [Shard(of_shard, built) for of_shard, built in zip(numbers, fields, strict=True)]
+    add_entry(batch, "prev_logprobs", -np.repeat(np.arange(6), 6))
+    return batch
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_every_pass_goes_over_all_sequences_in_order(shards: int) -> None:
     policy = RecordingPolicy()
-    train_in_minibatches(policy, make_batch(), loss_fn, samples=2, iterations=2)
-    seen = [sorted(set(batch.token_ids.tolist())) for batch in policy.batches]
-    assert seen == [[0, 1], [2, 3], [4, 5]] * 2
-    for batch in policy.batches:
-        assert torch.equal(batch.tokens["prev_logprobs"], -batch.token_ids.float())
+    train_in_minibatches(policy, make_batch(shards), NO_LOSS, samples=2, iterations=2)
+    assert policy.sequences == [[0, 1], [2, 3], [4, 5]] * 2
+    for lesson in policy.lessons:
+        assert lesson.entry("prev_logprobs") == [[-float(i)] * 6 for i in lesson.sequences]
+        assert lesson.entry("loss_mask") == [[0.0] * (6 - i) + [1.0] * i for i in lesson.sequences]
+
+
+def test_a_last_minibatch_may_be_smaller() -> None:
+    policy = RecordingPolicy()
+    train_in_minibatches(policy, make_batch(), NO_LOSS, samples=4, iterations=1)
+    assert policy.sequences == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_metrics_are_means_over_tokens_and_extremes() -> None:
     policy = RecordingPolicy()
-    result = train_in_minibatches(policy, make_batch(), loss_fn, samples=2, iterations=1)
+    result = train_in_minibatches(policy, make_batch(), NO_LOSS, samples=2, iterations=1)
     assert result is not None
     tokens = [0 + 1, 2 + 3, 4 + 5]
     assert result.metrics["mean"] == pytest.approx(sum(i * n for i, n in enumerate(tokens)) / sum(tokens))
     assert (result.metrics["x_max"], result.metrics["x_min"]) == (2, 0)
     assert (result.loss, result.grad_norm, result.learning_rate) == (1.0, 2.0, 0.2)
+
+
+def test_only_tokens_in_the_loss_weigh() -> None:
+    policy, batch = RecordingPolicy(), make_batch()
+    batch.in_loss[[3, 4]] = False
+    result = train_in_minibatches(policy, batch, NO_LOSS, samples=2, iterations=1)
+    assert result is not None
+    tokens = [0 + 1, 2, 5]
+    assert result.metrics["mean"] == pytest.approx(sum(i * n for i, n in enumerate(tokens)) / sum(tokens))
 
 
 def test_a_single_optimizer_step_is_reported_as_it_is() -> None:
@@ -96,13 +111,16 @@ def test_a_single_optimizer_step_is_reported_as_it_is() -> None:
 def test_sequences_without_a_token_in_the_loss_get_no_optimizer_step() -> None:
     """Momentum and weight decay would move the weights all the same."""
     policy, batch = RecordingPolicy(), make_batch()
-    batch.tokens["loss_mask"][12:24] = 0  # sequences 2 and 3
-    result = train_in_minibatches(policy, batch, loss_fn, samples=2, iterations=2)
+    batch.in_loss[2:4] = False
+    result = train_in_minibatches(policy, batch, NO_LOSS, samples=2, iterations=2)
     assert result is not None
-    assert [sorted(set(one.token_ids.tolist())) for one in policy.batches] == [[0, 1], [4, 5]] * 2
+    assert policy.sequences == [[0, 1], [4, 5]] * 2
     assert result.optimizer_steps == 4
-    batch.tokens["loss_mask"].zero_()
-    assert train_in_minibatches(RecordingPolicy(bad_call=0), batch, loss_fn, samples=2, iterations=2) is None
+    batch.in_loss[:] = False
+    assert train_in_minibatches(RecordingPolicy(bad_call=0), batch, NO_LOSS, samples=2, iterations=2) is None
+    nothing_sampled = make_batch()
+    nothing_sampled.response_tokens[:] = 0
+    assert train_in_minibatches(RecordingPolicy(bad_call=0), nothing_sampled, NO_LOSS, samples=2, iterations=2) is None
 
 
 def test_imitation_is_weighted_by_the_tokens_that_are_imitated() -> None:
@@ -118,8 +136,50 @@ def test_imitation_is_weighted_by_the_tokens_that_are_imitated() -> None:
 
 def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
     with pytest.raises(NonFiniteGradientError) as caught:
-        train_in_minibatches(RecordingPolicy(bad_call=2), make_batch(), loss_fn, samples=2, iterations=1)
+        train_in_minibatches(RecordingPolicy(bad_call=2), make_batch(), NO_LOSS, samples=2, iterations=1)
     assert caught.value.sequences == [5]
+
+
+@pytest.mark.parametrize(("of_values", "what"), [(False, "the gradient"), (True, "the value model's gradient")])
+def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what: str, tmp_path: Path) -> None:
+    rollouts = FakeRollouts()
+    pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
+    groups = rollouts.put(pairs)
+    guard = StepGuard(FiniteGuard(tmp_path, rollouts.fetch), groups, step=4)
+    config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
+    config.value.train_global_batch_samples = 2
+    stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
+    with pytest.raises(RunError, match=rf"step 4: {what} is not finite for 1 response\(s\) to prompt\(s\) 35 of"):
+        stage(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[operator]
+    written = json.loads((tmp_path / "non_finite_step_4.json").read_text())
+    assert [row["prompt_idx"] for row in written["trajectories"]] == [35]
+    assert rollouts.fetched == groups[2:], "only what it is about comes to the driver"
+    assert len(model.lessons) == 2
+
+
+def test_a_value_model_has_minibatches_of_its_own() -> None:
+    config = Config(algorithm="ppo", policy=PolicyConfig(train_global_batch_samples=3))
+    config.value.train_global_batch_samples = 2
+    config.ppo.ppo_epochs = 2
+    model, guard = RecordingPolicy(), StepGuard(FiniteGuard(Path(), FakeRollouts().fetch), [], step=1)
+    add_moments(model)
+    metrics = learn_values(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[arg-type]
+    assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2
+    assert metrics["value_loss"] == pytest.approx(2.5)
+    assert metrics["value_grad_norm"] == pytest.approx(5.0)
+    assert metrics["value_learning_rate"] == pytest.approx(0.5)
+
+
+def add_moments(model: RecordingPolicy) -> None:
+    """Have the model report what the explained variance is made of."""
+    train = model.train
+
+    def with_moments(*arguments: Any) -> TrainResult:
+        result = train(*arguments)
+        result.metrics |= dict.fromkeys(("return_mean", "return_squared", "value_error", "value_error_squared"), 1.0)
+        return result
+
+    model.train = with_moments  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

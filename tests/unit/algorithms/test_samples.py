@@ -1,118 +1,204 @@
-"""The sampling part of a step with a fake collector: seeds, the cache across batches and restarts, limits."""
+"""The sampling stage of a step with fake rollouts: seeds, the cache across batches and restarts, limits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_grpo.algorithms.sampling import sample_step
 
-from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.config.schema import Config, GRPOConfig
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.algorithms import samples as stage
+from megatron_grpo.algorithms.samples import StepSamples, sample
+from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.schema import Config, GRPOConfig, RewardShapingConfig
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.run.save_state import default_grpo_save_state
-from tests.support.trajectories import make_trajectory
+from megatron_grpo.run.sample_source import SampleSource
+from tests.support.fake_rollouts import FakeRollouts
+from tests.support.fake_run import SETTINGS, make_source
+from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 SAMPLES = 2
 
 
-class Collector:
-    """Answers prompt i with rewards (0, 1) when i is even: those groups have a signal."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def collect(
-        self, prompts: list[dict[str, int]], *, samples_per_prompt: int, step: int, **_: Any
-    ) -> list[Trajectory]:
-        self.steps.append(step)
-        return [
+def answers(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
+    """Rewards (0, 1) for prompt i when i is even: those groups have a signal."""
+    return [
+        [
             make_trajectory(
                 prompt_idx=prompt["idx"],
                 group=group,
-                sample=sample,
-                reward=float(sample) if prompt["idx"] % 2 == 0 else 1.0,
+                sample=number,
+                reward=float(number) if prompt["idx"] % 2 == 0 else 1.0,
             )
-            for group, prompt in enumerate(prompts)
-            for sample in range(samples_per_prompt)
+            for number in range(samples)
         ]
+        for group, prompt in enumerate(prompts)
+    ]
 
 
-def make_run(tmp_path: Path, **settings: Any) -> Any:
-    grpo = GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=SAMPLES, **settings)
-    return SimpleNamespace(
-        config=Config(grpo=grpo),
-        state=default_grpo_save_state(),
-        collector=Collector(),
-        sampling=None,
-        batch_cache=[],
-        logger=SimpleNamespace(run_dir=tmp_path),
-    )
+def make(tmp_path: Path, **settings: Any) -> tuple[SampleSource, FakeRollouts]:
+    rollouts = FakeRollouts(answers)
+    config = Config(grpo=GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=SAMPLES, **settings))
+    return make_source(config, tmp_path, rollouts), rollouts
 
 
 def batches(*rows: list[int]) -> Iterator[Any]:
     return iter([[{"idx": idx} for idx in row] for row in rows])
 
 
-def prompts_of(trajectories: list[Trajectory]) -> list[int]:
-    assert [one.sample for one in trajectories] == list(range(SAMPLES)) * (len(trajectories) // SAMPLES)
-    return [one.prompt_idx for one in trajectories[::SAMPLES]]
+def drawn(source: SampleSource, prompts: Iterator[Any]) -> StepSamples:
+    samples = sample(source, prompts, StepTimer())
+    assert samples is not None
+    return samples
+
+
+def prompts_of(outcomes: list[Outcome]) -> list[int]:
+    assert [one.sample for one in outcomes] == list(range(SAMPLES)) * (len(outcomes) // SAMPLES)
+    return [one.prompt_idx for one in outcomes[::SAMPLES]]
+
+
+def trajectories_of(groups: list[SampledGroup]) -> list[list[dict[str, Any]]]:
+    return plain_groups(FakeRollouts().fetch(groups))
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompts whose samples were scored, in turn."""
+    prompts: list[int] = []
+
+    def counted(config: Config, outcomes: list[Outcome]) -> Any:
+        prompts.extend(one.prompt_idx for one in outcomes[::SAMPLES])
+        return score(config, outcomes)
+
+    monkeypatch.setattr(stage, "score", counted)
+    return prompts
 
 
 def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -> None:
-    run, source = make_run(tmp_path), batches([1, 2, 3], [4, 5, 6])
+    (source, rollouts), prompts = make(tmp_path), batches([1, 2, 3], [4, 5, 6])
     for expected in ([1, 2, 3], [4, 5, 6]):
-        samples = sample_step(run, source, StepTimer())
-        assert samples is not None
-        assert prompts_of(samples.trajectories) == expected
+        samples = drawn(source, prompts)
+        assert prompts_of(samples.outcomes) == expected
+        assert samples.outcomes == samples.sampled
         assert samples.metrics == {}
-    assert sample_step(run, source, StepTimer()) is None
-    assert run.collector.steps == [1, 2]
-    assert run.state["consumed_samples"] == 6
+        assert samples.scores is None, "nobody has asked yet"
+    assert sample(source, prompts, StepTimer()) is None
+    assert [asked["step"] for asked in rollouts.asked] == [1, 2]
+    assert source.state["consumed_samples"] == 6
+
+
+def test_what_decides_the_draw(tmp_path: Path) -> None:
+    source, rollouts = make(tmp_path, seed=17)
+    source.state["generation_batches"] = 4
+    drawn(source, batches([8, 3]))
+    assert rollouts.asked == [
+        {"rows": [8, 3], "samples_per_prompt": SAMPLES, "settings": SETTINGS, "run_seed": 17, "step": 5}
+    ]
 
 
 def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> None:
-    run = make_run(tmp_path, use_dynamic_sampling=True)
-    source = batches([0, 1, 2], [3, 5, 7], [4, 6, 8], [10, 12, 14])
-    samples = sample_step(run, source, StepTimer())
-    assert samples is not None
-    assert prompts_of(samples.trajectories) == [0, 2, 4]
-    assert [one.group for one in samples.trajectories] == [0, 0, 1, 1, 2, 2]
+    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    prompts = batches([0, 1, 2], [3, 5, 7], [4, 6, 8], [10, 12, 14])
+    samples = drawn(source, prompts)
+    assert prompts_of(samples.outcomes) == [0, 2, 4]
+    assert [one.group for one in samples.outcomes] == [0, 0, 1, 1, 2, 2]
     assert prompts_of(samples.sampled) == [0, 1, 2, 3, 5, 7, 4, 6, 8]
     assert samples.metrics == {
         "dynamic_sampling_gen_batches": 3.0,
         "dynamic_sampling_groups_without_signal": 4.0,
         "dynamic_sampling_groups_sliced": 2.0,
     }
-    assert run.batch_cache == []
-    samples = sample_step(run, source, StepTimer())
-    assert samples is not None
-    assert prompts_of(samples.trajectories) == [10, 12, 14]
-    assert run.collector.steps == [1, 2, 3, 4], "every generation batch draws with seeds of its own"
-    assert run.state["consumed_samples"] == 12
+    assert source.waiting == []
+    assert [[row["prompt_idx"] for row in group] for group in trajectories_of(samples.groups)] == [
+        [0] * 2,
+        [2] * 2,
+        [4] * 2,
+    ]
+    samples = drawn(source, prompts)
+    assert prompts_of(samples.outcomes) == [10, 12, 14]
+    assert [asked["step"] for asked in rollouts.asked] == [1, 2, 3, 4], "every generation batch has seeds of its own"
+    assert source.state["consumed_samples"] == 12
+    assert rollouts.fetched == [], "no token comes to the driver"
 
 
-def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path) -> None:
-    run = make_run(tmp_path, use_dynamic_sampling=True)
-    assert sample_step(run, batches([0, 1, 2]), StepTimer()) is None
-    saved = json.dumps([[one.to_row() for one in group] for group in run.batch_cache])
-    resumed = make_run(tmp_path, use_dynamic_sampling=True)
-    resumed.state = json.loads(json.dumps(run.state))
-    resumed.batch_cache = [[Trajectory.from_row(row) for row in group] for group in json.loads(saved)]
-    continued = sample_step(resumed, batches([4, 6, 8]), StepTimer())
-    straight = sample_step(make_run(tmp_path, use_dynamic_sampling=True), batches([0, 1, 2], [4, 6, 8]), StepTimer())
-    assert continued is not None
-    assert straight is not None
-    assert continued.trajectories == straight.trajectories
-    assert resumed.collector.steps == [2]
+def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
+    """Its scores go with it into the step, also from an earlier generation batch."""
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=2, max_response_length=3)
+    source, _ = make(tmp_path, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples = drawn(source, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
+    assert scored == [0, 1, 2, 3, 5, 7, 4, 6, 8]
+    expected = score(source.config, samples.outcomes)
+    assert samples.scores is not None
+    assert samples.scores.rewards.tolist() == expected.rewards.tolist()
+    assert samples.scores.kept.tolist() == samples.scores.differs.tolist() == [True] * 3
+    assert samples.scores.parts is samples.scores.weights is None
+
+
+def test_without_dynamic_sampling_scores_are_left_to_the_step(tmp_path: Path, scored: list[int]) -> None:
+    source, _ = make(tmp_path)
+    drawn(source, batches([0, 1, 2]))
+    assert scored == []
+
+
+def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, scored: list[int]) -> None:
+    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    waiting = source.waiting
+    assert sample(source, batches([0, 1, 2]), StepTimer()) is None
+    assert waiting is source.waiting, "whoever saves it holds the list"
+    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.fetch(source.waiting)])
+    resumed, again = make(tmp_path, use_dynamic_sampling=True)
+    resumed.state = json.loads(json.dumps(source.state))
+    resumed.waiting[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
+    scored.clear()
+    continued = drawn(resumed, batches([4, 6, 8]))
+    assert scored == [4, 6, 8, 0, 2], "what waited has to be scored again"
+    straight = drawn(make(tmp_path, use_dynamic_sampling=True)[0], batches([0, 1, 2], [4, 6, 8]))
+    assert continued.outcomes == straight.outcomes
+    assert trajectories_of(continued.groups) == trajectories_of(straight.groups)
+    assert continued.scores is not None
+    assert straight.scores is not None
+    assert continued.scores.rewards.tolist() == straight.scores.rewards.tolist()
+    assert [asked["step"] for asked in again.asked] == [2]
 
 
 def test_a_step_that_does_not_fill_up_ends_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
+    source, _ = make(tmp_path, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
     with pytest.raises(SamplingError, match=r"found 1 of the 3 prompts of a step in .*max_gen_batches=2"):
-        sample_step(run, batches([0, 1, 3], [5, 7, 9], [2, 4, 6]), StepTimer())
+        sample(source, batches([0, 1, 3], [5, 7, 9], [2, 4, 6]), StepTimer())
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool, tmp_path: Path) -> None:
+    source, rollouts = make(tmp_path, use_dynamic_sampling=dynamic)
+    source.state["total_steps"] = 6
+    fine = make_trajectory(prompt_idx=5)
+    rollouts.answers = lambda *_: [[fine, make_trajectory(prompt_idx=5, reward=math.nan)]]
+    with pytest.raises(SamplingError, match=r"step 7: the reward is not finite for 1 response\(s\) to prompt\(s\) 5"):
+        sample(source, batches([5]), StepTimer())
+    rollouts.answers = lambda *_: [[make_trajectory(prompt_idx=5, logprobs=[math.nan, 0.0]), fine]]
+    with pytest.raises(RunError, match="step 7: a sampling log-probability is not finite") as caught:
+        sample(source, batches([5]), StepTimer())
+    assert not isinstance(caught.value, SamplingError)
+    assert source.waiting == []
+
+
+def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:
+    """A group with one other sample has nothing to compare it with, and is dropped; one with two others is not."""
+    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    source.config.grpo.num_generations_per_prompt = 3
+    source.config.grpo.num_prompts_per_step = 1
+    failed = failed_trajectory(prompt_idx=0)
+    rollouts.answers = lambda *_: [
+        [make_trajectory(reward=1.0), failed, failed],
+        [failed, make_trajectory(prompt_idx=1, reward=0.0), make_trajectory(prompt_idx=1, reward=1.0)],
+    ]
+    samples = drawn(source, batches([0, 1]))
+    assert [one.prompt_idx for one in samples.outcomes] == [0, 1, 1]
+    assert [one.failure for one in samples.outcomes] == ["it raised twice", None, None]
+    assert samples.metrics["dynamic_sampling_groups_without_signal"] == 1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.config.overrides import RECIPES, config_groups
+from megatron_grpo.composition.overrides import RECIPES, config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of
@@ -65,7 +65,7 @@ def test_an_unknown_key_hides_no_other_mistake(given: list[str]) -> None:
         ),
         ("++lr=1", "lr", "did you mean policy.optimizer.lr?"),
         ("policy.tensor=2", "policy.tensor", "did you mean policy.parallel.tensor?"),
-        ("env.math.tipe=math", "env.math.tipe", "did you mean env.<name>.type?"),
+        ("env.math.tipe=math", "env.math.tipe", "did you mean env.math.type?"),
         ("qqq=1", "qqq", "unknown key"),
         ("hydra.run.dir=x", "hydra.run.dir", "run_dir chooses"),
         ("+exp=quikstart", "exp=quikstart", "did you mean quickstart? there is llama3_70b_slurm, quickstart"),
@@ -79,7 +79,7 @@ def test_an_unknown_key_hides_no_other_mistake(given: list[str]) -> None:
         ("grpo.max_num_steps=three", "grpo.max_num_steps=three", "must be int > 0"),
         ("grpo.max_num_steps=0", "grpo.max_num_steps=0", "must be int > 0"),
         ("generation.top_p=1.5", "generation.top_p=1.5", "must be float > 0 and <= 1"),
-        ("generation.stop_token_ids=[1,x]", "generation.stop_token_ids.1=x", "valid integer"),
+        ("generation.stop_token_ids=[1,x]", "generation.stop_token_ids.1=x", "is an element of list of int"),
         ("grpo.max_num_steps=true", "grpo.max_num_steps=True", "must be int > 0"),
         ("policy.max_grad_norm=false", "policy.max_grad_norm=False", "must be float >= 0"),
         ("grpo.seed=9223372036854775808", "grpo.seed=9223372036854775808", "must be int >= 0"),

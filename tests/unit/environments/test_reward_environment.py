@@ -146,9 +146,29 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
-def test_a_wrong_number_of_rewards_is_an_error() -> None:
-    broken = RewardFunctionEnvironment({"one": lambda completions, **_: [1.0]}, {"one": 1.0}, None)
-    with pytest.raises(ValueError, match="reward function one gave 1 rewards for 2 completions"):
+def raises_on_c(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 / (completion != "c") for completion in completions]
+
+
+def one_too_few(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * (len(completions) - 1)
+
+
+def words(completions: list[str], **_: Any) -> list[str]:
+    return list(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
+        (one_too_few, "gave 1 rewards for 2 completions"),
+        (words, "gave something that is neither a number nor None: .*'b'"),
+    ],
+)
+def test_what_a_function_does_wrong_is_told_with_its_name(function: Any, text: str) -> None:
+    broken = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None)
+    with pytest.raises(RunError, match=rf"^{re.escape(function.__module__)}\.{function.__name__} {text}"):
         broken.score([request("a", "b"), request("a", "c")])
 
 

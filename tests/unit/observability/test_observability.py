@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.observability.json_files import read_lines, write_json
 from megatron_grpo.observability.plots import plot_run
@@ -66,7 +67,7 @@ def run_steps(logger: RunLogger, steps: range) -> None:
         if step % 2 == 0:
             logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0})
         logger.log_step(step, metrics_of(step), TIMING, THROUGHPUT)
-        logger.dump_rollouts(step, [TRAJECTORY])
+        write_rollouts(rollouts_file(logger.run_dir, step), [(0, [TRAJECTORY])])
 
 
 def without_timing(folder: Path) -> list[dict[str, Any]]:
@@ -86,11 +87,11 @@ def test_a_resumed_run_writes_the_same_files_as_a_straight_one(tmp_path: Path, c
         file.write('{"step": 6, "rew')  # the line that the kill cut off
     resumed = RunLogger(tmp_path / "resumed", config, resume_step=3)
     assert [row["step"] for row in read_lines(tmp_path / "resumed" / "metrics.jsonl")] == [1, 2, 3]
-    assert not (tmp_path / "resumed" / "rollouts" / "step_4.jsonl").exists()
+    assert not (tmp_path / "resumed" / "rollouts" / "step_4.parquet").exists()
     run_steps(resumed, range(4, 7))
     resumed.close()
     assert without_timing(tmp_path / "resumed") == without_timing(tmp_path / "straight")
-    for name in ("validation.jsonl", "rollouts/step_6.jsonl"):
+    for name in ("validation.jsonl", "rollouts/step_6.parquet"):
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
@@ -121,28 +122,6 @@ def test_names_known_from_trl(tmp_path: Path, config: Config) -> None:
     assert (with_reference["completion_length"], with_reference["kl"]) == (3.5, 0.25)
     assert without["completion_length"] == 4.0
     assert "kl" not in without
-
-
-def test_rollouts_hold_everything_about_a_sample(tmp_path: Path, config: Config) -> None:
-    logger = RunLogger(tmp_path, config)
-    logger.dump_rollouts(1, [TRAJECTORY])
-    logger.close()
-    (row,) = read_lines(tmp_path / "rollouts" / "step_1.jsonl")
-    assert row == {
-        "prompt_idx": 3,
-        "group": 0,
-        "sample": 1,
-        "token_ids": [1, 2, 3],
-        "spans": [[1, 3, 5]],
-        "logprobs": [float(np.float32(-0.1)), float(np.float32(-1 / 3))],
-        "response": "42",
-        "stop_reason": "stop",
-        "reward": 1.0,
-        "reward_parts": {},
-        "correct": True,
-        "loss_multiplier": 1.0,
-        "failure": None,
-    }
 
 
 def test_the_summary_counts_the_whole_run(tmp_path: Path, config: Config) -> None:

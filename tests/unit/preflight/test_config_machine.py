@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
-from megatron_grpo.preflight.load import compose_config, load_config
+from megatron_grpo.preflight.load import check_overrides, compose_config, load_config
 from megatron_grpo.preflight.machine import machine_problems
+from megatron_grpo.run.directory import claimed_run_directory, record_start
 from tests.support.config_problems import SMALL, problems_of
 
 
@@ -122,8 +125,106 @@ def test_a_hub_name_in_the_cache_is_found(
 def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cluster has GPUs, and may be elsewhere."""
     monkeypatch.setattr("megatron_grpo.preflight.machine.visible_gpus", lambda: 0)
+    monkeypatch.setattr("megatron_grpo.preflight.machine.unreachable", lambda address: None)
     config = compose_config(["+exp=quickstart_ppo", "cluster.gpus_per_node=8", "cluster.ray_address=10.0.0.1:6379"])
     assert machine_problems(config) == []
     config.ppo.calculate_advantages_on_gpu = True
     (problem,) = machine_problems(config)
     assert problem.subject == "ppo.calculate_advantages_on_gpu=True"
+
+
+def test_addresses_where_no_ray_is(given: list[str]) -> None:
+    ((_, text),) = problems_of([*given, "cluster.ray_address=nonsense"]).items()
+    assert "give HOST:PORT" in text
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert problems_of([*given, f"cluster.ray_address={address}"]) == {
+        f"cluster.ray_address={address}": "no Ray cluster answers there: Connection refused"
+    }
+
+
+@pytest.mark.parametrize("token", [-1, SMALL["vocab_size"], 10**9])
+def test_stop_tokens_that_the_model_has_not(given: list[str], token: int) -> None:
+    ((subject, text),) = problems_of([*given, f"generation.stop_token_ids=[0,{token}]"]).items()
+    assert subject == "generation.stop_token_ids"
+    assert f"has {token}" in text
+    load_config([*given, "generation.stop_token_ids=[0,127]"])
+
+
+@pytest.mark.parametrize(
+    ("content", "usable"),
+    [({}, False), ({"chat_template": None}, False), ({"chat_template": "{{ messages }}"}, True), ([], True)],
+)
+def test_a_tokenizer_without_a_chat_template(given: list[str], model: Path, content: object, usable: bool) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps(content))
+    plain = [*given, "data.apply_chat_template=false"]
+    load_config(plain)
+    if usable:
+        load_config(given)
+        return
+    assert "has no chat template" in problems_of(given)["data.apply_chat_template=True"]
+    (model / "chat_template.jinja").touch()
+    load_config(given)
+
+
+def test_prompts_that_are_all_the_same_are_remarked_on(given: list[str], rows: Path) -> None:
+    assert [remark.subject for remark in check_overrides(given).remarks] == []
+    rows.write_text('{"prompt": "1?", "answer": "1"}\n' * 40)
+    (remark,) = check_overrides(given).remarks
+    assert (remark.subject, remark.text) == (f"data.train_path={rows}", "has the same prompt in all of its 40 rows")
+
+
+def test_a_folder_of_another_run(given: list[str], rows: Path, tmp_path: Path) -> None:
+    config = load_config(given)
+    with claimed_run_directory(config.run_dir) as folder:
+        record_start(folder, config)
+    load_config(given)
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(rows.read_bytes())
+    ((subject, text),) = problems_of([*given, f"data.train_path={other}"]).items()
+    assert subject == f"run_dir={folder}"
+    assert "holds another run" in text
+
+
+def test_checkpoints_that_cannot_be_started_from(given: list[str], tmp_path: Path) -> None:
+    step = tmp_path / "elsewhere" / "step_3"
+    step.mkdir(parents=True)
+    subject = f"checkpointing.resume={step}"
+    assert "is not a checkpoint: it has no folder megatron" in problems_of([*given, subject])[subject]
+    (step / "megatron").mkdir()
+    load_config([*given, subject])
+    assert "it has no value model" in problems_of([*given, "algorithm=ppo", subject])[subject]
+    (tmp_path / "run" / "checkpoints" / "step_7").mkdir(parents=True)
+    assert "up to step 7" in problems_of([*given, "checkpointing.resume=none"])["checkpointing.resume=none"]
+
+
+def test_a_folder_locked_by_another_user(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(given)
+    with claimed_run_directory(config.run_dir) as folder:
+        record_start(folder, config)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != ".lock")
+    ((subject, text),) = problems_of(given).items()
+    assert subject == f"run_dir={config.run_dir}"
+    assert text == f"{folder}/.lock is another user's; choose another run_dir"
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A proxy that nobody runs stands for having no network."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    begin = time.monotonic()
+    path = "policy.model.path=org/no-such-model"
+    problems = problems_of([path, f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"])
+    assert "nor in the Hugging Face cache, and the hub says: " in problems[path]
+    assert time.monotonic() - begin < 15
+    assert capfd.readouterr().err == ""
+
+
+def test_long_names_are_told_in_one_message(given: list[str]) -> None:
+    long = "/tmp/" + "x" * 300
+    keys = ("policy.model.path", "data.train_path", "data.val_path", "run_dir", "checkpointing.resume")
+    problems = problems_of([*given, *(f"{key}={long}" for key in keys)])
+    assert [subject.partition("=")[0] for subject in problems] == [*keys]
+    assert all("too long" in text for text in problems.values())

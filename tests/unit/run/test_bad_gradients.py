@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from megatron_grpo.data.sequences import SequenceBatch
+from megatron_grpo.data.batch import ReplicaWork, StepBatch
 from megatron_grpo.policy.driver.policy import MegatronPolicy
-from megatron_grpo.policy.driver.rank_group import _Shard
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.rank.actor import RankPlace
 
-PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu")] + [
-    RankPlace(data=replica, is_reporter=True, device_name="cpu") for replica in (0, 1)
+PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu", startup_s={})] + [
+    RankPlace(data=replica, is_reporter=True, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
-SHARDS = [_Shard([[3, 0], [5]], local=None), _Shard([[1], [4, 2]], local=None)]
+CHOSEN = [np.array([0, 3, 5]), np.array([1, 2, 4])]
+"""Numbers of each replica's sequences."""
+MICROBATCHES = [[[1, 0], [2]], [[0], [2, 1]]]
+"""Of each replica, as places among its sequences: 3 and 0, then 5; 1, then 4 and 2."""
+
+
+def work(replica: int) -> ReplicaWork:
+    return ReplicaWork(
+        shards=[{}],
+        shard_lengths=[np.full(3, 2)],
+        rows=np.arange(3),
+        microbatches=MICROBATCHES[replica],
+        in_loss=np.ones(3, dtype=np.bool_),
+        positive=None,
+        advantages=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,19 +42,26 @@ SHARDS = [_Shard([[3, 0], [5]], local=None), _Shard([[1], [4, 2]], local=None)]
         ([[math.nan, 0.2], [math.nan, 0.4]], [], [0, 1, 3]),
         ([[0.1, 0.2], [0.3, 0.4]], [], [0, 1, 2, 3, 4, 5]),
         ([[0.1, 0.2], [0.3, 0.4]], [5], [5]),
+        ([[0.1, math.nan], [0.3, 0.4]], [1], [5]),
     ],
-    ids=["microbatch", "narrowed", "two replicas", "only the gradient", "only a log-probability"],
+    ids=["microbatch", "narrowed", "two replicas", "only the gradient", "only a log-probability", "elsewhere"],
 )
 def test_a_bad_gradient_is_traced_to_its_sequences(
     losses: list[list[float]], bad_logprobs: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = SequenceBatch([2] * 6, torch.zeros(12, dtype=torch.int64))
-    logprobs = torch.full((12,), -1.0)
-    for index in bad_logprobs:
-        logprobs[2 * index + 1] = math.nan
+    finite = np.ones(6, dtype=np.bool_)
+    finite[bad_logprobs] = False
+    batch = StepBatch(lengths=np.full(6, 2), response_tokens=np.ones(6, dtype=np.int64), in_loss=finite | True)
     policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
     policy._places = PLACES
-    monkeypatch.setattr(policy, "get_logprobs", lambda _: logprobs)
+
+    def forward(of: StepBatch, method: str, _: str) -> tuple[list[Any], Any]:
+        assert (of, method) == (batch, "logprobs")
+        return [], finite
+
+    monkeypatch.setattr(policy, "_forward", forward)
     shares = [StepShare(math.nan, 0.0, None)]
     shares += [StepShare(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
-    assert policy._suspects(batch, SHARDS, shares) == expected
+    found = policy._suspects(batch, CHOSEN, [work(0), work(1)], shares)
+    assert found == expected
+    assert all(type(number) is int for number in found), "as a file of JSON has them"

@@ -153,7 +153,7 @@ def test_what_cannot_be_read_now_is_not_set_aside(tmp_path: Path, monkeypatch: p
     with pytest.raises(RunError, match=r"step_4 cannot be read: .*Input/output error.*weights"):
         checkpointer.find()
     assert names(checkpointer) == ["step_2", "step_4"]
-    with pytest.raises(ConfigError, match="cannot be read: .*Input/output error"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*Input/output error"):
         save(tmp_path, resume=str(checkpointer.path(4))).find()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
+from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.refit.interface import RefitError
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
@@ -19,7 +20,9 @@ from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.save_state import default_grpo_save_state
 from megatron_grpo.run.step_report import StepReport
 from tests.support.damage import flip
-from tests.support.trajectories import make_trajectory
+from tests.support.fake_rollouts import FakeRollouts
+from tests.support.fake_run import FakeDumps
+from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
 LIMITS = GRPOConfig(max_num_steps=9, val_at_start=False, val_period=0, val_at_end=False)
@@ -35,19 +38,24 @@ class Run:
         self.position = 0
         self.loader = SimpleNamespace(epoch=0, state_dict=lambda: {"position": self.position})
         self.logged: list[str] = []
+        self.notes: dict[str, str] = {}
+        """Told once, by what they are about."""
         self.endings: list[tuple[str, str]] = []
+        self.refit_fails: dict[int, RefitError] = {}
+        """By the step whose weights are not published."""
         self.logger = SimpleNamespace(
             note=self.logged.append,
             ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
+            note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, _: self.logged.append(f"validation {step}"),
-            dump_rollouts=lambda *_: None,
         )
+        self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
-        self.batch_cache: list[Any] = []
-        self.refit_fails: dict[int, RefitError] = {}
-        """By the step whose weights are not published."""
+        self.rollouts = FakeRollouts()
+        self.samples = SimpleNamespace(waiting=[])
         self.models: Callable[[Path], None] = lambda _: None
+        self.report = StepReport(SOUND, {}, {}, [])
 
     def save_models(self, folder: Path) -> None:
         self.models(folder)
@@ -58,9 +66,10 @@ class Run:
         def step(_: object) -> StepReport | None:
             self.position += 1
             if self.state["total_steps"] < steps:
-                failure = self.refit_fails.get(self.state["total_steps"] + 1)
-                return StepReport(SOUND, {}, {}, [], failure)
-            self.batch_cache = [[make_trajectory(3)]]
+                number = self.state["total_steps"] + 1
+                self.dumps.begin(number, self.report.groups)
+                return replace(self.report, failure=self.refit_fails.get(number))
+            self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
                 raise error
@@ -116,7 +125,8 @@ def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
     again = Run(tmp_path, run.config.grpo)
     again.state = state["save_state"]
     again.train(steps=4)
-    assert again.logged[:2] == ["validation 3", "step 4"], "what could not be validated then is validated now"
+    lines = [line for line in again.logged if line.startswith(("step", "validation"))]
+    assert lines == ["validation 3", "step 4"], "what could not be validated then is validated now"
 
 
 def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
@@ -191,7 +201,7 @@ def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pyte
     repaired = Run(tmp_path, run.config.grpo)
     repaired.state = run.saved(3)[0]["save_state"]
     repaired.train(steps=4)
-    assert repaired.logged[:2] == ["validation 3", "step 4"]
+    assert [line for line in repaired.logged if not line.startswith("dump")][:2] == ["validation 3", "step 4"]
     assert repaired.saved(3)[0]["metrics"]["val_accuracy"] == 0.4
 
 
@@ -246,3 +256,65 @@ def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> 
     run.config.checkpointing = replace(CHECKPOINTING, metric_name="positive_nll", keep_top_k=2)
     run.train(steps=3)
     assert run.checkpointer.steps() == [2, 3]
+
+
+def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing goes on beside the step and its validation; a step in the metrics has its rollouts."""
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    run = Run(tmp_path, replace(LIMITS, val_period=2))
+    run.train(steps=2)
+    lines = [line for line in run.logged if line.split()[0] in {"dump", "step", "validation"}]
+    assert lines == [
+        *["dump 1 begins", "dump 1 is there", "step 1"],
+        *["dump 2 begins", "validation 2", "dump 2 is there", "step 2"],
+    ]
+
+
+def test_a_step_whose_rollouts_cannot_be_written_is_not_reported(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: int) -> None:
+        raise RunError("the disk is full")
+
+    run.dumps.finish = fail
+    with pytest.raises(RunError, match="the disk is full"):
+        run.train()
+    assert "step 1" not in run.logged
+
+
+def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
+    """The driver holds references; a checkpoint holds what a new run can read."""
+    run = Run(tmp_path)
+    groups = [[make_trajectory(3, reward=0.5), make_trajectory(1)], [make_trajectory(2, logprobs=[-0.1, -0.2])]]
+    run.samples.waiting[:] = run.rollouts.put(groups)
+    run.train(steps=2)
+    state, _ = run.saved(2)
+    resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+    assert plain_groups(resumed) == plain_groups(groups)
+
+
+def test_a_step_that_teaches_nothing_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report = StepReport({**SOUND, "valid_tokens": 0.0}, {}, {}, [])
+    run.train(steps=2)
+    assert run.logged.count("step 1: no response is in the loss, so nothing is learnt from it") == 1
+    assert run.logged.count("step 2: no response is in the loss, so nothing is learnt from it") == 1
+    assert run.state["total_valid_tokens"] == 0
+
+
+def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:
+    """Not those that failed: they have a reason, and figures of their own."""
+    run = Run(tmp_path)
+    failed, fine = failed_trajectory(prompt_idx=1), make_trajectory(prompt_idx=2)
+    run.report = StepReport(SOUND, {}, {}, run.rollouts.put([[failed, fine]]))
+    run.train(steps=1)
+    assert run.notes == {}
+    unscored = make_trajectory(prompt_idx=7, reward=None)
+    run = Run(tmp_path / "other")
+    run.report = StepReport(SOUND, {}, {}, run.rollouts.put([[failed, fine], [unscored, unscored]]))
+    run.train(steps=2)
+    assert run.notes["unscored"].startswith(
+        "no reward function gave a reward for 2 of 4 responses (row 7 of data.train_path for one)"
+    )

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory, record_start
+from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory, in_use, record_start
 
 
 def test_what_a_run_was_started_with_and_what_changed_since(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claimed_run_directory(str(folder)):
-        first = compose_config(["+exp=quickstart", f"run_dir={folder}"])
+        first = compose_config(["+exp=quickstart", "run_dir=here"])
         assert changes_since_last_start(folder, first) == []
         record_start(folder, first)
         assert changes_since_last_start(folder, first) == []
-        faster = compose_config(["+exp=quickstart", f"run_dir={folder}", "policy.optimizer.lr=0.5"])
+        faster = compose_config(["+exp=quickstart", "run_dir=here", "policy.optimizer.lr=0.5"])
         assert changes_since_last_start(folder, faster) == ["policy.optimizer.lr: 0.001 -> 0.5"]
     assert (tmp_path / "latest").resolve() == folder
 
@@ -64,3 +64,33 @@ def test_a_folder_has_one_driver_at_a_time(tmp_path: Path) -> None:
         pass
     with claimed_run_directory(str(tmp_path)) as folder:
         assert folder == tmp_path
+
+
+def test_a_start_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), claimed_run_directory(str(tmp_path / "outputs" / "run")):
+        raise ConfigError([Problem("key", "is wrong")])
+    assert list(tmp_path.iterdir()) == []
+    with claimed_run_directory(str(tmp_path / "run")) as folder:
+        record_start(folder, compose_config(["+exp=quickstart"]))
+    assert {entry.name for entry in folder.iterdir()} == {".lock", "config.yaml"}
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), claimed_run_directory(str(tmp_path)):
+        raise KeyboardInterrupt
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
+
+
+def test_whether_a_run_is_alive_in_a_folder(tmp_path: Path) -> None:
+    assert not in_use(str(tmp_path))
+    with claimed_run_directory(str(tmp_path)):
+        assert in_use(str(tmp_path))
+    assert not in_use(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_one_message() -> None:
+    with (
+        pytest.raises(RunError, match=r"run_dir=/proc/nowhere cannot be written"),
+        claimed_run_directory("/proc/nowhere"),
+    ):
+        pass

@@ -1,7 +1,8 @@
-"""Validation with a fake collector: how it samples, and what it makes of the responses."""
+"""Validation with fake rollouts: how it samples, and what it makes of the responses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,35 +10,37 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.validation import validate
-from tests.support.trajectories import make_trajectory
+from tests.support.fake_rollouts import FakeRollouts
+from tests.support.fake_run import SETTINGS, make_source
+from tests.support.trajectories import failed_trajectory, make_trajectory, plain
 
-TRAINING = SamplingSettings(max_new_tokens=5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(1,))
 
-
-class Collector:
-    """Answers row i with i + 1 tokens and reward i; odd rows are right."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    def collect(self, prompts: list[dict[str, int]], **asked: Any) -> list[Trajectory]:
-        rows = [prompt["idx"] for prompt in prompts]
-        self.asked.append({"rows": rows, **asked})
-        return [make_trajectory(i + 1, prompt_idx=i, reward=float(i), correct=i % 2 == 1) for i in rows]
+def answers(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
+    """i + 1 tokens and reward i for row i; odd rows are right."""
+    assert samples == 1
+    rows = [prompt["idx"] for prompt in prompts]
+    return [[make_trajectory(i + 1, prompt_idx=i, reward=float(i), correct=i % 2 == 1)] for i in rows]
 
 
 def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
+    rollouts = FakeRollouts(answers)
+    source = make_source(compose_config(["+exp=quickstart", *overrides]), folder, rollouts)
+    shown: list[tuple[Any, Trajectory]] = []
     return SimpleNamespace(
-        config=compose_config(["+exp=quickstart", *overrides]),
+        config=source.config,
         state={"total_steps": 7},
-        sampling=TRAINING,
-        collector=Collector(),
+        samples=source,
+        rollouts=rollouts,
+        guard=source.guard,
         val_prompts=[{"idx": i} for i in range(rows)],
-        logger=SimpleNamespace(run_dir=folder, show_samples=lambda *_: None),
+        shown=shown,
+        logger=SimpleNamespace(
+            show_samples=lambda prompts, trajectories: shown.extend(zip(prompts, trajectories, strict=False))
+        ),
     )
 
 
@@ -45,20 +48,21 @@ def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
 def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperature: float, tmp_path: Path) -> None:
     run = make_run(tmp_path, *overrides)
     validate(run)
-    (asked,) = run.collector.asked
-    assert asked["settings"] == replace(TRAINING, temperature=temperature)
-    assert run.sampling == TRAINING
+    (asked,) = run.rollouts.asked
+    assert asked["settings"] == replace(SETTINGS, temperature=temperature)
+    assert run.samples.settings == SETTINGS
 
 
 def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, "grpo.val_batch_size=2")
     metrics = validate(run)
-    assert [asked["rows"] for asked in run.collector.asked] == [[0, 1], [2, 3], [4]]
-    assert {asked["samples_per_prompt"] for asked in run.collector.asked} == {1}
+    assert [asked["rows"] for asked in run.rollouts.asked] == [[0, 1], [2, 3], [4]]
+    assert {asked["samples_per_prompt"] for asked in run.rollouts.asked} == {1}
     run.state["total_steps"] += 1
     assert validate(run) == metrics
-    seeds = [(asked["run_seed"], asked["step"]) for asked in run.collector.asked]
+    seeds = [(asked["run_seed"], asked["step"]) for asked in run.rollouts.asked]
     assert len(set(seeds)) == 1, "accuracies of different steps are to compare"
+    assert run.samples.state["generation_batches"] == 0, "nor does it change what training draws next"
 
 
 def test_its_metrics_by_hand(tmp_path: Path) -> None:
@@ -66,7 +70,25 @@ def test_its_metrics_by_hand(tmp_path: Path) -> None:
     assert metrics == {"val_accuracy": 0.4, "val_reward": 2.0, "val_response_length": 3.0, "val_truncation_rate": 0.0}
 
 
+@pytest.mark.parametrize("shown", [0, 3, 9])
+def test_only_what_is_shown_comes_to_the_driver(shown: int, tmp_path: Path) -> None:
+    run = make_run(tmp_path, f"logger.num_val_samples_to_print={shown}", "grpo.val_batch_size=2")
+    validate(run)
+    count = min(shown, 5)
+    assert len(run.rollouts.fetched) == count
+    assert [prompt["idx"] for prompt, _ in run.shown] == list(range(count))
+    expected = [group[0] for group in answers(run.val_prompts, 1)[:count]]
+    assert [plain(trajectory) for _, trajectory in run.shown] == [plain(one) for one in expected]
+
+
+def test_a_rollout_that_failed_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.rollouts.answers = lambda prompts, samples: [*answers(prompts[:4], samples), [failed_trajectory(prompt_idx=4)]]
+    metrics = validate(run)
+    assert (metrics["val_accuracy"], metrics["val_reward"]) == (0.5, 1.5)
+
+
 def test_without_prompts_there_is_nothing_to_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, rows=0)
     assert validate(run) == {}
-    assert run.collector.asked == []
+    assert run.rollouts.asked == []

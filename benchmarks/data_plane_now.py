@@ -1,0 +1,202 @@
+"""The side of data_plane.py that is the code of this checkout: real steps of GRPO between made-up ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import ray
+import torch
+from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
+
+from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.loader import PromptLoader, Prompts
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.trajectory import Span
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.losses.interface import GlobalCounts, LossFunction
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.policy.driver import rank_group
+from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
+from megatron_grpo.policy.interface import StepShare
+from megatron_grpo.policy.rank.actor import RankActor, RankPlace, RankSettings
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.refit.interface import TransferReport, WeightTransport
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.dumps import RolloutDumps
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.sample_source import SampleSource
+from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
+
+TOGETHER = 16
+"""Responses that an engine hands over in one message: as many as end within its pace."""
+
+
+class MadeUpEngine:
+    """Ray actor in the place of `VllmEngine`."""
+
+    async def generate(
+        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str
+    ) -> AsyncIterator[list[tuple[int, GenerationOutput]]]:
+        """Made-up responses, some at a time, in the place of `VllmEngine.generate`."""
+        for begin in range(0, len(requests), TOGETHER):
+            yield [(begin + index, _output(one)) for index, one in enumerate(requests[begin : begin + TOGETHER])]
+            await asyncio.sleep(0)
+
+    async def abort(self, call: str, indices: list[int]) -> None:
+        """Nothing to abort, in the place of `VllmEngine.abort`."""
+
+
+def _output(request: GenerationRequest) -> GenerationOutput:
+    response = made_up(request.seed, request.max_new_tokens)
+    return GenerationOutput(
+        token_ids=response.token_ids,
+        logprobs=response.logprobs,
+        text=response.text,
+        stop_reason="length" if response.stop_reason == "length" else "stop",
+        spans=[Span(0, len(response.token_ids), 0)],
+    )
+
+
+class IdleModel:
+    """Stands in for a `ModelRank` on the last pipeline stage; computes nothing."""
+
+    is_reporter = True
+
+    def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
+        """Names of the stored entries that a last pipeline stage uses, as `ModelRank.stored_entries` gives them."""
+        return ("token_ids", "sampled") if loss_fn is None else ("token_ids", *loss_fn.reads)
+
+    def logprobs(self, batch: TokenBatch, microbatches: list[list[int]]) -> torch.Tensor:
+        """[tokens of the batch], float32: zeros."""
+        return torch.zeros(sum(batch.lengths))
+
+    def train(
+        self, batch: TokenBatch, microbatches: list[list[int]], loss_fn: LossFunction, counts: GlobalCounts
+    ) -> StepShare:
+        """The metrics of one token for every microbatch."""
+        ones = torch.ones(1, 1)
+        entries = {name: ones for name in batch.fields.present() if name not in ("token_ids", "sampled")}
+        one = GlobalCounts(tokens=1.0, sequences=1.0, all_sequences=1.0)
+        _, metrics = loss_fn(ones.clone().requires_grad_(), TokenFields(**entries), one)
+        of_one = {name: float(value) for name, value in metrics.items()}
+        return StepShare(grad_norm=1.0, learning_rate=1e-6, metrics=[dict(of_one) for _ in microbatches])
+
+
+class IdleRank(RankActor):
+    """A rank without Megatron-Core: it fetches and returns what a real one does."""
+
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+        """Every rank is a replica."""
+        torch.set_num_threads(1)
+        self.model = IdleModel()
+        return RankPlace(data=self.rank, is_reporter=True, device_name="cpu")
+
+
+class IdleTransport(WeightTransport):
+    """Sends nothing."""
+
+    def connect(self) -> None:
+        """Nothing to connect, in the place of `WeightTransport.connect`."""
+
+    def publish(self, version: int) -> TransferReport:
+        """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
+        return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
+
+
+def measure(sizes: Sizes, folder: Path) -> Any:
+    """Figures of steps of these sizes."""
+    config = compose_config(sizes.overrides(folder))
+    with ExitStack() as stack:
+        stack.enter_context(driver_log(Path(config.run_dir), config.logger.level))
+        start_ray()
+        stack.callback(ray.shutdown)
+        run = _bring_up(config, sizes, stack)
+        return measured(sizes, lambda mark: _train(run, mark))
+
+
+def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float], float]]:
+    reports = []
+
+    def step(batches: Iterator[list[DatumSpec]]) -> StepReport | None:
+        mark()
+        report = grpo_step(run, batches)
+        assert report is not None
+        reports.append((report.timing, report.metrics["response_length"]))
+        return report
+
+    train_steps(run, step)
+    return reports
+
+
+def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
+    """Bring up a run like `run.setup`, but for the two ends, which are made up."""
+    run_dir = Path(config.run_dir)
+    settings = PolicySettings(
+        config=config.policy,
+        shape=shape_of_folder(config.policy.model.path),
+        folder=config.policy.model.path,
+        reference=None,
+        temperature=config.generation.temperature,
+        decay_steps=config.decay_steps,
+        seed=config.loop.seed,
+    )
+    with patch.object(rank_group, "RankActor", IdleRank):
+        policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
+    stack.callback(policy.shutdown)
+    policy.start()
+    environments = build_environments(config.env)
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    engine = ray.remote(num_cpus=0)(MadeUpEngine)
+    rollouts = RolloutPool(
+        config.rollouts,
+        [engine.remote() for _ in range(config.generation.parallel.data)],
+        environments,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        generation_timeout_s=config.generation.timeout_s,
+    )
+    stack.callback(rollouts.shutdown)
+    rollouts.start()
+    policy.wait_ready()
+    rollouts.wait_ready()
+    logger = RunLogger(run_dir, config)
+    stack.callback(logger.close)
+    guard, state = FiniteGuard(run_dir, rollouts.fetch), default_grpo_save_state()
+    sampling = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
+    return GRPORun(
+        config=config,
+        policy=policy,
+        transport=IdleTransport(),
+        rollouts=rollouts,
+        samples=SampleSource(
+            config=config, rollouts=rollouts, settings=sampling, guard=guard, state=state, waiting=rollouts.put([])
+        ),
+        dumps=RolloutDumps(rollouts, config.logger, run_dir),
+        guard=guard,
+        loader=PromptLoader(cast(Prompts, MadeUpPrompts(sizes)), prompts_per_batch=sizes.prompts, shuffle=True, seed=0),
+        val_prompts=[],
+        loss_fn=ClippedPGLossFn(config.loss_fn),
+        logger=logger,
+        checkpointer=Checkpointer(run_dir, config.checkpointing),
+        state=state,
+    )
+
+
+if __name__ == "__main__":
+    run_side(sys.argv[1:], measure)

@@ -1,0 +1,15 @@
+"""The algorithms by their names in the configuration: a new one is a module with `run`, a line here and a section."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
+"""The module of each; imported only when it is to run, since torch and Ray take seconds to import."""
+
+
+def run_of(name: str) -> Callable[..., None]:
+    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`."""
+    run: Callable[..., None] = importlib.import_module(ALGORITHMS[name]).run
+    return run

@@ -1,0 +1,283 @@
+"""What TRL, NeMo RL and verl call the settings that have another name here: one table for each, for suggestions.
+
+A name that means two settings here has both, and NAME in a key stands for an environment's name. Keys that GRPO and PPO
+share stand under GRPO's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TRL = {
+    "adam_epsilon": "policy.optimizer.adam_eps",
+    "beta": "loss_fn.reference_policy_kl_penalty",
+    "bf16": "policy.precision",
+    "cast_lm_head_to_fp32": "policy.precision",
+    "cliprange": "loss_fn.ratio_clip_min loss_fn.ratio_clip_max",
+    "cliprange_value": "value_loss_fn.value_clip",
+    "dataset_name": "data.train_path",
+    "dataset_train_split": "data.train_path",
+    "dataset_test_split": "data.val_path",
+    "delta": "loss_fn.ratio_clip_c",
+    "dynamic_sampling": "grpo.use_dynamic_sampling",
+    "epsilon": "loss_fn.ratio_clip_min loss_fn.ratio_clip_max",
+    "epsilon_high": "loss_fn.ratio_clip_max",
+    "eval_on_start": "grpo.val_at_start",
+    "eval_steps": "grpo.val_period",
+    "eval_strategy": "grpo.val_period",
+    "fp16": "policy.precision",
+    "gradient_accumulation_steps": "policy.train_global_batch_samples",
+    "gradient_checkpointing": "policy.activation_checkpointing",
+    "importance_sampling_level": "loss_fn.sequence_level_importance_ratios",
+    "kl_coef": "loss_fn.reference_policy_kl_penalty",
+    "kl_estimator": "loss_fn.reference_policy_kl_type",
+    "lam": "ppo.adv_estimator.gae_lambda",
+    "learning_rate": "policy.optimizer.lr",
+    "log_completions": "logger.rollouts logger.num_val_samples_to_print",
+    "logging_dir": "run_dir",
+    "loss_type": "loss_fn.token_level_loss loss_fn.constant_normalizer_tokens",
+    "lr_scheduler_type": "policy.optimizer.decay_style",
+    "mask_truncated_completions": "grpo.overlong_filtering",
+    "max_completion_length": "generation.max_new_tokens",
+    "max_length": "policy.max_total_sequence_length",
+    "max_prompt_length": "data.max_input_seq_length",
+    "max_seq_length": "policy.max_total_sequence_length",
+    "max_steps": "grpo.max_num_steps",
+    "model_name_or_path": "policy.model.path",
+    "model": "policy.model.path",
+    "num_completions_to_print": "logger.num_val_samples_to_print",
+    "num_generations": "grpo.num_generations_per_prompt",
+    "num_iterations": "grpo.num_iterations",
+    "num_ppo_epochs": "ppo.ppo_epochs",
+    "num_train_epochs": "grpo.max_num_epochs",
+    "off_policy_mask_threshold": "grpo.seq_logprob_error_threshold",
+    "output_dir": "run_dir",
+    "per_device_eval_batch_size": "grpo.val_batch_size",
+    "per_device_train_batch_size": "policy.microbatch_tokens policy.train_global_batch_samples",
+    "ref_model_mixup_alpha": "grpo.ref_model_mixup_alpha",
+    "ref_model_sync_steps": "grpo.ref_model_sync_steps",
+    "report_to": "logger.wandb.enabled logger.tensorboard",
+    "response_length": "generation.max_new_tokens",
+    "resume_from_checkpoint": "checkpointing.resume",
+    "reward_funcs": "env.NAME.reward_funcs",
+    "reward_weights": "env.NAME.reward_weights",
+    "run_name": "logger.wandb.name",
+    "sapo_temperature_neg": "loss_fn.sapo_temperature_neg",
+    "sapo_temperature_pos": "loss_fn.sapo_temperature_pos",
+    "save_steps": "checkpointing.save_period",
+    "save_strategy": "checkpointing.save_period",
+    "save_total_limit": "checkpointing.keep_top_k",
+    "scale_rewards": "grpo.normalize_rewards",
+    "shuffle_dataset": "data.shuffle",
+    "sync_ref_model": "grpo.sync_ref_model",
+    "temperature": "generation.temperature",
+    "top_k": "generation.top_k",
+    "top_p": "generation.top_p",
+    "total_episodes": "grpo.max_num_steps",
+    "vllm_gpu_memory_utilization": "generation.engine.gpu_memory_utilization",
+    "vllm_importance_sampling_cap": "loss_fn.truncated_importance_sampling_ratio",
+    "vllm_importance_sampling_correction": "loss_fn.use_importance_sampling_correction",
+    "vllm_importance_sampling_mode": "loss_fn.truncated_importance_sampling_type",
+    "vllm_tensor_parallel_size": "generation.parallel.tensor",
+    "warmup_ratio": "policy.optimizer.warmup_steps",
+}
+
+NEMO_RL = {
+    "checkpointing.checkpoint_dir": "run_dir",
+    "data.dataset_name": "data.train_path",
+    "data.prompt_file": "data.system_prompt",
+    "data.system_prompt_file": "data.system_prompt",
+    "data.train.data_path": "data.train_path",
+    "data.train.dataset_name": "data.train_path",
+    "data.train_data_path": "data.train_path",
+    "data.val_data_path": "data.val_path",
+    "data.validation.data_path": "data.val_path",
+    "logger.log_dir": "run_dir",
+    "logger.tensorboard_enabled": "logger.tensorboard",
+    "logger.wandb_enabled": "logger.wandb.enabled",
+    "policy.dtensor_cfg.activation_checkpointing": "policy.activation_checkpointing",
+    "policy.dtensor_cfg.context_parallel_size": "policy.parallel.context",
+    "policy.dtensor_cfg.sequence_parallel": "policy.parallel.sequence",
+    "policy.dtensor_cfg.tensor_parallel_size": "policy.parallel.tensor",
+    "policy.dynamic_batching.logprob_mb_tokens": "policy.logprob_microbatch_tokens",
+    "policy.dynamic_batching.train_mb_tokens": "policy.microbatch_tokens",
+    "policy.generation.max_new_tokens": "generation.max_new_tokens",
+    "policy.generation.stop_strings": "generation.stop_strings",
+    "policy.generation.stop_token_ids": "generation.stop_token_ids",
+    "policy.generation.temperature": "generation.temperature",
+    "policy.generation.top_k": "generation.top_k",
+    "policy.generation.top_p": "generation.top_p",
+    "policy.generation.vllm_cfg.enforce_eager": "generation.engine.enforce_eager",
+    "policy.generation.vllm_cfg.gpu_memory_utilization": "generation.engine.gpu_memory_utilization",
+    "policy.generation.vllm_cfg.max_model_len": "policy.max_total_sequence_length",
+    "policy.generation.vllm_cfg.pipeline_parallel_size": "generation.parallel.pipeline",
+    "policy.generation.vllm_cfg.precision": "generation.engine.dtype",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "generation.parallel.tensor",
+    "policy.generation_batch_size": "generation.engine.max_num_seqs",
+    "policy.logprob_batch_size": "policy.logprob_microbatch_tokens",
+    "policy.megatron_cfg.activation_checkpointing": "policy.activation_checkpointing",
+    "policy.megatron_cfg.context_parallel_size": "policy.parallel.context",
+    "policy.megatron_cfg.expert_model_parallel_size": "policy.parallel.expert",
+    "policy.megatron_cfg.optimizer.adam_beta1": "policy.optimizer.adam_beta1",
+    "policy.megatron_cfg.optimizer.adam_beta2": "policy.optimizer.adam_beta2",
+    "policy.megatron_cfg.optimizer.adam_eps": "policy.optimizer.adam_eps",
+    "policy.megatron_cfg.optimizer.clip_grad": "policy.max_grad_norm",
+    "policy.megatron_cfg.optimizer.lr": "policy.optimizer.lr",
+    "policy.megatron_cfg.optimizer.min_lr": "policy.optimizer.min_lr",
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": "policy.optimizer.distributed",
+    "policy.megatron_cfg.optimizer.weight_decay": "policy.optimizer.weight_decay",
+    "policy.megatron_cfg.pipeline_dtype": "policy.precision",
+    "policy.megatron_cfg.pipeline_model_parallel_size": "policy.parallel.pipeline",
+    "policy.megatron_cfg.scheduler.lr_decay_iters": "policy.optimizer.decay_steps",
+    "policy.megatron_cfg.scheduler.lr_decay_style": "policy.optimizer.decay_style",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": "policy.optimizer.warmup_steps",
+    "policy.megatron_cfg.sequence_parallel": "policy.parallel.sequence",
+    "policy.megatron_cfg.tensor_model_parallel_size": "policy.parallel.tensor",
+    "policy.model_name": "policy.model.path",
+    "policy.optimizer.kwargs.eps": "policy.optimizer.adam_eps",
+    "policy.optimizer.kwargs.lr": "policy.optimizer.lr",
+    "policy.optimizer.kwargs.weight_decay": "policy.optimizer.weight_decay",
+    "policy.sequence_packing.logprob_mb_tokens": "policy.logprob_microbatch_tokens",
+    "policy.sequence_packing.train_mb_tokens": "policy.microbatch_tokens",
+    "policy.train_global_batch_size": "policy.train_global_batch_samples",
+    "policy.train_micro_batch_size": "policy.microbatch_tokens",
+}
+
+VERL = {
+    "actor_rollout_ref.actor.clip_ratio": "loss_fn.ratio_clip_min loss_fn.ratio_clip_max",
+    "actor_rollout_ref.actor.clip_ratio_c": "loss_fn.ratio_clip_c",
+    "actor_rollout_ref.actor.clip_ratio_high": "loss_fn.ratio_clip_max",
+    "actor_rollout_ref.actor.clip_ratio_low": "loss_fn.ratio_clip_min",
+    "actor_rollout_ref.actor.entropy_coeff": "loss_fn.entropy_coef",
+    "actor_rollout_ref.actor.grad_clip": "policy.max_grad_norm",
+    "actor_rollout_ref.actor.kl_loss_coef": "loss_fn.reference_policy_kl_penalty",
+    "actor_rollout_ref.actor.kl_loss_type": "loss_fn.reference_policy_kl_type",
+    "actor_rollout_ref.actor.loss_agg_mode": "loss_fn.token_level_loss loss_fn.constant_normalizer_tokens",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "policy.parallel.context",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "policy.parallel.expert",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "policy.parallel.pipeline",
+    "actor_rollout_ref.actor.megatron.sequence_parallel": "policy.parallel.sequence",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "policy.parallel.tensor",
+    "actor_rollout_ref.actor.optim.lr": "policy.optimizer.lr",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "policy.optimizer.warmup_steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "policy.optimizer.warmup_steps",
+    "actor_rollout_ref.actor.optim.weight_decay": "policy.optimizer.weight_decay",
+    "actor_rollout_ref.actor.ppo_epochs": "ppo.ppo_epochs",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "policy.microbatch_tokens",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "policy.microbatch_tokens",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "policy.microbatch_tokens",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "policy.train_global_batch_samples",
+    "actor_rollout_ref.actor.use_kl_loss": "loss_fn.reference_policy_kl_penalty",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "policy.activation_checkpointing",
+    "actor_rollout_ref.model.path": "policy.model.path",
+    "actor_rollout_ref.rollout.dtype": "generation.engine.dtype",
+    "actor_rollout_ref.rollout.enable_prefix_caching": "generation.engine.enable_prefix_caching",
+    "actor_rollout_ref.rollout.enforce_eager": "generation.engine.enforce_eager",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "generation.engine.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "policy.logprob_microbatch_tokens",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "policy.logprob_microbatch_tokens",
+    "actor_rollout_ref.rollout.max_model_len": "policy.max_total_sequence_length",
+    "actor_rollout_ref.rollout.max_num_seqs": "generation.engine.max_num_seqs",
+    "actor_rollout_ref.rollout.n": "grpo.num_generations_per_prompt",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_input_seq_length",
+    "actor_rollout_ref.rollout.response_length": "generation.max_new_tokens",
+    "actor_rollout_ref.rollout.temperature": "generation.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "generation.parallel.tensor",
+    "actor_rollout_ref.rollout.top_k": "generation.top_k",
+    "actor_rollout_ref.rollout.top_p": "generation.top_p",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "grpo.val_temperature",
+    "algorithm.adv_estimator": "algorithm grpo.adv_estimator.name",
+    "algorithm.filter_groups.enable": "grpo.use_dynamic_sampling",
+    "algorithm.filter_groups.max_num_gen_batches": "grpo.dynamic_sampling_max_gen_batches",
+    "algorithm.gamma": "ppo.adv_estimator.gae_gamma",
+    "algorithm.kl_ctrl.kl_coef": "loss_fn.reference_policy_kl_penalty",
+    "algorithm.kl_penalty": "loss_fn.reference_policy_kl_type",
+    "algorithm.lam": "ppo.adv_estimator.gae_lambda",
+    "algorithm.norm_adv_by_std_in_grpo": "grpo.normalize_rewards",
+    "algorithm.use_kl_in_reward": "loss_fn.use_kl_in_reward",
+    "critic.cliprange_value": "value_loss_fn.value_clip",
+    "critic.model.path": "value.model.path",
+    "critic.optim.lr": "value.optimizer.lr",
+    "critic.ppo_mini_batch_size": "value.train_global_batch_samples",
+    "custom_reward_function.name": "env.NAME.reward_funcs",
+    "custom_reward_function.path": "env.NAME.reward_funcs",
+    "data.max_prompt_length": "data.max_input_seq_length",
+    "data.max_response_length": "generation.max_new_tokens",
+    "data.reward_fn_key": "data.task_name",
+    "data.seed": "grpo.seed",
+    "data.train_batch_size": "grpo.num_prompts_per_step",
+    "data.train_files": "data.train_path",
+    "data.val_batch_size": "grpo.val_batch_size",
+    "data.val_files": "data.val_path",
+    "reward_model.overlong_buffer.enable": "grpo.reward_shaping.enabled",
+    "reward_model.overlong_buffer.len": "grpo.reward_shaping.overlong_buffer_length",
+    "reward_model.overlong_buffer.penalty_factor": "grpo.reward_shaping.overlong_buffer_penalty",
+    "trainer.critic_warmup": "ppo.policy_training_start_step",
+    "trainer.default_local_dir": "run_dir",
+    "trainer.experiment_name": "name logger.wandb.name",
+    "trainer.logger": "logger.tensorboard logger.wandb.enabled",
+    "trainer.max_actor_ckpt_to_keep": "checkpointing.keep_top_k",
+    "trainer.n_gpus_per_node": "cluster.gpus_per_node",
+    "trainer.nnodes": "cluster.num_nodes",
+    "trainer.project_name": "logger.wandb.project",
+    "trainer.resume_from_path": "checkpointing.resume",
+    "trainer.resume_mode": "checkpointing.resume",
+    "trainer.save_freq": "checkpointing.save_period",
+    "trainer.test_freq": "grpo.val_period",
+    "trainer.total_epochs": "grpo.max_num_epochs",
+    "trainer.total_training_steps": "grpo.max_num_steps",
+    "trainer.val_before_train": "grpo.val_at_start",
+}
+
+NOT_HERE = {
+    "lora_alpha": "LoRA",
+    "lora_r": "LoRA",
+    "lora_rank": "LoRA",
+    "lora_target_modules": "LoRA",
+    "peft": "LoRA",
+    "use_peft": "LoRA",
+    "load_in_4bit": "quantised training",
+    "load_in_8bit": "quantised training",
+    "use_liger_kernel": "Liger kernels",
+    "use_liger_loss": "Liger kernels",
+}
+"""Names of what there is no setting for, with what they are about."""
+
+TABLES = {"TRL": TRL, "NeMo RL": NEMO_RL, "verl": VERL}
+"""By framework."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A setting of another framework, in the names of this one."""
+
+    framework: str
+    name: str
+    """What the setting is called in the other framework."""
+    keys: tuple[str, ...]
+    """Keys of this configuration that say what the setting says."""
+
+
+def translated(name: str) -> Translation | None:
+    """What a name of another framework is here: a whole name, or the last parts of one (megatron_cfg.optimizer.lr)."""
+    return _first(lambda foreign: name == foreign or ("." in name and foreign.endswith(f".{name}")))
+
+
+def loosely_translated(name: str) -> Translation | None:
+    """What a name is here that has another framework's as its last part, or that is the last part of one."""
+    word = name.rpartition(".")[2]
+    return _first(lambda foreign: word == foreign) or _first(lambda foreign: foreign.endswith(f".{word}"))
+
+
+def missing_here(name: str) -> str | None:
+    """What a name of another framework is about when there is no setting for it here."""
+    return next((NOT_HERE[part] for part in reversed(name.split(".")) if part in NOT_HERE), None)
+
+
+def _first(fits: Callable[[str], bool]) -> Translation | None:
+    for framework, table in TABLES.items():
+        for foreign, keys in table.items():
+            if fits(foreign):
+                return Translation(framework, foreign, tuple(keys.split()))
+    return None

@@ -1,0 +1,103 @@
+"""The text that --help prints, from the schema and from what lies in conf/."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib import resources
+
+from megatron_grpo.composition.overrides import CONF_MODULE, RECIPES, config_groups
+from megatron_grpo.config.keys import keys
+
+COMMANDS = {
+    "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
+}
+"""Modules that are run, with what they do."""
+
+_COMMON = (
+    "run_dir",
+    "policy.model.path",
+    "policy.parallel.tensor",
+    "policy.parallel.pipeline",
+    "policy.parallel.data",
+    "policy.optimizer.lr",
+    "policy.max_total_sequence_length",
+    "generation.parallel.tensor",
+    "generation.parallel.pipeline",
+    "generation.parallel.data",
+    "generation.max_new_tokens",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "loss_fn.reference_policy_kl_penalty",
+    "data.train_path",
+    "data.val_path",
+    "cluster.gpus_per_node",
+    "checkpointing.save_period",
+    "checkpointing.resume",
+)
+
+_TEMPLATE = """\
+GRPO and PPO post-training on Megatron-Core and vLLM.
+
+usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
+                                    [--check] [--cfg job] [--version] [--help]
+
+  job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
+  --check     check everything that a start would, files and machine included; say what would run, and stop
+  --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
+  --version   the version
+  --help      this text
+
+recipes (+exp=NAME):
+{recipes}
+
+groups (GROUP=OPTION):
+{groups}
+
+common keys (--cfg job shows all; docs/configuration.md explains them; with PPO, ppo.KEY and grpo.KEY are the same):
+{keys}
+
+examples:
+  python -m megatron_grpo.train +exp=quickstart
+  python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3 policy.parallel.tensor=2
+  python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
+  python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
+"""
+
+
+def version() -> str:
+    """The version of the installed package."""
+    try:
+        return importlib.metadata.version("megatron_grpo")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def commands_text() -> str:
+    """The commands, a line each."""
+    rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
+    return (
+        f"GRPO and PPO post-training on Megatron-Core and vLLM, {version()}.\n\n{_table(rows)}\n\n--help after any.\n"
+    )
+
+
+def help_text() -> str:
+    """Usage, recipes, groups, the keys that are changed most, and examples."""
+    options = config_groups()
+    recipes = {name: recipe_summary(name) for name in options.pop(RECIPES)}
+    groups = {name: ", ".join(found) for name, found in options.items()}
+    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON}
+    return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
+
+
+def recipe_summary(name: str) -> str:
+    """The comment at the top of a recipe, as one line."""
+    lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
+    return " ".join(comments)
+
+
+def _table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

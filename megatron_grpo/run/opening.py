@@ -1,0 +1,75 @@
+"""The beginning of a run, up to Ray: it needs neither torch nor Megatron-Core, so that they are imported meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.cluster.signals import terminated_like_interrupted
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.environments.registry import check_reward_functions
+from megatron_grpo.observability.summary import summary_command
+from megatron_grpo.run.background import in_background
+from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.run.directory import VALUE_FOLDER, changes_since_last_start, claimed_run_directory
+from megatron_grpo.run.ending import SummaryOnFailure, summary_on_failure
+from megatron_grpo.run.startup_parts import StartupParts, since_command
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A run that has its folder and its Ray."""
+
+    run_dir: Path
+    checkpointer: Checkpointer
+    start_from: Future[Path | None]
+    """The checkpoint to start from, once it is found; None: there is none."""
+    changes: list[str]
+    """How the configuration differs from the one that the folder's run had before, a line each."""
+    cluster: RayCluster
+    known: SummaryOnFailure
+    parts: StartupParts
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[Opening]:
+    """Hold the run's folder and keep Ray running; on leaving, however that is, all of Ray's processes end.
+
+    Raises:
+        ConfigError: the run cannot start from where it is told to.
+        RunError: Ray did not come up, or the folder is in use; the message says what.
+    """
+    parts = StartupParts()
+    parts.seconds["command_line"] = since_command()
+    with ExitStack() as stack:
+        stack.enter_context(terminated_like_interrupted())
+        check_reward_functions(config.env)  # before processes are started
+        run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
+        checkpointer = Checkpointer(run_dir, config.checkpointing)
+        changes = changes_since_last_start(run_dir, config)
+        stack.enter_context(driver_log(run_dir, config.logger.level))
+        search = stack.enter_context(in_background(lambda stop: _start_from(checkpointer, config, stop)))
+        known = stack.enter_context(summary_on_failure(run_dir, config.samples_per_step))
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded(if_killed=summary_command(run_dir, config.samples_per_step)))
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        with parts.part("ray"):
+            cluster.start()
+        yield Opening(run_dir, checkpointer, search, changes, cluster, known, parts)
+
+
+def _start_from(checkpointer: Checkpointer, config: Config, stop: Event) -> Path | None:
+    path = checkpointer.find(stop)
+    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
+        text = f"{path} is not a checkpoint of PPO: it has no value model"
+        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
+    return path

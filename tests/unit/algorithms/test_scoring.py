@@ -1,0 +1,233 @@
+"""From what environments said to rewards, and to the question which groups can teach anything; against plain loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.algorithms.scoring import Scores, score
+from megatron_grpo.config.schema import (
+    AdvantageEstimatorConfig,
+    Config,
+    EnvironmentConfig,
+    GenerationConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from megatron_grpo.data.trajectory import Outcome
+from tests.support.trajectories import failed_trajectory, make_outcome
+
+LENGTHS = [3, 1, 2, 2]
+REWARDS = [1.0, 0.0, 0.25, 0.75]
+LONGEST = 6
+NAN = math.nan
+
+
+def config(samples: int = 2, **grpo: Any) -> Config:
+    generation = GenerationConfig(max_new_tokens=LONGEST)
+    return Config(grpo=GRPOConfig(num_generations_per_prompt=samples, **grpo), generation=generation)
+
+
+def gdpo_config(weights: tuple[float, float] = (1.0, 0.5), samples: int = 2) -> Config:
+    functions = ["rewards.right", "rewards.short"]
+    environment = EnvironmentConfig(type="reward_functions", reward_funcs=functions, reward_weights=list(weights))
+    made = config(samples, adv_estimator=AdvantageEstimatorConfig(name="gdpo"))
+    made.env = {"task": environment}
+    return made
+
+
+def step(**changes: Any) -> list[Outcome]:
+    """Two groups of two; `changes` are of the last."""
+    return [
+        make_outcome(length, **({"reward": reward} | (changes if i == 3 else {})))
+        for i, (reward, length) in enumerate(zip(REWARDS, LENGTHS, strict=True))
+    ]
+
+
+def scaled(reward: float, keys: RewardScalingConfig) -> float:
+    """By the definition, on numbers."""
+    if not keys.enabled:
+        return reward
+    share = (min(max(reward, keys.source_min), keys.source_max) - keys.source_min) / (keys.source_max - keys.source_min)
+    return keys.target_min + share * (keys.target_max - keys.target_min)
+
+
+def shaped(reward: float, outcome: Outcome, keys: RewardShapingConfig) -> float:
+    """By the definition, on numbers."""
+    if not keys.enabled:
+        return reward
+    if keys.stop_properly_penalty_coef is not None and outcome.truncated and reward > 0:
+        reward *= keys.stop_properly_penalty_coef
+    if keys.overlong_buffer_length is not None:
+        begins = (keys.max_response_length or LONGEST) - keys.overlong_buffer_length
+        excess = (outcome.response_tokens - begins) / keys.overlong_buffer_length
+        reward -= keys.overlong_buffer_penalty * min(max(excess, 0.0), 1.0)
+    return reward
+
+
+def differ(rewards: list[float | None]) -> bool:
+    """Whether some two of the rewards that were given are different, as the float32 that is computed with."""
+    known = [torch.tensor(one).item() for one in rewards if one is not None]
+    return any(a != b for a, b in combinations(known, 2))
+
+
+OUTCOMES = st.builds(
+    make_outcome,
+    st.integers(0, LONGEST),
+    reward=st.none() | st.sampled_from([-2.0, -0.5, 0.0, 0.1, 0.5, 1.0, 3.0]),
+    stop_reason=st.sampled_from(["stop", "length"]),
+)
+SCALINGS = [
+    RewardScalingConfig(),
+    RewardScalingConfig(enabled=True, source_max=0.5, target_max=8.0),
+    RewardScalingConfig(enabled=True, source_min=-1.0, source_max=1.0, target_min=0.5, target_max=-0.5),
+]
+SHAPINGS = [
+    RewardShapingConfig(),
+    RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25),
+    RewardShapingConfig(enabled=True, overlong_buffer_length=2, overlong_buffer_penalty=0.5),
+    RewardShapingConfig(enabled=True, overlong_buffer_length=4, max_response_length=5),
+]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.lists(OUTCOMES, min_size=n, max_size=n), min_size=1, max_size=5))
+    ),
+    st.sampled_from(SCALINGS),
+    st.sampled_from(SHAPINGS),
+)
+def test_rewards_and_signals_against_loops(
+    sampled: tuple[int, list[list[Outcome]]], scaling: RewardScalingConfig, shaping: RewardShapingConfig
+) -> None:
+    samples, groups = sampled
+    keys = config(samples, reward_scaling=scaling, reward_shaping=shaping)
+    scores = score(keys, [one for group in groups for one in group])
+    assert scores.rewards.dtype == torch.float32
+    assert scores.parts is scores.weights is None
+    for group, rewards, differs, kept in zip(groups, scores.rewards, scores.differs, scores.kept, strict=True):
+        before = [None if one.reward is None else scaled(one.reward, scaling) for one in group]
+        after = [
+            None if value is None else shaped(value, one, shaping) for one, value in zip(group, before, strict=True)
+        ]
+        expected = [NAN if value is None else value for value in after]
+        assert rewards.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6, nan_ok=True)
+        # On a tie that rounding alone could break, the numbers themselves decide.
+        found = [None if math.isnan(value) else value for value in rewards.tolist()]
+        assert differs == differ(found)
+        assert kept == (differ(found) and differ(before))
+
+
+def test_scaling_comes_before_shaping() -> None:
+    scaling = RewardScalingConfig(enabled=True, source_max=0.5, target_max=10.0)
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5)
+    keys = config(reward_scaling=scaling, reward_shaping=shaping)
+    assert score(keys, step(stop_reason="length")).rewards.tolist() == [[10.0, 0.0], [5.0, 5.0]]
+
+
+def test_a_penalty_for_length_is_no_signal() -> None:
+    alike = [make_outcome(length, reward=1.0 if i < 2 else float(i)) for i, length in enumerate(LENGTHS)]
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=3)
+    scores = score(config(reward_shaping=shaping), alike)
+    assert scores.rewards[0, 0] != scores.rewards[0, 1]
+    assert scores.differs.tolist() == [True, True]
+    assert scores.kept.tolist() == [False, True]
+
+
+def test_a_lone_success_is_a_signal() -> None:
+    assert score(config(4), [make_outcome(1, reward=float(i == 2)) for i in range(4)]).kept.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0),
+        RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=3, overlong_buffer_penalty=3.0),
+    ],
+    ids=["stop_properly", "overlong"],
+)
+def test_a_penalty_can_take_the_signal_away(shaping: RewardShapingConfig) -> None:
+    """The only success was cut off, or so long that it is worth no more than the failure."""
+    alike = [make_outcome(1, reward=1.0, stop_reason="length"), make_outcome(1, reward=0.0, stop_reason="length")]
+    if shaping.overlong_buffer_length is not None:
+        alike = [make_outcome(2, reward=1.0), make_outcome(1, reward=0.0)]  # 1 - 3 * 2/3 = 0 - 3 * 1/3
+    scores = score(config(reward_shaping=shaping), alike)
+    assert scores.rewards.flatten().tolist() == [scores.rewards[0, 0].item()] * 2
+    assert (scores.kept.tolist(), scores.differs.tolist()) == ([False], [False])
+
+
+def test_what_nobody_scored_is_no_difference() -> None:
+    failed = failed_trajectory().outcome
+    scores = score(config(), [make_outcome(reward=0.5), failed, *step(reward=None)[2:]])
+    assert scores.kept.tolist() == [False, False]
+    assert scores.rewards.isnan().tolist() == [[False, True], [False, True]]
+    three = [make_outcome(reward=0.5), failed, make_outcome(reward=0.25)]
+    assert score(config(3), three).kept.tolist() == [True]
+    assert score(config(3), [failed] * 3).kept.tolist() == [False]
+
+
+def gdpo_step(parts: list[dict[str, float]]) -> list[Outcome]:
+    return [make_outcome(1, reward=0.0, reward_parts=given) for given in parts]
+
+
+def test_gdpo_keeps_what_each_function_said() -> None:
+    parts = [{"right": 1.0, "short": 2.0}, {"right": 0.0}, {"short": 1.0}, {}]
+    scores = score(gdpo_config(), gdpo_step(parts))
+    assert scores.parts is not None
+    assert scores.weights is not None
+    expected = [[[1.0, 0.0], [NAN, NAN]], [[2.0, NAN], [1.0, NAN]]]
+    assert torch.equal(scores.parts.nan_to_num(-9), torch.tensor(expected).nan_to_num(-9))
+    assert scores.weights.tolist() == [1.0, 0.5]
+
+
+def test_gdpo_keeps_groups_whose_sum_is_the_same() -> None:
+    outcomes = gdpo_step([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 2.0}, {"right": 1.0}, {"right": 1.0}])
+    scores = score(gdpo_config(), outcomes)
+    assert scores.kept.tolist() == scores.differs.tolist() == [True, False]
+    assert scores.rewards.unique().numel() == 1
+    told_apart_by_the_second = outcomes[:1] + outcomes[2:3]
+    watched = score(gdpo_config((1.0, 0.0)), told_apart_by_the_second)
+    assert watched.kept.tolist() == [False], "a function that is only watched teaches nothing"
+
+
+def test_gdpo_drops_groups_whose_rewards_cancel_out() -> None:
+    parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}, {"right": 1.0}, {"right": 0.0}]
+    assert score(gdpo_config((1.0, 1.0)), gdpo_step(parts)).kept.tolist() == [False, True]
+
+
+def entries(scores: Scores) -> dict[str, Any]:
+    """To the last digit, and for equality: NaN is a number that no test gives."""
+    values = {one.name: getattr(scores, one.name) for one in fields(scores)}
+    return {name: None if value is None else value.float().nan_to_num(-9.0).tolist() for name, value in values.items()}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.lists(OUTCOMES, min_size=3, max_size=3), min_size=2, max_size=6).flatmap(
+        lambda groups: st.tuples(
+            st.just(groups), st.lists(st.integers(0, len(groups) - 1), min_size=1, max_size=6), st.data()
+        )
+    ),
+    st.booleans(),
+)
+def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[int], Any], gdpo: bool) -> None:
+    """What a group scores does not depend on its company, so it can be computed once and put together later."""
+    groups, chosen, data = drawn
+    for one in [one for group in groups for one in group]:
+        one.reward_parts = data.draw(st.dictionaries(st.sampled_from(["right", "short"]), st.sampled_from([0.0, 1.0])))
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.25)
+    keys = gdpo_config(samples=3) if gdpo else config(3, reward_shaping=shaping)
+    whole = score(keys, [one for group in groups for one in group])
+    alone = score(keys, [one for number in chosen for one in groups[number]])
+    assert entries(whole.of_groups(chosen)) == entries(alone)
+    assert entries(Scores.joined([whole.of_groups([number]) for number in chosen])) == entries(alone)
+    assert entries(Scores.joined([whole])) == entries(whole)

@@ -1,0 +1,75 @@
+"""Whether Ray answers at an address is known within seconds; servers that talk as gRPC does stand in for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_grpo.cluster.ray_address import malformed, unreachable
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ClusterConfig
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(5)
+
+
+def settings_frame(connection: socket.socket) -> None:
+    assert connection.recv(24).startswith(b"PRI * HTTP/2.0")
+    connection.sendall(bytes([0, 0, 0, 4, 0]))
+    connection.sendall(bytes([0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:6379", "head-node.cluster:1", "[::1]:65535"])
+def test_addresses_that_ray_knows(address: str) -> None:
+    assert malformed(address) is None
+
+
+@pytest.mark.parametrize("address", ["nonsense", "", "local", "host:0", "host:99999", ":6379", "a b:3", "ray://host:1"])
+def test_addresses_of_no_known_form(address: str) -> None:
+    assert "give HOST:PORT" in (malformed(address) or "")
+    with pytest.raises(RunError, match=r"no Ray cluster answers at cluster\.ray_address="):
+        RayCluster(ClusterConfig(ray_address=address)).start()
+
+
+def test_a_head_that_answers() -> None:
+    with listening(settings_frame) as address:
+        assert unreachable(address) is None
+
+
+def test_a_server_of_another_kind() -> None:
+    with listening(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as address:
+        assert unreachable(address) == "what answers there is not Ray"
+    with listening(lambda connection: connection.shutdown(socket.SHUT_RDWR)) as address:
+        assert unreachable(address) is not None
+
+
+def test_a_server_that_says_nothing() -> None:
+    with listening(lambda connection: time.sleep(1)) as address:
+        assert unreachable(address, timeout_s=0.2) == "nothing answers within 0.2 s"
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=rf"no Ray cluster answers at cluster.ray_address={address}: Connection refused"):
+        RayCluster(ClusterConfig(ray_address=address)).start()
+    assert time.monotonic() - begin < 5

@@ -1,0 +1,59 @@
+"""Which metrics a step has is known before it: what ranks checkpoints is checked against that."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.metric_names import ALL_STEP_METRICS, sometimes_absent, step_metrics
+from megatron_grpo.preflight.load import compose_config
+from tests.support.documented import PAGE, undocumented
+
+QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
+
+
+def test_the_names_are_those_of_the_documented_page() -> None:
+    """In both directions, so that a metric that is added to the page is added here too."""
+    assert undocumented(ALL_STEP_METRICS) == set()
+    of_steps = PAGE.read_text().partition("Validation has")[0]
+    for cell in re.findall(r"^\| (`.*?) \|", of_steps, flags=re.MULTILINE):
+        for name in re.findall(r"`([\w/]+)`", cell):
+            known = [one for one in ALL_STEP_METRICS if one == name or (name.startswith("_") and one.endswith(name))]
+            assert known or "NAME" in name, f"{name} is documented, and not in metric_names.py"
+
+
+@pytest.mark.parametrize("name", ["reward", "truncation_rate", "loss", "accuracy", "groups_mixed"])
+def test_metrics_of_every_run_rank(name: str) -> None:
+    assert compose_config([QUICKSTART, f"checkpointing.metric_name={name}"]).checkpointing.metric_name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("val_acuracy", "is no validation metric; there is val_accuracy"),
+        ("acuracy", "is no metric of a step; did you mean accuracy?"),
+        ("zzz", "is no metric of a step; there is accuracy, "),
+        ("kl_penalty", "is no metric of this run: it needs loss_fn.reference_policy_kl_penalty above 0"),
+        ("value_loss", "is no metric of this run: it needs algorithm=ppo"),
+        ("filtered_reward", "is no metric of this run: it needs use_dynamic_sampling"),
+        ("kl", "is reported as kl_penalty"),
+        ("reward/mine", "is no metric of a step"),
+    ],
+)
+def test_a_metric_that_no_step_has_is_refused_before_the_run(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config([QUICKSTART, f"checkpointing.metric_name={name}"])
+    (problem,) = caught.value.problems
+    assert problem.subject == f"checkpointing.metric_name={name}"
+    assert text in problem.text
+
+
+def test_a_metric_that_a_switch_brings() -> None:
+    penalty = "loss_fn.reference_policy_kl_penalty=0.1"
+    assert "kl_penalty" in step_metrics(compose_config([QUICKSTART, penalty]))
+    assert "value_loss" in step_metrics(compose_config([PPO]))
+    functions = ["env.addition.type=reward_functions", "env.addition.reward_funcs=[a.mine]"]
+    config = compose_config([QUICKSTART, *functions, "checkpointing.metric_name=reward/mine"])
+    assert sometimes_absent(config) <= step_metrics(config)

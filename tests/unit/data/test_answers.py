@@ -1,0 +1,61 @@
+"""Answers that no response can equal, held against the environments that compare."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron_grpo.data.answers import unusable_answer
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.addition import AdditionEnvironment
+from megatron_grpo.environments.math_environment import is_correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("1/2", "\\boxed{0.5}"),
+        (2.0, "\\boxed{2}"),
+        (3, "\\boxed{3}"),
+        (0.25, "\\boxed{\\frac14}"),
+        ("(1, 2)", "\\boxed{(1,2)}"),
+        ("yes", "\\boxed{yes}"),
+    ],
+)
+def test_mathematical_answers_that_can_be_right(answer: Any, response: str) -> None:
+    assert unusable_answer("math", answer) is None
+    assert is_correct(response, str(answer))
+
+
+@pytest.mark.parametrize("answer", [[1, 2], {"a": 1}, True, False, "", "  ", math.nan, math.inf, 1e22, 1e-7])
+def test_mathematical_answers_that_never_are(answer: Any) -> None:
+    assert unusable_answer("math", answer)
+
+
+def test_a_number_that_is_written_with_an_exponent_is_never_right() -> None:
+    assert not is_correct("\\boxed{10^{22}}", str(1e22)), "the reason why it is refused"
+
+
+@pytest.mark.parametrize(("answer", "usable"), [("095", True), (117, True), (95.0, False), ("9 5", False), ("", False)])
+def test_sums_are_digits(answer: Any, usable: bool) -> None:
+    assert (unusable_answer("addition", answer) is None) == usable
+    request = EnvironmentRequest(
+        prompt="",
+        response="".join(filter(str.isdigit, str(answer))),
+        stop_reason="stop",
+        extra_env_info={REFERENCE: str(answer)},
+    )
+    if usable:
+        assert AdditionEnvironment().step([request])[0].correct
+
+
+@pytest.mark.parametrize("answer", [-3, True, None, [9], "²", "１２"])
+def test_what_is_no_sum(answer: Any) -> None:
+    assert unusable_answer("addition", answer)
+
+
+def test_reward_functions_get_whatever_there_is() -> None:
+    assert unusable_answer("reward_functions", [1, {"a": math.nan}]) is None

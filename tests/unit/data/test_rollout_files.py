@@ -1,0 +1,95 @@
+"""The files of a step's rollouts: what is written is read again, to the bit; also what earlier versions wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_grpo import observability
+from megatron_grpo.data import rollout_files
+from megatron_grpo.data.rollout_files import drop_rollouts_after, read_rollouts, rollouts_file, write_rollouts
+from megatron_grpo.data.trajectory import Span, Trajectory
+from tests.support.trajectories import failed_trajectory, make_trajectory
+
+ROWS = [
+    make_trajectory(3, prompt_idx=2**40, sample=1, response="42 é\n\0", correct=True, reward=1 / 3),
+    make_trajectory(2, reward=math.nan, correct=None, reward_parts={"a": 1 / 3, "b": math.nan}, stop_reason="length"),
+    failed_trajectory(prompt_tokens=4, failure="it raised"),
+    make_trajectory(4, spans=[Span(1, 2, 3), Span(4, 5, 4)], logprobs=[-math.inf, -1e-30], loss_multiplier=0.0),
+]
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as lists, with their types, keys in order: for a comparison as texts, in which NaN is NaN."""
+    arrays = {name: (str(row[name].dtype), row[name].tolist()) for name in ("token_ids", "logprobs")}
+    return json.loads(json.dumps(row | arrays, sort_keys=True))
+
+
+def expected(step: int, group: int, one: Trajectory) -> dict[str, Any]:
+    row = one.to_row()
+    arrays = {"token_ids": ("int32", row["token_ids"]), "logprobs": ("float32", row["logprobs"])}
+    return json.loads(json.dumps({"step": step, **row, **arrays, "group": group}, sort_keys=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 1000])
+def test_every_field_survives(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_files, "ROW_GROUP_TOKENS", tokens)
+    write_rollouts(rollouts_file(tmp_path, 7), [(0, ROWS[:2]), (5, ROWS[2:])])
+    wanted = [expected(7, group, one) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
+    assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(wanted)
+
+
+def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
+    file = rollouts_file(tmp_path, 1)
+    write_rollouts(file, [(0, ROWS)])
+    metadata = pq.ParquetFile(file).metadata
+    columns = [metadata.row_group(0).column(index) for index in range(metadata.num_columns)]
+    assert {column.compression for column in columns} == {"ZSTD"}
+    types = {column.path_in_schema.split(".")[0]: column.physical_type for column in columns}
+    assert (types["token_ids"], types["logprobs"], types["reward"]) == ("INT32", "FLOAT", "DOUBLE")
+
+
+def test_steps_come_in_their_order_and_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    for step in (10, 2):
+        write_rollouts(rollouts_file(tmp_path, step), [(0, ROWS[:1])])
+    old = {name: value for name, value in ROWS[1].to_row().items() if name != "failure"} | {"reward": 0.5}
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps(old | {"reward_parts": {}}) + "\n")
+    rows = list(observability.read_rollouts(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2, 10]
+    assert (rows[0]["reward"], rows[0]["token_ids"].dtype, rows[0]["token_ids"].tolist()) == (0.5, np.int32, [0, 1, 2])
+
+
+def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    write_rollouts(rollouts_file(tmp_path, 1), [(0, ROWS)])
+    with pytest.raises(FileNotFoundError, match="no rollouts of step 2"):
+        read_rollouts(tmp_path, 2)
+    with pytest.raises(FileNotFoundError, match="has no rollouts"):
+        read_rollouts(tmp_path / "no_run")
+
+
+def test_a_file_that_is_not_complete_does_not_appear(tmp_path: Path) -> None:
+    def interrupted() -> Any:
+        yield 0, ROWS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rollouts(rollouts_file(tmp_path, 1), interrupted())
+    with pytest.raises(FileNotFoundError):
+        read_rollouts(tmp_path)
+
+
+def test_a_run_that_resumes_drops_what_came_after(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_rollouts(rollouts_file(tmp_path, step), [(0, ROWS)])
+    folder = tmp_path / "rollouts"
+    (folder / "step_4.jsonl").touch()
+    (folder / ".step_3.parquet").touch()
+    drop_rollouts_after(tmp_path, 1)
+    assert [file.name for file in folder.iterdir()] == ["step_1.parquet"]
+    drop_rollouts_after(tmp_path / "no_run", 1)

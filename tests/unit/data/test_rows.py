@@ -1,0 +1,109 @@
+"""What keeps a file from being JSONL and a line from being a row, told by what it is instead."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.schema import DataConfig
+from megatron_grpo.data.rows import FileReport, examine
+from tests.support.ordinary_user import as_ordinary_user
+
+ROW = b'{"prompt": "1?", "answer": "1"}\n'
+KINDS = {"math": "math"}
+
+
+def examined(path: Path, content: bytes, **data: str) -> FileReport:
+    path.write_bytes(content)
+    return examine(path, DataConfig(train_path=str(path), **data), KINDS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (gzip.compress(ROW), "is compressed with gzip"),
+        (bz2.compress(ROW), "is compressed with bzip2"),
+        (lzma.compress(ROW), "is compressed with xz"),
+        (b"PAR1\x00\x00", "is a Parquet file"),
+        (ROW.decode().encode("utf-16"), "is UTF-16 text"),
+        (b"[" + ROW.strip() + b"]", "is a JSON array"),
+        (json.dumps([json.loads(ROW)], indent=2).encode(), "is a JSON array"),
+        (b"\n\n  [\n", "is a JSON array"),
+        (json.dumps(json.loads(ROW), indent=2).encode(), "spreads an object over several lines"),
+        (b"prompt,answer\n1?,1\n", "looks like a table (CSV)"),
+        (b"prompt\tanswer\n1?\t1\n", "looks like a table (CSV)"),
+        (b"1? -> 1\n", "is not JSONL"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_its_name(tmp_path: Path, content: bytes, text: str) -> None:
+    (problem,) = examined(tmp_path / "rows", content).problems
+    assert problem.subject == str(tmp_path / "rows")
+    assert problem.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b"{'prompt': '1?', 'answer': '1'}", "; texts stand in double quotes"),
+        (b'{"prompt": "1?", "ans', "; is the file truncated?"),
+        (b'{"prompt": "1?"', "; is the file truncated?"),
+        (b'{"prompt": "1?", "answer": 1,}', "is not valid JSON: "),
+        (b'{"prompt": "1?", "answer": "\xff"}', "is not UTF-8 text"),
+        (b'{"prompt": "1?", "answer": [1]}', "(data.answer_key) is a JSON array, and a response is text"),
+        (b'{"prompt": "1?", "answer": NaN}', "(data.answer_key) is not a number that can be compared"),
+        (b'{"prompt": "\\ud800+1", "answer": "1"}', "column 'prompt' has \\ud800, half of a pair"),
+        (b'{"prompt": [{"role": "user", "content": "\\uD83D"}], "answer": "1"}', "column 'prompt' has \\ud83d"),
+        (b'{"prompt": "1?", "answer": "1", "source": {"x": ["\\udc00"]}}', "column 'source' has \\udc00"),
+        (b'{"prompt": "\xed\xa0\x80", "answer": "1"}', "is not UTF-8 text"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, line: bytes, text: str) -> None:
+    (problem,) = examined(tmp_path / "rows", ROW + line + b"\n" + ROW).problems
+    assert problem.subject == f"{tmp_path}/rows:2"
+    assert text in problem.text
+    assert ("truncated" in problem.text) == ("truncated" in text)
+    problem.text.encode()  # it can be printed
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"prompt": "\\ud83d\\ude00\\u4e2d", "answer": "\\\\ud800"}\n', b"\xef\xbb\xbf" + ROW]
+)
+def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
+    assert examined(tmp_path / "rows", line).problems == []
+
+
+def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
+    assert examined(tmp_path / "rows", ROW * 3).alike
+    assert not examined(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).alike
+
+
+def test_a_file_of_somebody_else() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder, "rows")
+        assert examined(path, ROW).problems == []
+        path.chmod(0)
+        texts = as_ordinary_user(lambda: [problem.text for problem in examine(path, DataConfig(), KINDS).problems])
+        assert texts == ["cannot be read: Permission denied"]
+
+
+def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path) -> None:
+    """Four times the rows take about four times as long."""
+    seconds = []
+    for rows in (25_000, 100_000):
+        path = tmp_path / "rows"
+        path.write_bytes(b"".join(b'{"prompt": "%d?", "answer": "%d"}\n' % (n, n) for n in range(rows)))
+        begin = time.process_time()
+        report = examine(path, DataConfig(), KINDS)
+        seconds.append(time.process_time() - begin)
+        assert (report.rows, report.problems) == (rows, [])
+    assert seconds[1] < 8 * seconds[0]
+    assert seconds[1] < 5

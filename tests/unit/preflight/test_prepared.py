@@ -1,0 +1,57 @@
+"""What recipes make before the run is checked as if it were there; held against what is really made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.data.prepared import PREPARED_PROMPTS
+from megatron_grpo.models.source import PREPARED_FOLDER
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.machine import machine_problems
+from megatron_grpo.prepare.addition import (
+    MODEL_FOLDER,
+    PROMPT_TOKENS,
+    TRAIN_FILE,
+    VAL_FILE,
+    split_problems,
+    write_problems,
+)
+
+
+def test_it_is_what_is_made(tmp_path: Path) -> None:
+    made = PREPARED_PROMPTS["addition"]
+    _, train, val = split_problems()
+    assert made.rows == {TRAIN_FILE: len(train), VAL_FILE: len(val)}
+    write_problems(tmp_path / "rows", train)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {tuple(row) for row in rows} == {made.columns}
+    assert {row["task_name"] for row in rows} == {made.task}
+    assert {len(row["prompt"]) for row in rows} == {made.prompt_tokens} == {PROMPT_TOKENS}
+    assert PREPARED_FOLDER == MODEL_FOLDER
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subject", "text"),
+    [
+        (["data.prompt_key=question"], "data.prompt_key=question", "makes rows with prompt, answer, task_name"),
+        (["data.answer_key=solution"], "data.answer_key=solution", "makes rows with prompt, answer, task_name"),
+        (["data.apply_chat_template=true"], "data.apply_chat_template=True", "has no chat template"),
+        (["data.max_input_seq_length=5"], "data.max_input_seq_length=5", "leaves out every row"),
+        (["env=math", "data.task_name=math"], "env", "of the task addition, and env has math; use env=addition"),
+        (["grpo.num_prompts_per_step=4589"], "data.train_path=", "has 4588 rows, fewer than the 4589 prompts"),
+        (["data.train_path=${prepare.folder}/rows.jsonl"], "data.train_path=", "makes: train.jsonl, val.jsonl"),
+        (["policy.model.path=${prepare.folder}/other"], "policy.model.path=", "makes one model: model"),
+    ],
+)
+def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: str) -> None:
+    (problem,) = machine_problems(compose_config(["+exp=quickstart", *overrides]))
+    assert problem.subject.startswith(subject)
+    assert text in problem.text
+
+
+def test_the_recipes_fit_it() -> None:
+    for recipe in ("quickstart", "quickstart_ppo"):
+        assert machine_problems(compose_config([f"+exp={recipe}"])) == []
