@@ -61,7 +61,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
     Args:
         config: how rewards are scaled and shaped, and which estimator looks at them.
-        outcomes: of whole groups; the samples of a prompt are neighbours.
+        outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
     """
     samples = config.loop.num_generations_per_prompt
     given = [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes]

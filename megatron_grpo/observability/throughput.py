@@ -50,7 +50,7 @@ def throughput(
         timing: seconds by phase, "train" among them if there were passes, and "total".
         passes: passes over the sequences with forward and backward; of part of them, a fraction.
         devices: ranks of the policy.
-        peak: of one device, TFLOP/s.
+        peak: peak of one device, TFLOP/s.
 
     Returns:
         samples_per_s and tokens_per_s (prompts included) of the whole step, train_tflops_per_device of the training

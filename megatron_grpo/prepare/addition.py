@@ -58,7 +58,7 @@ def prepare(folder: str | Path) -> None:
     training file nor the warm-up. The folder appears as a whole or not at all.
 
     Args:
-        folder: where to; replaced when another recipe made it.
+        folder: folder to make; replaced when another recipe made it.
     """
     target = Path(folder)
     if _made_by_this_recipe(target):

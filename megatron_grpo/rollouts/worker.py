@@ -160,6 +160,7 @@ class RolloutWorker:
 
 
 def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
+    """Put the arrays of each shard; per shard [sequences, 2], int32: payload of a sequence and its place in there."""
     groups: list[list[Trajectory]] = ray.get(payloads)
     return [_put(shard_arrays([groups[group][sample] for group, sample in shard.tolist()])) for shard in shards]
 
@@ -172,6 +173,7 @@ def _compute(
     fields: Sequence[str],
     arguments: tuple[Any, ...],
 ) -> tuple[list[ShardRefs], Any]:
+    """Run a function over a step's tokens: numbers of sequences by shard, and lengths [sequences], all int64."""
     fetched = [dict(zip(fields, ray.get([shard[name] for name in fields]), strict=True)) for shard in shards]
     arrays = gather_shards(fetched, sequences, lengths, fields)
     del fetched
@@ -180,6 +182,7 @@ def _compute(
 
 
 def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
+    """References by name to arrays, [tokens of a shard] in the types of the entries, that are put one by one."""
     return {name: ray.put(array) for name, array in arrays.items()}
 
 
