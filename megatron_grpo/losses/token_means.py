@@ -43,6 +43,7 @@ def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
     """[sequences, length], float32 -> [sequences, 1]: mean over each response's tokens in the mask, 0 without any."""
+    # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 

@@ -57,6 +57,7 @@ def throughput(
         phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
         count, nor does padding.
     """
+    # Operations of the model, not of the machine: what a kernel wastes on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
     figures = {
         "samples_per_s": len(lengths) / timing[TOTAL],
