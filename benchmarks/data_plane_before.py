@@ -66,7 +66,7 @@ def _output(request: GenerationRequest) -> GenerationOutput:
 
 
 class IdleModel:
-    """In the place of a `PolicyEngine` on the last pipeline stage; computes nothing."""
+    """Stands in for a `PolicyEngine` on the last pipeline stage; computes nothing."""
 
     def logprobs(self, batch: Any, microbatches: list[list[int]]) -> torch.Tensor:
         """[tokens of the batch], float32: zeros."""

@@ -81,7 +81,7 @@ class Sizes:
         """A run of these sizes, as overrides of a command line that both sides understand.
 
         Args:
-            folder: for everything that the run writes.
+            folder: place of everything that the run writes.
         """
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)

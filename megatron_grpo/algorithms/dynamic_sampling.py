@@ -17,7 +17,7 @@ class DynamicBatch(Generic[Group]):
     """What dynamic sampling made of one generation batch."""
 
     groups: list[Group]
-    """To train on, num_prompts_per_step of them; empty while the batch is not complete."""
+    """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
     is_batch_complete: bool
     """Whether training can begin; otherwise further prompts have to be sampled."""
     batch_cache: list[Group]
@@ -37,7 +37,7 @@ def dynamic_sampling(
     sampled from weights that are about to change.
 
     Args:
-        groups: of one generation batch.
+        groups: groups of one generation batch.
         signal: [groups], bool, see `has_signal`.
         num_prompts_per_step: groups that a step trains on.
         batch_cache: what earlier generation batches of this step left waiting.

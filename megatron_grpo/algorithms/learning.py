@@ -90,7 +90,7 @@ def train_in_minibatches(
         What `combine_results` makes of the optimizer steps; None: there was none.
 
     Raises:
-        NonFiniteGradientError: with numbers of sequences in `batch`.
+        NonFiniteGradientError: a gradient is not finite; names sequences by their numbers in `batch`.
     """
     results: list[TrainResult] = []
     tokens: list[float] = []

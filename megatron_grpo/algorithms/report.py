@@ -68,10 +68,10 @@ def report(
     Args:
         config: layout and passes, which throughput is computed from.
         samples: what was sampled and trained on.
-        metrics: of sampling and learning.
+        metrics: metrics of sampling and learning.
         learned: the policy's optimizer steps; None: there were none.
         transfer: the refit that ended the step, or why it failed.
-        policy: whose sizes and device throughput is computed from.
+        policy: the model whose sizes and device throughput is computed from.
         timing: seconds of the step by phase, and all of them as "total".
     """
     passes = 0.0

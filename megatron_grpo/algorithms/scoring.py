@@ -56,12 +56,12 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
     A group is kept when its rewards differ before and after shaping. Penalties for length alone do not make a signal:
     responses that are all right or all wrong differ in length nearly always, and DAPO drops them (Yu et al. 2025, eq.
-    11). They may take one away. With GDPO, a group counts when its functions tell its samples apart: also where the sum
-    of the rewards is the same, and not where their normalised rewards cancel out.
+    11). They may take one away. With GDPO, a group counts when its functions tell its samples apart: also where the
+    sums of the rewards are equal, and not where their normalised rewards cancel out.
 
     Args:
         config: how rewards are scaled and shaped, and which estimator looks at them.
-        outcomes: of whole groups; the samples of a prompt are neighbours.
+        outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
     """
     samples = config.loop.num_generations_per_prompt
     given = [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes]
@@ -82,7 +82,7 @@ def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
 
 
 def _parts(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
-    """[functions, groups, samples] and the weights, [functions], both float32."""
+    """Rewards by function, [functions, groups, samples], and the functions' weights, [functions], both float32."""
     weights = {name: weight for one in config.env.values() for name, weight in one.weights_by_function().items()}
     rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in weights]
     parts = torch.tensor(rows, dtype=torch.float32).view(len(weights), -1, config.loop.num_generations_per_prompt)

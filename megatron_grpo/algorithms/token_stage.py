@@ -24,7 +24,7 @@ def on_tokens(
 
     Args:
         rollouts: one of whose workers makes the call.
-        batch: of the step; its shards hold the entries.
+        batch: the step's batch, whose shards hold the entries.
         entries: names of the entries that fn reads: its `arrays` are these, flat and in the order of the step.
         fn: returns new entries by name, each [sum(lengths)], and a summary.
         arguments: passed on to fn.

@@ -24,7 +24,7 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
     Args:
         config: layouts and minibatches, and what is left out of the loss.
         groups: rollouts of the step, a group for each prompt.
-        rollouts: whose workers put the shards into the object store.
+        rollouts: the pool whose workers put the shards into the object store.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     overlong = config.loop.overlong_filtering

@@ -91,7 +91,7 @@ class HeartbeatWriter:
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
         """
         Args:
-            folder: where heartbeat files are; made when it is missing.
+            folder: folder of the heartbeat files; made when it is missing.
             name: of this process.
             log: open file of this process's log; stacks go there.
         """
@@ -177,7 +177,7 @@ def requests_file(folder: Path, name: str) -> Path:
     """The file of a process to which a byte is appended to ask for its stacks, from whatever node.
 
     Args:
-        folder: where heartbeat files are.
+        folder: folder of the heartbeat files.
         name: name of the process, like "policy rank 0".
     """
     return folder / f"{file_stem(name)}.requests"
@@ -187,7 +187,7 @@ def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
     """The last record of every process that has one, by name of the process.
 
     Args:
-        folder: where heartbeat files are.
+        folder: folder of the heartbeat files.
     """
     found: dict[str, Heartbeat] = {}
     for path in sorted(folder.glob("*.json")):

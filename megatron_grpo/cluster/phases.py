@@ -66,7 +66,7 @@ class Phases:
         self._lock.release()
 
     def forget(self) -> None:
-        """In a forked process: it is in none of its parent's phases, and does not write its parent's record."""
+        """Leave a forked process in none of its parent's phases, and without its parent's record to write."""
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
         self._lock.release()

@@ -93,7 +93,7 @@ def _defaults(algorithm: str) -> dict[str, Any]:
 
 
 def _said_last(name: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]) -> str | None:
-    """The algorithm under whose name a key was set by what counts most; None: both were set in the same place."""
+    """The algorithm under whose name a key was set by what counts most; None: both were set in one place."""
     for place in _places(on_command_line, files):
         saying = [loop for loop in LOOPS if f"{loop}.{name}" in place]
         if saying:

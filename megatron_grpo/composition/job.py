@@ -60,7 +60,7 @@ class Job:
     environment: str | None = None
     """Task name; None: as the recipe says."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """By key; those that GRPO and PPO share under GRPO's name."""
+    """Values by key; those that GRPO and PPO share under GRPO's name."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each setting came from."""
     unvalidated: bool = False

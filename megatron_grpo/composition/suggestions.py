@@ -21,8 +21,8 @@ def unknown_key(name: str, algorithm: str) -> Problem:
     """The complaint about a key that the schema does not have.
 
     Args:
-        name: the key.
-        algorithm: whose names are suggested: the one that runs.
+        name: name of the unknown key, with its dots.
+        algorithm: the one that runs, whose names are suggested.
     """
     if name.split(".")[0] == "hydra":
         return Problem(name, "Hydra's own settings have no effect here; run_dir chooses where a run writes")

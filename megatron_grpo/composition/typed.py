@@ -44,7 +44,7 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
 
     Args:
         values: wrong ones are removed.
-        algorithm: whose names are suggested for unknown keys.
+        algorithm: the one that runs, whose names are suggested for unknown keys.
     """
     problems = _booleans(values)
     for _ in range(2):

@@ -29,7 +29,7 @@ class Key:
     """Dotted; a part in angle brackets stands for a name that the user chooses. Of a key that GRPO and PPO share, the
     name in GRPO."""
     type: str
-    """For people: "int > 0", "one of linear, cosine", "text or null"."""
+    """Type in words for people: "int > 0", "one of linear, cosine", "text or null"."""
     default: Any
     doc: str
 

@@ -102,4 +102,4 @@ class PrepareConfig(Section):
     """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; null: nothing."""
 
     folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
-    """Where it is made, once; later runs reuse it."""
+    """Where the model and its data are made, once; later runs reuse them."""

@@ -12,7 +12,7 @@ def unusable_answer(kind: str, answer: Any) -> str | None:
 
     Args:
         kind: type of the environment ("math", "addition"); others do not compare.
-        answer: as the row has it.
+        answer: the reference answer as the row has it.
     """
     check = _CHECKS.get(kind)
     return None if check is None else check(answer)

@@ -106,6 +106,7 @@ class TokenBatch:
 
         # One scatter with places made on the host: a loop over the sequences would be a kernel launch for each.
         def padded(values: Tensor) -> Tensor:
+            """[sum(lengths)] to [sequences, width], of any dtype; 0 on padding."""
             out = values.new_zeros(len(self) * width)
             out[places] = values
             return out.view(len(self), width)

@@ -21,7 +21,7 @@ def wrong_kind(head: bytes) -> str | None:
     """What a file is instead of JSONL, and what to do; None: its first line is an object, or a broken one.
 
     Args:
-        head: its first HEAD_BYTES bytes.
+        head: first HEAD_BYTES bytes of the file.
     """
     for magic, text in _MAGIC.items():
         if head.startswith(magic):

@@ -31,7 +31,7 @@ class GenerationRequest:
     seed: int
     """Seed of the one request, so that what is drawn does not depend on what else is in flight."""
     max_new_tokens: int
-    """At most this many, and at most the settings' max_new_tokens."""
+    """Most tokens of the response, which has no more than the settings' max_new_tokens either."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -92,7 +92,7 @@ def read_row(
     """The row that a line holds, or as text what keeps it from being one.
 
     Args:
-        line: with or without its end.
+        line: a line of the file, with or without its end.
         data: names of the columns, and the task of rows without a task_name column.
         environments: task names that have one.
         kinds: types of environments whose answers are to be checked, by task name.

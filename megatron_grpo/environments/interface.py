@@ -23,7 +23,7 @@ class Environment(ABC):
         """State of a rollout that begins.
 
         Args:
-            prompt: as the data has it.
+            prompt: the prompt as the data has it.
             extra_env_info: the row's columns, and the reference answer under `REFERENCE`.
         """
         return None
@@ -32,7 +32,7 @@ class Environment(ABC):
         """What follows a response: an observation and another turn, or the end.
 
         Args:
-            state: of this rollout, from `reset` or the turn before.
+            state: state of the rollout, from `reset` or the turn before.
             response: what the model wrote in this turn.
         """
         return Turn(done=True, state=state)

@@ -133,7 +133,7 @@ def gdpo_advantages(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def _known(values: Tensor) -> Tensor:
-    """Values of any shape, floating point, with 0 in place of NaN."""
+    """Values [...] of any shape, floating point, with 0 in place of NaN."""
     return torch.where(values.isnan(), torch.zeros_like(values), values)
 
 

@@ -20,10 +20,10 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
 
     Args:
         prev: log-probabilities under P, of any shape [...], floating point; log ratios are cut off at MAX_LOG_RATIO.
-        generation: log-probabilities under G, in the shape of `prev`, floating point.
+        generation: [...], floating point, in the shape of `prev`: log-probabilities under G.
 
     Returns:
-        gen_kl_error, policy_kl_error and js_divergence_error, each one estimate a token in the shape of `prev`.
+        gen_kl_error, policy_kl_error and js_divergence_error, each [...] in the shape of `prev`: one estimate a token.
     """
     log_ratio = bounded(prev - generation)
     # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.

@@ -27,7 +27,7 @@ def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | N
     """The reward of a response at its last token, minus a penalty at every token.
 
     Args:
-        rewards: [responses], floating point.
+        rewards: [responses], floating point: reward of each response.
         lengths: tokens of each response; one without tokens gets no reward.
         token_penalty: [sum(lengths)], floating point: subtracted at each token, coefficient included; None is nothing.
 

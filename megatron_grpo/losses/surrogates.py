@@ -57,7 +57,7 @@ def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, conf
             mask.
         prev: [sequences, length], float32, without gradient: log-probabilities under the policy at the start of the
             step; 0 outside the mask.
-        advantages: [sequences, length], float32.
+        advantages: [sequences, length], float32: advantage of each token.
         mask: [sequences, length], bool: tokens in the loss.
         config: which objective, and the bounds of the ratio.
     """

@@ -18,19 +18,19 @@ defect, or of a response so long that its weight means nothing; infinite, it wou
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Log ratios of any shape, floating point, limited to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
+    """Log ratios [...] of any shape, floating point, limited to +- MAX_LOG_RATIO; beyond that the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of log ratios of any shape, floating point, that are first limited to +- MAX_LOG_RATIO: always finite."""
+    """exp of log ratios [...] of any shape, floating point, first limited to +- MAX_LOG_RATIO: always finite."""
     return bounded(log_ratio).exp()
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """Values inside a mask and 0 outside it, whatever stands there, infinities and NaN included.
 
-    Values of any shape and dtype, mask bool in the shape of the values.
+    Values [...] of any shape and dtype; mask [...], bool, in the shape of the values.
     """
     # A product with the mask would keep NaN, and its gradient too; where() cuts both.
     return torch.where(mask, values, torch.zeros_like(values))
@@ -43,6 +43,7 @@ def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
     """[sequences, length], float32 -> [sequences, 1]: mean over each response's tokens in the mask, 0 without any."""
+    # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 

@@ -59,7 +59,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     """A finite number above 0.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is there, and is something else.
     """
     value = raw.get(key)
     if value is None:
@@ -70,10 +70,10 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def section(raw: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The first object among keys of the same meaning; empty when there is none.
+    """The first object among keys of one meaning; empty when there is none.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is there, and is something else.
     """
     for key in keys:
         value = raw.get(key)

@@ -24,7 +24,7 @@ class TensorSpec:
 
     name: str
     dtype: str
-    """Without the "torch.": "float32"."""
+    """Name of the dtype without the "torch.": "float32"."""
     shape: tuple[int, ...]
 
 
@@ -34,7 +34,7 @@ class BoundEntry:
 
     entry: WeightEntry
     layer: int
-    """In the whole model, from 0."""
+    """Number of the layer in the whole model, from 0."""
     parameter: Tensor
 
 
@@ -91,7 +91,7 @@ def hf_specs(model: Any, shape: ModelShape) -> list[TensorSpec]:
 
 @torch.no_grad()
 def iter_hf_tensors(model: Any, shape: ModelShape, gather_bytes: int) -> Iterator[tuple[str, Tensor | None]]:
-    """Full Hugging Face tensors of this pipeline stage; collective within the tensor-parallel group.
+    """Full Hugging Face tensors [...] of a pipeline stage; collective within the tensor-parallel group.
 
     Local shards of consecutive parameters are packed, so that one collective moves up to `gather_bytes` (or a single
     parameter that is larger). Replicated parameters are not sent at all.

@@ -53,10 +53,10 @@ def model_folder(path: str, key: str = "policy.model.path") -> Path:
 
     Args:
         path: a folder or a hub name.
-        key: where the configuration says it, for the message.
+        key: name of the key that says which model, for the message.
 
     Raises:
-        RunError: it cannot be downloaded.
+        RunError: the model cannot be downloaded.
     """
     if not is_hub_name(path):
         return Path(path)

@@ -79,6 +79,7 @@ class WeightEntry:
             shape = tensor.shape(model)
             start, stop = 0, 0
             if self.axis is not None:
+                # The vocabulary is padded behind its end: the last ranks may hold fewer entries, or none.
                 size = shape[self.axis]
                 width = -(-size // tp_size) if self.merge == "vocab" else size // tp_size
                 start, stop = min(tp_rank * width, size), min((tp_rank + 1) * width, size)

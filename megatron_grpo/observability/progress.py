@@ -48,7 +48,7 @@ class Progress:
 
         Args:
             step: number of the step, from 1.
-            metrics: by name; see WATCHED.
+            metrics: value of each metric by name, of which WATCHED are shown.
             timing: seconds by phase, and "total".
         """
         self._recent.append(timing["total"])

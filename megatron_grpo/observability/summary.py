@@ -50,11 +50,11 @@ def write_summary(
         startup_parts_s: seconds of each part of the start-up, by name of the part.
 
     Returns:
-        - outcome, reason: of `ending`.
-        - accuracy_before, accuracy_after: of the first and the last validation (None where it is not known);
-          accuracy_before_step, accuracy_after_step: their steps.
-        - steps, samples: in the whole run.
-        - startup_s, startup_parts_s, train_s; step_s: mean seconds of a step; phase_s: of each phase.
+        - outcome, reason: how the run ended, and why (`ending`).
+        - accuracy_before, accuracy_after: those of the first and the last validation (None where it is not known);
+          accuracy_before_step, accuracy_after_step: steps before these validations.
+        - steps, samples: how many the whole run has trained on.
+        - startup_s, startup_parts_s, train_s; step_s: mean seconds of a step; phase_s: mean seconds of each phase.
         - samples_per_s: samples per second of step time.
         - reward_first, reward_last: mean over the first and last ten steps.
         - token_mult_prob_error_max: largest exp(|training - sampling log-probability|) of any token of the run;
@@ -106,6 +106,8 @@ def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
+    """Times of the steps as summary.json has them, None where nothing is known."""
+    # Sums before ratios: a mean of the steps' ratios would weigh a short step like a long one.
     totals = [step["timing"]["total"] for step in steps]
     phases = sorted({phase for step in steps for phase in step["timing"]} - {"total"})
     phase_s = {phase: sum(step["timing"].get(phase, 0.0) for step in steps) for phase in phases}

@@ -50,13 +50,14 @@ def throughput(
         timing: seconds by phase, "train" among them if there were passes, and "total".
         passes: passes over the sequences with forward and backward; of part of them, a fraction.
         devices: ranks of the policy.
-        peak: of one device, TFLOP/s.
+        peak: peak of one device, TFLOP/s.
 
     Returns:
         samples_per_s and tokens_per_s (prompts included) of the whole step, train_tflops_per_device of the training
         phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
         count, nor does padding.
     """
+    # Operations of the model, not of the machine: what a kernel wastes on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
     figures = {
         "samples_per_s": len(lengths) / timing[TOTAL],

@@ -58,7 +58,7 @@ def prepare(folder: str | Path) -> None:
     training file nor the warm-up. The folder appears as a whole or not at all.
 
     Args:
-        folder: where to; replaced when another recipe made it.
+        folder: folder to make; replaced when another recipe made it.
     """
     target = Path(folder)
     if _made_by_this_recipe(target):
@@ -167,6 +167,7 @@ def _warm_up(model: Any, problems: list[Problem], unseen: list[Problem]) -> None
     for step in range(RECIPE["warmup_steps_max"]):
         optimizer.param_groups[0]["lr"] = RECIPE["warmup_lr"] * min(1.0, (step + 1) / RECIPE["warmup_lr_ramp_steps"])
         batch = tokens[torch.randint(len(tokens), (RECIPE["warmup_batch_problems"],), generator=order)]
+        # Position t predicts token t + 1, so the answer's first digit is predicted by the prompt's last token.
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits[:, PROMPT_TOKENS - 1 :]
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_TOKENS:].flatten())
         optimizer.zero_grad()

@@ -59,6 +59,7 @@ def shard_arrays(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     sampled = np.zeros(total, dtype=np.bool_)
     logprobs = np.zeros(total, dtype=np.float32)
     begin = 0
+    # A trajectory has log-probabilities of its sampled tokens alone, span after span; here each gets its place.
     for one in trajectories:
         token_ids[begin : begin + len(one.token_ids)] = one.token_ids
         taken = 0
@@ -89,6 +90,7 @@ def gather_shards(
     Returns:
         [tokens of the step] for each field, in the type that the shards have.
     """
+    # A slice a sequence instead of one index of all tokens, which would take twice the memory of what it moves.
     ends = np.cumsum(lengths)
     gathered = {name: np.empty(int(ends[-1]), dtype=shards[0][name].dtype) for name in fields}
     for shard, numbers in zip(shards, sequences, strict=True):

@@ -159,7 +159,12 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
+<<<<<<< HEAD
 def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+=======
+def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
+    """Put the arrays of each shard; per shard [sequences, 2], int32: payload of a sequence and its place in there."""
+>>>>>>> wip/docs
     groups: list[list[Trajectory]] = ray.get(payloads)
     built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
     return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)
@@ -173,6 +178,7 @@ def _compute(
     fields: Sequence[str],
     arguments: tuple[Any, ...],
 ) -> tuple[list[ShardRefs], Any]:
+    """Run a function over a step's tokens: numbers of sequences by shard, and lengths [sequences], all int64."""
     fetched = [dict(zip(fields, ray.get([shard[name] for name in fields]), strict=True)) for shard in shards]
     arrays = gather_shards(fetched, sequences, lengths, fields)
     del fetched
@@ -181,6 +187,7 @@ def _compute(
 
 
 def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
+    """References by name to arrays, [tokens of a shard] in the types of the entries, that are put one by one."""
     return {name: ray.put(array) for name, array in arrays.items()}
 
 

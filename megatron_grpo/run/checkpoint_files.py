@@ -45,10 +45,10 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     """Add the driver's files to a folder that holds the models, and the manifest; then all of it is on disk.
 
     Args:
-        folder: of the checkpoint, perhaps under a temporary name.
+        folder: folder of the checkpoint, perhaps under a temporary name.
         step: training steps before the checkpoint.
         state: progress ("save_state"), metrics and what else the driver needs to continue (JSON).
-        loader_state: of the training data loader.
+        loader_state: state of the training data loader.
     """
     import torch  # not above: a command that only verifies a checkpoint answers at once
 

@@ -86,7 +86,7 @@ class Checkpointer:
         Args:
             step: training steps so far.
             state: what the driver needs to continue (JSON).
-            loader_state: of the training data loader.
+            loader_state: state of the training data loader.
         """
         temporary = self.folder / f".writing_step_{step}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -155,7 +155,7 @@ class Checkpointer:
         """Check the checkpoint that checkpointing.resume names.
 
         Raises:
-            ConfigError: it is none, or damaged.
+            ConfigError: the folder is no checkpoint, or a damaged one.
         """
         subject = f"checkpointing.resume={self.config.resume}"
         try:

@@ -33,7 +33,7 @@ class RolloutDumps:
         """Return when the rollouts of a step are on disk.
 
         Raises:
-            RunError: they could not be written.
+            RunError: the rollouts could not be written.
         """
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))

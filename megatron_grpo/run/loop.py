@@ -27,7 +27,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
         RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
-        RunError: see the algorithm's step.
+        RunError: a step failed, in the words of the algorithm's step.
     """
     limits, state = run.config.loop, run.state
     _catch_up_on_validation(run)

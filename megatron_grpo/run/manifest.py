@@ -100,7 +100,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
 
     Args:
         path: file to write or replace.
-        content: at least one entry; each gets a line of its own.
+        content: entries of the file, at least one; each gets a line of its own.
     """
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()

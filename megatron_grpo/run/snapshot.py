@@ -38,8 +38,8 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
     """Write everything a resumed run needs as checkpoints/step_N.
 
     Args:
-        metrics: of the last step, which rank the checkpoint.
-        snapshot: of the run, after the last update of its models.
+        metrics: metrics of the last step, which rank the checkpoint.
+        snapshot: the driver's part of the checkpoint, after the last update of its models.
 
     Raises:
         RunError: a process of a model failed, or the folder cannot be written.

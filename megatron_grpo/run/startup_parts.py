@@ -29,7 +29,7 @@ class StartupParts:
 
         Args:
             kind: what the processes are, "policy" for one; a part "model" is then called "policy_model".
-            reports: of each process its seconds by part.
+            reports: for each process, seconds by part.
         """
         for report in reports:
             for name, seconds in report.items():

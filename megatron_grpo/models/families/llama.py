@@ -126,6 +126,7 @@ def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
         shape: sizes of the model.
         lengths: tokens of each sequence.
     """
+    # Per layer: projections of queries and of the output, of keys and values, and the three matrices of the gated MLP.
     queries = shape.attention_heads * shape.head_dim
     keys_and_values = 2 * shape.key_value_heads * shape.head_dim
     layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)

@@ -119,7 +119,7 @@ class RankGroup(TrainedModel):
         works: Sequence[ReplicaWork],
         shares: Sequence[StepShare],
     ) -> list[int]:
-        """Sequences that a gradient which is not finite can come from, as far as that can be told.
+        """Sequences that a gradient which is not finite can come from; `chosen` is [sequences], int64, by replica.
 
         Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
         those with a sampled token whose output is not finite.

@@ -30,12 +30,12 @@ class TorchCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of every token to itself and those before it in its sequence.
+        """Attention of every token to itself and those before it in its sequence; heads of a group share key and value.
 
         Args:
             query: [length, sequences, heads, head_dim], or [tokens, heads, head_dim] when packed, any float type.
-            key: [length, sequences, key/value heads, head_dim], or [tokens, key/value heads, head_dim] when packed.
-            value: [length, sequences, key/value heads, head_dim], or [tokens, key/value heads, head_dim] when packed.
+            key: [length, sequences, groups, head_dim], or [tokens, groups, head_dim] when packed, dtype of the query.
+            value: [length, sequences, groups, head_dim], or [tokens, groups, head_dim] when packed, dtype of the query.
             attention_mask: ignored, as are attn_mask_type and attention_bias: attention is always causal, and padding
                 stands to the right, where no real token sees it.
             packed_seq_params: boundaries of the packed sequences; None: the sequences are rectangles.

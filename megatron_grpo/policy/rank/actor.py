@@ -129,11 +129,11 @@ class RankActor:
         """Put a number for every token of the replica's shards into the object store.
 
         Args:
-            method: of this rank's model, which gives the numbers of all sequences, those of a shard after the other.
+            method: name of the method of the rank's model that gives the numbers of all sequences, shard by shard.
             work: whole shards, their sequences in order.
 
         Returns:
-            Where the numbers are, on the reporter; None elsewhere.
+            References to the numbers, on the reporter; None elsewhere.
         """
         import numpy as np
         import ray

@@ -34,7 +34,7 @@ def errors_told(what: str) -> Iterator[None]:
         what: begins the line: which folder cannot be loaded, or written.
 
     Raises:
-        RunError: in place of an error of theirs, which is its cause.
+        RunError: the error that was raised, told in one line; the original is the cause.
     """
     try:
         yield

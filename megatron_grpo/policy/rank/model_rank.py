@@ -109,6 +109,7 @@ class ModelRank(ABC):
         self.optimizer.zero_grad()
 
         def loss_of(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """[sequences, length, ...] of output to loss, token count and metrics, each []."""
             tokens = self._with_loss_entries(microbatch.tokens, output, loss_fn)
             loss, metrics = loss_fn(self._per_token(output, given(tokens.token_ids)), tokens, counts)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
@@ -123,6 +124,7 @@ class ModelRank(ABC):
         """The output for every token of `batch`: [sum(lengths)], float32, on the reporter's host; None elsewhere."""
 
         def keep(output: Tensor, microbatch: _Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+            """[sequences, length, ...] of output to a loss and a count of 0, each [], and [tokens], float32."""
             values = self._per_token(output, given(microbatch.tokens.token_ids))
             of_tokens = values.reshape(-1)[microbatch.places]
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), of_tokens
@@ -147,6 +149,7 @@ class ModelRank(ABC):
         """Run Megatron's pipeline schedule; the third value of `finish` per microbatch, on the last stage."""
 
         def forward_step(data: Iterator[_Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            """The stage's output for the next microbatch, [sequences, length, ...], and what makes a loss of it."""
             microbatch = next(data)
             token_ids = given(microbatch.tokens.token_ids)
             positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)

@@ -86,6 +86,7 @@ class ModelOptimizer:
         Returns:
             The learning rate that was used. The schedule counts this step first, so warm-up does not start at zero.
         """
+        # By the norm over all ranks and chained optimizers, so that every weight is scaled by one factor.
         if self.max_grad_norm > 0:
             for optimizer in self.optimizer.chained_optimizers:
                 parameters = optimizer.get_parameters()

@@ -28,8 +28,8 @@ def initialize_parallel(
 
     Args:
         parallel: their sizes multiply to world_size.
-        rank: of this process; consecutive ranks are first of all tensor-parallel neighbours.
-        store: where the ranks meet.
+        rank: number of the calling process; consecutive ranks are first of all tensor-parallel neighbours.
+        store: store in which the ranks meet.
         timeout_s: after which starting up, or any later collective, fails.
     """
     assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"

@@ -87,7 +87,7 @@ class PolicyRank(ModelRank):
     def sync_reference(self, alpha: float) -> None:
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
-        # In float32: in bfloat16 a small alpha moves a weight by less than its last digit, which is not at all.
+        # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
         for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
             moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
@@ -103,6 +103,7 @@ class PolicyRank(ModelRank):
         )
 
     def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
+        """The entries, with the entropy if the loss wants it, from logits [sequences, length, columns of the rank]."""
         if not loss_fn.needs_entropy:
             return tokens
         chunk = self.config.logprob_chunk_size

@@ -15,7 +15,7 @@ def config_problems(config: Config) -> list[Problem]:
     """Options that exclude each other, lack what they need or would do nothing.
 
     Args:
-        config: whose values are all of their types and in their ranges.
+        config: a configuration whose values are all of their types and in their ranges.
     """
     return [
         *prompt_problems(config),

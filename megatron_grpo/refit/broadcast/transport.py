@@ -72,7 +72,7 @@ class BroadcastTransport(WeightTransport):
         """Wait for both sides; what the senders returned.
 
         Raises:
-            RefitError: at the first failure of either side, without waiting for the other, or at the deadline.
+            RefitError: one side failed, which is told at once, without waiting for the other; or the deadline passed.
         """
         names = [f"policy rank {rank}" for rank in range(len(sends))]
         names += [f"generation engine {engine}" for engine in range(len(receives))]
