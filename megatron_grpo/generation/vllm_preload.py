@@ -1,5 +1,6 @@
 """What the processes of a CPU engine have in common, imported once by the process that they are forked from."""
 
+import contextlib
 import gc
 import importlib
 
@@ -12,6 +13,9 @@ MODULES = (
     "megatron_grpo.refit.broadcast.receiver",
 )
 
+with contextlib.suppress(ImportError):
+    # With this vLLM names its processes for ps. It finds the memory of the name only before the environment changes.
+    importlib.import_module("setproctitle").getproctitle()
 for module in MODULES:
     importlib.import_module(module)
 gc.collect()

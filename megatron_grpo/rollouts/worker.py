@@ -159,12 +159,8 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-<<<<<<< HEAD
 def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
-=======
-def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> list[ShardRefs]:
-    """Put the arrays of each shard; per shard [sequences, 2], int32: payload of a sequence and its place in there."""
->>>>>>> wip/docs
+    """The arrays of each shard; per shard [sequences, 2], int32: payload of a sequence and its place in there."""
     groups: list[list[Trajectory]] = ray.get(payloads)
     built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
     return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)

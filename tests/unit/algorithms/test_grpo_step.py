@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +13,12 @@ from megatron_grpo.algorithms import grpo, samples
 from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.models.families import forward_flops
-from megatron_grpo.models.source import known_shape
-from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.run.step_report import StepReport
 from tests.support.documented import undocumented
-from tests.support.fake_rollouts import FakeRay, FakeRollouts
-from tests.support.fake_run import make_run
-from tests.support.trajectories import failed_trajectory, make_trajectory
-
-REWARDS = [1.0, 0.0, 1.0, 0.0]
-SHAPE = known_shape(compose_config(["+exp=quickstart"]))
-
-
-class Run:
-    """A run of two groups of two responses."""
-
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        sizes = ["grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2"]
-        self.trajectories = [
-            make_trajectory(3, prompt_idx=i // 2, group=i // 2, sample=i % 2, reward=reward)
-            for i, reward in enumerate(REWARDS)
-        ]
-        self.dropped: list[Trajectory] = []
-        """Sampled besides these, as groups of their own."""
-        self.rollouts = FakeRollouts(lambda prompts, _: [self.sampled(group) for group in range(len(prompts))])
-        self.log: list[str] = []
-        config = compose_config(["+exp=quickstart", *sizes, *overrides])
-        self.run = make_run(config, folder, self.rollouts, SHAPE, self.log)
-        self.policy = self.run.policy
-
-    def sampled(self, group: int) -> list[Trajectory]:
-        return [one for one in self.trajectories + self.dropped if one.group == group]
-
-    def step(self) -> StepReport:
-        report = grpo.grpo_step(self.run, self.prompts())
-        assert report is not None
-        self.run.state["total_steps"] += 1
-        return report
-
-    def prompts(self) -> Iterator[Any]:
-        yield [{"idx": group} for group in sorted({one.group for one in self.trajectories + self.dropped})]
-
-    def in_loss(self) -> list[float]:
-        """Tokens in the loss of each sequence of the only optimizer step."""
-        (lesson,) = self.policy.lessons
-        return [sum(mask) for mask in lesson.entry("loss_mask")]
+from tests.support.fake_rollouts import FakeRay
+from tests.support.grpo_run import EVERYTHING, KL_IN_REWARD, Run
+from tests.support.trajectories import make_trajectory
 
 
 @pytest.fixture(autouse=True)
@@ -282,15 +240,6 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     assert undocumented(["no_such_metric", "response_length_p51"]) == {"no_such_metric", "response_length_p51"}
 
 
-EVERYTHING = [
-    "grpo.seq_logprob_error_threshold=1.5",
-    "loss_fn.reference_policy_kl_penalty=0.1",
-    "loss_fn.positive_example_nll_weight=0.1",
-    "grpo.num_iterations=2",
-]
-KL_IN_REWARD = ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -324,74 +273,3 @@ def test_the_layout_changes_no_figure(options: list[str], tmp_path: Path) -> Non
         lessons.append([(one.sequences, one.entry("advantages"), one.entry("loss_mask")) for one in run.policy.lessons])
     assert lessons[0] == lessons[1]
     assert metrics[0] == metrics[1]
-
-
-class TestAFailedRollout:
-    """One of four samples failed twice: no sampled token, no reward, a reason."""
-
-    REWARDS = (1.0, 0.0, 0.25)
-
-    def run(self, folder: Path, *options: str) -> Run:
-        run = Run(folder, "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", *options)
-        whole = [make_trajectory(2 + i, prompt_idx=0, group=0, sample=i, reward=float(i)) for i in range(4)]
-        partial = [
-            make_trajectory(2 + i, prompt_idx=1, group=1, sample=i, reward=reward)
-            for i, reward in enumerate(self.REWARDS)
-        ]
-        run.trajectories = [*whole, *partial, failed_trajectory(prompt_idx=1, group=1, sample=3)]
-        return run
-
-    def test_the_others_are_compared_with_each_other(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path, "grpo.normalize_rewards=false")
-        report = run.step()
-        (lesson,) = run.policy.lessons
-        advantages, masks = lesson.entry("advantages"), lesson.entry("loss_mask")
-        a, b, c = self.REWARDS
-        expected = [a - (b + c) / 2, b - (a + c) / 2, c - (a + b) / 2]
-        assert [advantages[4 + i][-1] for i in range(3)] == pytest.approx(expected)
-        assert (advantages[7], masks[7]) == ([0.0], [0.0])
-        assert [sum(mask) for mask in masks[:7]] == [2, 3, 4, 5, 2, 3, 4]
-        assert report.metrics["valid_tokens"] == 23
-        assert report.metrics["reward"] == pytest.approx((0 + 1 + 2 + 3 + a + b + c) / 7)
-        assert report.metrics["unscored_rate"] == 1 / 8
-        assert report.metrics["groups_without_signal"] == 0
-        assert all(map(math.isfinite, report.metrics.values()))
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            [],
-            EVERYTHING,
-            [*KL_IN_REWARD, "grpo.normalize_rewards=false"],
-            [*KL_IN_REWARD, "grpo.adv_estimator.name=reinforce_plus_plus"],
-            ["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.minus_baseline=true"],
-            ["grpo.use_dynamic_sampling=true"],
-            ["policy.parallel.data=2", "policy.train_global_batch_samples=4"],
-        ],
-        ids=["plain", "everything", "penalty", "reinforce++", "with baseline", "dynamic sampling", "two replicas"],
-    )
-    def test_it_is_as_good_as_one_that_nobody_scored(self, options: list[str], tmp_path: Path) -> None:
-        """The tokens of such a response are in no baseline and no loss, so nothing else may change by a bit."""
-        seen = []
-        for failed in (True, False):
-            run = self.run(tmp_path, *options)
-            if not failed:
-                run.trajectories[7] = make_trajectory(5, prompt_idx=1, group=1, sample=3, reward=None, correct=None)
-            run.policy.reference_offset = -0.125
-            metrics = run.step().metrics
-            entries = [
-                [lesson.entry(name)[: 3 + 4 * (len(lesson.sequences) > 4)] for name in ("advantages", "loss_mask")]
-                for lesson in run.policy.lessons
-            ]
-            figures = {name: metrics[name] for name in ("reward", "valid_tokens", "reward_std", "optimizer_steps")}
-            seen.append((entries, figures, metrics["loss"]))
-        assert seen[0][:2] == seen[1][:2]
-        assert seen[0][2] == pytest.approx(seen[1][2], rel=1e-6), "rectangles of another width are summed otherwise"
-
-    def test_a_group_of_failures_teaches_nothing(self, tmp_path: Path) -> None:
-        run = self.run(tmp_path)
-        run.trajectories[4:] = [failed_trajectory(prompt_idx=1, group=1, sample=i) for i in range(4)]
-        report = run.step()
-        assert run.in_loss() == [2, 3, 4, 5, 0, 0, 0, 0]
-        assert report.metrics["groups_without_signal"] == 0.5
-        assert all(map(math.isfinite, report.metrics.values()))
