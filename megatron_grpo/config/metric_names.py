@@ -7,11 +7,11 @@ from collections.abc import Callable
 from megatron_grpo.config.schema import Config
 
 _ALWAYS = """
-    reward reward_std unscored_rate response_length response_length_p50 response_length_p90 response_length_p99
-    response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate optimizer_steps
-    valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low clip_fraction_high
-    clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio gen_kl_error
-    policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version refit_bytes
+    reward reward_std unscored_rate failed_rollouts response_length response_length_p50 response_length_p90
+    response_length_p99 response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate
+    optimizer_steps valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low
+    clip_fraction_high clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio
+    gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version refit_bytes
 """
 
 _Condition = tuple[str, Callable[[Config], bool], str]

@@ -132,12 +132,12 @@ class EnvironmentClient:
                     self._again(calls, reason)
                     process = await self._describe(self._handle.spawn())
         except Exception as error:  # noqa: BLE001 - nobody awaits this task: those who wait for answers have to hear
-            told = isinstance(error, SamplingError)
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
-            self._broken = error if told else SamplingError(text)
+            broken = error if isinstance(error, SamplingError) else SamplingError(text)
+            self._broken = broken
             for call in [*calls, *self._queue]:
                 if not call.answer.done():
-                    call.answer.set_exception(self._broken)
+                    call.answer.set_exception(broken)
 
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""

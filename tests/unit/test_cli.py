@@ -8,8 +8,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.directory import claimed_run_directory
+from megatron_grpo.run.startup_parts import StartupParts
 
 
 def put_loop_in_place(
@@ -29,7 +31,7 @@ def put_loop_in_place(
     """Replaces the training loop by one that only records its configuration, or fails."""
     started: list[Config] = []
 
-    def run(config: Config) -> None:
+    def run(config: Config, _: object) -> None:
         started.append(config)
         also()
         if error is not None:
@@ -38,6 +40,9 @@ def put_loop_in_place(
     loop = ModuleType("megatron_grpo.algorithms.grpo")
     loop.run = run  # type: ignore[attr-defined]  # a module made by hand
     monkeypatch.setitem(sys.modules, "megatron_grpo.algorithms.grpo", loop)
+    opening = ModuleType("megatron_grpo.run.opening")
+    opening.opened = lambda _: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_grpo.run.opening", opening)
     return started
 
 

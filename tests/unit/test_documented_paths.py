@@ -56,7 +56,8 @@ def _defines(name: str) -> Iterator[bool]:
 
 
 def _sources(module: str) -> tuple[Path, Path]:
-    place = ROOT.joinpath(*module.split("."))
+    # conf/ lies at the top of the repository, and is a module of the package once that is installed.
+    place = ROOT.joinpath(*module.replace("megatron_grpo.conf", "conf").split("."))
     return place.with_suffix(".py"), place / "__init__.py"
 
 

@@ -164,6 +164,6 @@ def test_a_users_recipe_may_use_either_name(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in ("overrides", "compose"):
-        monkeypatch.setattr(f"megatron_grpo.config.{module}.CONF_MODULE", folder.name)
+        monkeypatch.setattr(f"megatron_grpo.composition.{module}.CONF_MODULE", folder.name)
     config = compose_config(["+exp=mine"])
     assert (config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt, config.ppo.seed) == (64, 1, 3)

@@ -49,7 +49,7 @@ def test_sums_are_digits(answer: Any, usable: bool) -> None:
         extra_env_info={REFERENCE: str(answer)},
     )
     if usable:
-        assert AdditionEnvironment().step([request])[0].correct
+        assert AdditionEnvironment().score([request])[0].correct
 
 
 @pytest.mark.parametrize("answer", [-3, True, None, [9], "²", "１２"])
