@@ -133,4 +133,4 @@ class SampledGroup:
 
     outcomes: list[Outcome]
     payload: Any
-    """Reference (Ray's) to the group's list[Trajectory], in the order of the outcomes."""
+    """Where the group's trajectories are, in the order of the outcomes; for `RolloutPool.fetch` and its neighbours."""

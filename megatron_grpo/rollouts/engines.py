@@ -97,7 +97,7 @@ class EngineClient:
         for index, one in enumerate(asked):
             one.call, one.index = call, index
         try:
-            requests = [one.request for one in asked]
+            requests = tuple(one.request for one in asked)  # Ray would call back into Python for every item of a list
             stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
