@@ -10,6 +10,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 
 BUNDLE_BYTES = 2**20
@@ -24,7 +25,7 @@ class Payload:
     """Where the trajectories of a group are."""
 
     bundle: Any
-    """Reference (Ray's) to a tuple of groups, each a list[Trajectory]."""
+    """Reference (Ray's) to a list of groups, each a list[Trajectory]."""
     place: int
     """Which of these groups."""
 
@@ -34,7 +35,7 @@ class Payloads:
     """Where the trajectories of many groups are, for a message: each object is named once."""
 
     bundles: list[Any]
-    """References (Ray's) to tuples of groups."""
+    """References (Ray's) to lists of groups."""
     places: NDArray[np.int32]
     """[groups, 2]: number of a group's bundle, and its place in there."""
 
@@ -61,6 +62,7 @@ class Collected:
 
     payloads: Payloads
     outcomes: list[list[Outcome]]
+    """Sent as Packed."""
 
 
 class Bundler:
@@ -94,8 +96,7 @@ class Bundler:
         return Payloads.of([one for one in self._payloads if one is not None])
 
     def _put(self) -> None:
-        # A tuple: Ray would call back into Python for every item of a list.
-        bundle = ray.put(tuple(trajectories for _, trajectories in self._waiting))
+        bundle = ray.put(Packed([trajectories for _, trajectories in self._waiting]))
         for place, (number, _) in enumerate(self._waiting):
             self._payloads[number] = Payload(bundle, place)
         self._waiting, self._tokens = [], 0

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
@@ -108,7 +109,7 @@ class RolloutWorker:
             for task in tasks:
                 task.cancel()
             generated.set()
-        return Collected(bundler.finish(), outcomes)
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)))
 
     async def generated(self, batch: int) -> None:
         """Return when the sampling of this call of `collect` is over, or it has failed."""
