@@ -69,7 +69,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
         run.dumps.begin(number, samples.groups)
-    masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
+    of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
@@ -77,5 +77,5 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
         transfer = publish(run.transport, number)
-    metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch)}
+    metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **learning_metrics(learned, batch)}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

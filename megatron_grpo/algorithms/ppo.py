@@ -61,7 +61,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts)
         run.dumps.begin(number, samples.groups)
-    masked = add_logprobs(config, batch, policy, rollouts, guard, timer)
+    of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)
     guard.require_finite("values", finite | ~batch.in_loss, batch)
@@ -76,5 +76,10 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
             learned = learn(config, batch, policy, run.loss_fn, guard)
     with timer.phase("refit"):
         transfer = publish(run.transport, number)
-    metrics = {**sampling_metrics(config, samples, scores), **masked, **learning_metrics(learned, batch), **of_values}
+    metrics = {
+        **sampling_metrics(config, samples, scores),
+        **of_logprobs,
+        **learning_metrics(learned, batch),
+        **of_values,
+    }
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

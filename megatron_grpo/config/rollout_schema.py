@@ -21,5 +21,5 @@ class RolloutsConfig(Section):
     """Largest share of a step's rollouts that may fail (raise or time out, after one retry); beyond it the run stops
     with the reason, its finished steps saved."""
 
-    timeout_s: Seconds = 1800.0
+    timeout_s: Seconds = 800.0
     """Deadline of one rollout: all its turns and its scoring."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -77,6 +78,8 @@ def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[Trajectory]]
                 waiting, tokens = [], 0
         if waiting:
             writer.write_table(_table(waiting))
+    with unfinished.open("rb") as written:  # whoever reports the step says that this is on disk
+        os.fsync(written.fileno())
     unfinished.rename(file)
 
 

@@ -119,7 +119,7 @@ def write_hf_folder(
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
-    """Write shards of at most `max_shard_bytes` (or one tensor [...]), name and index them; the dtype of the tensors."""
+    """Write shards of at most max_shard_bytes (or one tensor each), name and index them; the dtype of the tensors."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0

@@ -50,9 +50,16 @@ class Payloads:
         """One for each group."""
         return [Payload(self.bundles[bundle], place) for bundle, place in self.places.tolist()]
 
-    def fetch(self) -> list[list[Trajectory]]:
-        """The trajectories of each group."""
-        bundles = ray.get(self.bundles)
+    def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
+        """The trajectories of each group.
+
+        Args:
+            timeout_s: deadline; None: the caller has one for this process.
+
+        Raises:
+            RayError: some are lost, or late.
+        """
+        bundles = ray.get(self.bundles, timeout=timeout_s)
         return [bundles[bundle][place] for bundle, place in self.places.tolist()]
 
 

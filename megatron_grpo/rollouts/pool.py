@@ -12,19 +12,19 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.futures import explain, gather
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.rollout_schema import RolloutsConfig
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.payloads import Bundler, Payloads
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
-from megatron_grpo.rollouts.scoring import EnvironmentProcesses
 from megatron_grpo.rollouts.shards import SHARD_FIELDS, evenly_chosen, places_of
 from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
 
@@ -237,8 +237,15 @@ class RolloutPool:
         return references, summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
-        """The trajectories themselves, for a few groups: they come through the driver."""
-        return Payloads.of([group.payload for group in groups]).fetch()
+        """The trajectories themselves, for a few groups: they come through the driver.
+
+        Raises:
+            RunError: some are lost with the worker that held them, or do not come in time.
+        """
+        try:
+            return Payloads.of([group.payload for group in groups]).fetch(self._generation_timeout_s)
+        except RayError as error:
+            raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         """Groups of trajectories that are at hand, as `collect` returns groups."""

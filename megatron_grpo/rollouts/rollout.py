@@ -154,16 +154,22 @@ class GroupRollout:
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
-                (engine,) = self._router.place([1])
+                # Chosen while the engine that failed still counts this sample: a stuck one would look idle otherwise.
+                failed_on, (engine,) = engine, self._router.place([1])
+                failed_on.load -= 1
             try:
                 async with asyncio.timeout(self._plan.timeout_s):
-                    return await self._turns(sample, engine)
+                    sampled = await self._turns(sample, engine)
+                engine.load -= 1
+                return sampled
             except TimeoutError:
                 reason = f"{engine.name} did not finish it within rollouts.timeout_s={self._plan.timeout_s:g} s"
             except RolloutFailure as failure:
                 reason = str(failure)
-            finally:
+            except BaseException:
                 engine.load -= 1
+                raise
+        engine.load -= 1
         failed = self._trajectory(sample, [self._prompt_ids], [], [], "", "stop")
         _fail(failed, reason)
         return _Sampled(failed)

@@ -19,9 +19,9 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
+from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
-from megatron_grpo.rollouts.scoring import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.shards import SHARD_FIELDS, gather_shards, shard_arrays, split_by_shard
 
 DUMPED_GROUPS = 64

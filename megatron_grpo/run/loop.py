@@ -95,7 +95,10 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
             metrics |= _validated(run)
         except SamplingError as error:
             failure = error
-    run.dumps.finish(step)  # a step that is reported has its rollouts on disk
+    try:
+        run.dumps.finish(step)  # a step that is reported has its rollouts on disk
+    except RunError as error:
+        failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)

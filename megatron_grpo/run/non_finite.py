@@ -106,7 +106,11 @@ class StepGuard:
         places = [(number, row) for number, group in enumerate(self.groups) for row in range(len(group.outcomes))]
         concerned = sorted({places[index][0] for index in bad})
         fetched = dict(zip(concerned, self.guard.fetch([self.groups[one] for one in concerned]), strict=True))
-        rows = [fetched[places[index][0]][places[index][1]].to_row() for index in bad]
+        rows = [
+            # The group's place in the step, whatever generation batch it came from.
+            {**fetched[places[index][0]][places[index][1]].to_row(), "group": outcomes[index].group}
+            for index in bad
+        ]
         prompts = sorted({outcomes[index].prompt_idx for index in bad})
         found = {
             "step": self.step,

@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
 from megatron_grpo.environments.pool import EnvironmentHandle, EnvironmentPool, build_environments
-from megatron_grpo.rollouts.scoring import EnvironmentClient
+from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
 
 @pytest.fixture(scope="module", autouse=True)

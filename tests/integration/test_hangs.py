@@ -19,7 +19,10 @@ DEADLINE_S = 40
 GRACE_S = 60
 """For what follows a deadline: stacks, saving the steps before it where the models are whole, ending every process."""
 
-DEADLINES = [f"{key}.timeout_s={DEADLINE_S}" for key in ("policy", "generation", "refit", "env.addition")]
+DEADLINES = (
+    *(f"{key}.timeout_s={DEADLINE_S}" for key in ("policy", "generation", "refit", "env.addition")),
+    f"rollouts.timeout_s={DEADLINE_S / 2:g}",  # the driver waits for two attempts
+)
 ENDLESS = ("grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.num_prompts_per_step=16", "checkpointing=none")
 STARTUP_S = 400
 

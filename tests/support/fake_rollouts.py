@@ -75,6 +75,8 @@ class FakeRollouts:
         """Names of the functions that ran in a worker."""
         self.dumped: list[tuple[Any, ...]] = []
         """Arguments of the calls of dump."""
+        self.awaited: list[Any] = []
+        """What the driver has waited for to be written."""
 
     def collect(
         self,
@@ -115,28 +117,31 @@ class FakeRollouts:
     def compute(
         self,
         fn: Callable[..., Any],
-        fields: Sequence[dict[str, Reference]],
+        shards: Sequence[dict[str, Reference]],
         sequences: Sequence[NDArray[np.int64]],
         lengths: NDArray[np.int64],
-        entries: Sequence[str],
-        *arguments: Any,
+        fields: Sequence[str],
+        *args: Any,
     ) -> tuple[list[dict[str, Reference]], Any]:
         self.computed.append(fn.__name__)
-        stored = [{name: one[name].get() for name in entries} for one in fields]
-        whole = {name: np.concatenate(_in_order(stored, sequences, lengths, name)) for name in entries}
-        added, summary = fn(lengths, whole, *arguments)
+        stored = [{name: one[name].get() for name in fields} for one in shards]
+        whole = {name: np.concatenate(_in_order(stored, sequences, lengths, name)) for name in fields}
+        added, summary = fn(lengths, whole, *args)
         for name, array in added.items():
             assert (array.shape, array.dtype) == ((lengths.sum(),), STORED_DTYPES[name]), name
         pieces = {name: split(array, lengths) for name, array in added.items()}
-        shards = [
+        references = [
             {name: Reference(np.concatenate([of[number] for number in numbers])) for name, of in pieces.items()}
             for numbers in sequences
         ]
-        return shards, summary
+        return references, summary
 
-    def dump(self, step: int, groups: list[SampledGroup], folder: Path, limit: int | None) -> str:
-        self.dumped.append((step, groups, folder, limit))
+    def dump(self, step: int, groups: Sequence[SampledGroup], run_dir: Path, *, sample: int | None = None) -> Any:
+        self.dumped.append((step, groups, run_dir, sample))
         return f"rollouts of step {step}"
+
+    def wait_dump(self, dump: Any) -> None:
+        self.awaited.append(dump)
 
 
 def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> list[NDArray[Any]]:

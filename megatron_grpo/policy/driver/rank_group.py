@@ -189,7 +189,7 @@ class RankGroup(TrainedModel):
         ]
         multiple = self._config.parallel.sequence_multiple
         sizes = {"microbatch_tokens": microbatch_tokens, "pad_to_multiple": multiple}
-        # As many microbatches everywhere: replicas that wait for each other in a collective do so equally often.
+        # As many microbatches everywhere, as far as sequences go: no replica waits at the end for longer than it must.
         most = max(fewest_microbatches(batch.lengths[numbers], **sizes) for numbers in numbered)
         works = [
             ReplicaWork(

@@ -40,7 +40,8 @@ class TestAFailedRollout:
         assert [sum(mask) for mask in masks[:7]] == [2, 3, 4, 5, 2, 3, 4]
         assert report.metrics["valid_tokens"] == 23
         assert report.metrics["reward"] == pytest.approx((0 + 1 + 2 + 3 + a + b + c) / 7)
-        assert report.metrics["unscored_rate"] == 1 / 8
+        assert report.metrics["failed_rollouts"] == 1
+        assert "unscored_rate" not in report.metrics, "it was never there to be scored"
         assert report.metrics["groups_without_signal"] == 0
         assert all(map(math.isfinite, report.metrics.values()))
 

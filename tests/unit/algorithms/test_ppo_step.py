@@ -208,5 +208,5 @@ def test_a_rollout_that_failed_touches_nothing_else(kl: bool, tmp_path: Path) ->
             assert [rows[number] for number in (0, 3)] == [[known.get(name, 0)] * 4] * 2, name
     for name in ("loss", "value_loss", "valid_tokens", "reward", "num_masked_seqs", "explained_variance", "kl_penalty"):
         assert report.metrics[name] == pytest.approx(without.metrics[name], rel=1e-6, abs=1e-5), name
-    assert report.metrics["unscored_rate"] == 2 / 5
+    assert report.metrics["failed_rollouts"] == 2
     assert all(map(math.isfinite, report.metrics.values()))

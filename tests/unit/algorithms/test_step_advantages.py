@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.report import sampling_metrics
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.step_advantages import add_advantages, finite_sequences
-from megatron_grpo.algorithms.training_batch import training_batch
+from megatron_grpo.algorithms.step_advantages import add_advantages
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -25,12 +22,11 @@ from megatron_grpo.config.schema import (
     LossConfig,
     RewardShapingConfig,
 )
-from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Span, Trajectory
-from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages, reward_to_go
-from megatron_grpo.losses.kl import kl_estimate
-from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, stored_names
-from tests.support.trajectories import failed_trajectory, make_trajectory
+from megatron_grpo.losses.advantages import group_advantages, reinforce_plus_plus_advantages
+from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence
+from tests.support.step_advantages import advantages_of, laid_out
+from tests.support.trajectories import make_trajectory
 
 PROMPT = 2
 LENGTHS = [3, 1, 2, 2]
@@ -70,35 +66,6 @@ def config(loss: LossConfig | None = None, **grpo: Any) -> Config:
     made = Config(grpo=GRPOConfig(**{"num_generations_per_prompt": 2, **grpo}), loss_fn=loss or LossConfig())
     made.policy.parallel.data = Layout.replicas
     return made
-
-
-def laid_out(config: Config, trajectories: list[Trajectory]) -> tuple[StepBatch, FakeRollouts]:
-    """The batch of a step, and the workers that computed it."""
-    rollouts: Any = FakeRollouts()
-    samples = config.loop.num_generations_per_prompt
-    groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return training_batch(config, rollouts.put(groups), rollouts), rollouts
-
-
-def advantages_of(
-    config: Config, trajectories: list[Trajectory], **entries: NDArray[np.float32] | list[float]
-) -> list[list[float]]:
-    """By trajectory, prompt tokens included; `entries` are further ones of all tokens."""
-    batch, rollouts = laid_out(config, trajectories)
-    for name, values in entries.items():
-        add_entry(batch, name, np.asarray(values))
-    workers: Any = rollouts
-    finite = add_advantages(config, score(config, [one.outcome for one in trajectories]), batch, workers)
-    assert finite.all()
-    assert (batch.advantages is None) == ("advantages" in stored_names(batch)), "in one place or the other"
-    if batch.advantages is None:
-        return [row.tolist() for row in by_sequence(batch, "advantages")]
-    assert rollouts.computed == [], "no token is looked at"
-    assert batch.advantages.dtype == np.float32
-    return [
-        [float(advantage) if one else 0.0 for one in sampled]
-        for advantage, sampled in zip(batch.advantages, by_sequence(batch, "sampled"), strict=True)
-    ]
 
 
 def policy_logprobs(trajectories: list[Trajectory]) -> NDArray[np.float32]:
@@ -206,79 +173,6 @@ def test_reinforce_plus_plus_charges_each_token_for_what_follows(minus_baseline:
     assert [value for tokens in actual for value in tokens[PROMPT:]] == pytest.approx(expected.tolist())
 
 
-ESTIMATORS = [
-    AdvantageEstimatorConfig(),
-    AdvantageEstimatorConfig(name="reinforce_plus_plus"),
-    AdvantageEstimatorConfig(name="reinforce_plus_plus", minus_baseline=True),
-]
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    shards=st.integers(1, 4),
-    samples=st.integers(2, 4),
-    estimator=st.sampled_from(ESTIMATORS),
-    penalty=st.booleans(),
-    keys=st.sampled_from([{}, {"normalize_rewards": False}, {"normalize_rewards_over": "batch"}]),
-)
-def test_spread_over_shards_they_are_those_of_the_whole_step(
-    seed: int, shards: int, samples: int, estimator: AdvantageEstimatorConfig, penalty: bool, keys: dict[str, Any]
-) -> None:
-    """To the last digit, against the formulas over plain lists of whole responses."""
-    draw = np.random.default_rng(seed)
-    loss = LossConfig(reference_policy_kl_penalty=0.5 * penalty, use_kl_in_reward=penalty)
-    made = config(loss, num_generations_per_prompt=samples, adv_estimator=estimator, advantage_clip_high=1.25, **keys)
-    made.policy.parallel.data = shards
-    trajectories = [random_response(draw) for _ in range(samples * shards * int(draw.integers(1, 3)))]
-    total = sum(len(one.token_ids) for one in trajectories)
-    prev, reference = (draw.normal(-1, 0.5, size=total).astype(np.float32) for _ in range(2))
-    actual = advantages_of(made, trajectories, prev_logprobs=prev, reference_logprobs=reference)
-    assert actual == by_formula(made, trajectories, prev, reference)
-
-
-def random_response(draw: np.random.Generator) -> Trajectory:
-    """Of 1 to 6 tokens; perhaps without a reward, perhaps not there at all."""
-    if draw.random() < 0.1:
-        return failed_trajectory(prompt_tokens=2)
-    reward = None if draw.random() < 0.1 else float(draw.choice([0.0, 0.5, 1.0]))
-    return make_trajectory(int(draw.integers(1, 7)), prompt_tokens=int(draw.integers(1, 4)), reward=reward)
-
-
-def by_formula(
-    config: Config, trajectories: list[Trajectory], prev: NDArray[np.float32], reference: NDArray[np.float32]
-) -> list[list[float]]:
-    """By trajectory, prompt tokens included, from sampled tokens that were never apart."""
-    lengths = [len(one.token_ids) for one in trajectories]
-    counts = [one.response_tokens for one in trajectories]
-    begins = [length - count for length, count in zip(lengths, counts, strict=True)]
-    sampled = np.concatenate([np.arange(length) >= begin for length, begin in zip(lengths, begins, strict=True)])
-    drawn = [torch.from_numpy(values[sampled]) for values in (prev, reference)]
-    loss, grpo, samples = config.loss_fn, config.grpo, config.grpo.num_generations_per_prompt
-    penalty = loss.kl_in_reward * kl_estimate(*drawn, loss.reference_policy_kl_type)
-    given = [math.nan if one.reward is None else one.reward for one in trajectories]
-    rewards = torch.tensor(given).view(-1, samples)
-    if grpo.adv_estimator.name == "reinforce_plus_plus":
-        by_token = reinforce_plus_plus_advantages(
-            rewards,
-            counts,
-            token_penalty=penalty if loss.use_kl_in_reward else None,
-            minus_baseline=grpo.adv_estimator.minus_baseline,
-        )
-    else:
-        if loss.use_kl_in_reward:
-            rewards = rewards - torch.stack([piece.sum() for piece in penalty.split(counts)]).view_as(rewards)
-        by_response = group_advantages(
-            rewards,
-            leave_one_out=grpo.use_leave_one_out_baseline,
-            normalize=grpo.normalize_rewards,
-            over_batch=grpo.normalize_rewards_over == "batch",
-        )
-        by_token = by_response.flatten().repeat_interleave(torch.tensor(counts))
-    pieces = by_token.clamp(max=grpo.advantage_clip_high).float().split(counts)
-    return [[0.0] * begin + piece.tolist() for begin, piece in zip(begins, pieces, strict=True)]
-
-
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_advantages_that_are_not_finite_are_traced_to_their_responses(in_reward: bool) -> None:
     """Rewards that float32 can hold, and whose difference it cannot; as a number a token and as one a response."""
@@ -340,18 +234,3 @@ def test_a_response_without_a_reward_is_left_out() -> None:
     assert advantages_of(config(), trajectories)[2:] == [[0.0] * 4] * 2, "its only mate has nobody to compare with"
     batch, _ = laid_out(config(), trajectories)
     assert batch.in_loss.tolist() == [True, True, True, False]
-
-
-@given(
-    st.lists(st.lists(st.sampled_from([0.0, 1.0, math.nan, math.inf, -math.inf]), max_size=4), min_size=1, max_size=6)
-)
-def test_finite_sequences_against_a_loop(rows: list[list[float]]) -> None:
-    """Sequences without a token are finite, and change nothing for their neighbours."""
-    entry = np.array([value for row in rows for value in row], dtype=np.float32)
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    assert finite_sequences(entry, lengths).tolist() == [all(map(math.isfinite, row)) for row in rows]
-
-
-def test_what_follows_a_token_is_charged_to_it() -> None:
-    """The helper that REINFORCE++ charges by, with a response that has no token between two that have."""
-    assert reward_to_go(torch.tensor([1.0, 2.0, 4.0]), [2, 0, 1]).tolist() == [3.0, 2.0, 4.0]

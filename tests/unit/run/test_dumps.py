@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.run import dumps as module
 from megatron_grpo.run.dumps import RolloutDumps
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.trajectories import make_trajectory
-
-
-@pytest.fixture
-def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the driver has waited for."""
-    references: list[Any] = []
-    monkeypatch.setattr(module, "gather", lambda refs, **_: references.extend(refs))
-    return references
 
 
 def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
@@ -29,25 +20,23 @@ def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "limit"), [({"rollouts": "all"}, None), ({"rollouts": "sample", "rollouts_sample": 5}, 5)]
+    ("keys", "sample"), [({"rollouts": "all"}, None), ({"rollouts": "sample", "rollouts_sample": 5}, 5)]
 )
-def test_a_step_waits_for_its_own_rollouts(
-    keys: dict[str, Any], limit: int | None, tmp_path: Path, awaited: list[Any]
-) -> None:
+def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | None, tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, **keys)
     groups = {step: rollouts.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
     for step in (1, 2):
         dumps.begin(step, groups[step])
-    assert rollouts.dumped == [(step, groups[step], tmp_path / "rollouts", limit) for step in (1, 2)]
-    assert awaited == [], "the step goes on beside it"
+    assert rollouts.dumped == [(step, groups[step], tmp_path, sample) for step in (1, 2)]
+    assert rollouts.awaited == [], "the step goes on beside it"
     dumps.finish(1)
-    assert awaited == ["rollouts of step 1"]
+    assert rollouts.awaited == ["rollouts of step 1"]
     dumps.finish(2)
-    assert awaited == ["rollouts of step 1", "rollouts of step 2"]
+    assert rollouts.awaited == ["rollouts of step 1", "rollouts of step 2"]
 
 
-def test_nothing_is_written_when_it_is_off(tmp_path: Path, awaited: list[Any]) -> None:
+def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, rollouts="off")
     dumps.begin(1, rollouts.put([[make_trajectory()]]))
     dumps.finish(1)
-    assert (rollouts.dumped, awaited) == ([], [])
+    assert (rollouts.dumped, rollouts.awaited) == ([], [])

@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.scores import EnvironmentReturn, ScoringJob, Turn
+from megatron_grpo.rollouts.environment_client import EnvironmentClient
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.scoring import EnvironmentClient
 
 
 class FakeProcess:

@@ -121,6 +121,7 @@ class EnvironmentClient:
 
     async def _serve(self, process: dict[str, Any]) -> None:
         """Keep one process busy, and replace it when it has to be."""
+        calls: list[_Call] = []
         try:
             while True:
                 await self._work.wait()
@@ -130,11 +131,13 @@ class EnvironmentClient:
                     self._kill(process)
                     self._again(calls, reason)
                     process = await self._describe(self._handle.spawn())
-        except SamplingError as error:
-            self._broken = error
-            for call in self._queue:
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task: those who wait for answers have to hear
+            told = isinstance(error, SamplingError)
+            text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
+            self._broken = error if told else SamplingError(text)
+            for call in [*calls, *self._queue]:
                 if not call.answer.done():
-                    call.answer.set_exception(error)
+                    call.answer.set_exception(self._broken)
 
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""
