@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 StopReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Tokens [start, end) of a trajectory that were sampled by one weight version."""
 
     start: int
@@ -133,4 +132,4 @@ class SampledGroup:
 
     outcomes: list[Outcome]
     payload: Any
-    """Reference (Ray's) to the group's list[Trajectory], in the order of the outcomes."""
+    """Where the group's trajectories are, in the order of the outcomes; for `RolloutPool.fetch` and its neighbours."""

@@ -19,6 +19,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.generation.shared_memory import free, queue_segments
@@ -110,7 +111,7 @@ class VllmEngine:
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
-    ) -> AsyncIterator[list[tuple[int, GenerationOutput | str]]]:
+    ) -> AsyncIterator[Packed]:
         """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
 
         The same requests under the same weights give the same bits when they come to an engine that is idle: every
@@ -123,7 +124,8 @@ class VllmEngine:
             call: name of this call among those in flight, for `abort`.
 
         Yields:
-            Some responses, each with the number of its request; instead of a response the reason why there is none.
+            Some responses, as a list[tuple[int, GenerationOutput | str]] when it arrives: each with the number of its
+            request, and instead of a response the reason why there is none.
 
         Raises:
             RuntimeError: the engine cannot sample; the message says why.
@@ -143,7 +145,7 @@ class VllmEngine:
                     await arrivals.some()
                     finals = _drain(waiting)
                     self._left(len(finals))
-                    yield self._outputs(finals)
+                    yield Packed(self._outputs(finals))
             finally:
                 self._left(len(waiting))
 

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import explain, overdue
 from megatron_grpo.cluster.late import report_hanging
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.rollouts.failures import RolloutFailure
 
@@ -97,14 +98,15 @@ class EngineClient:
         for index, one in enumerate(asked):
             one.call, one.index = call, index
         try:
-            requests = [one.request for one in asked]
+            requests = Packed([one.request for one in asked])
             stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
                     _settle(asked[index].answer, output)
-            self._unanswered(asked, f"{self.name} ended a call without an answer")
         except RayError as error:
             self._unanswered(asked, f"generation: {self.name} {explain(error)}{report_hanging([self.name])}")
+        finally:
+            self._unanswered(asked, f"generation: {self.name} ended a call without an answer")
 
     @staticmethod
     def _unanswered(asked: Sequence[_Asked], reason: str) -> None:

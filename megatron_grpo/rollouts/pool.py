@@ -23,6 +23,7 @@ from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
+from megatron_grpo.rollouts.payloads import Bundler, Payloads
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
 from megatron_grpo.rollouts.shards import SHARD_FIELDS, evenly_chosen, places_of
 from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
@@ -161,8 +162,8 @@ class RolloutPool:
             answers = self._gather(calls, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
         groups = [
             SampledGroup(outcomes, payload)
-            for payloads, all_outcomes in answers
-            for payload, outcomes in zip(payloads, all_outcomes, strict=True)
+            for collected in answers
+            for payload, outcomes in zip(collected.payloads.each(), collected.outcomes, strict=True)
         ]
         outcomes = [one for group in groups for one in group.outcomes]
         require_few_failures(outcomes, self._config.max_failed_fraction)
@@ -197,7 +198,7 @@ class RolloutPool:
                 for shard in mine
             ]
             call = worker.build_shards.options(num_returns=len(SHARD_FIELDS) * len(mine))
-            references = iter(call.remote([groups[group].payload for group in needed], local))
+            references = iter(call.remote(Payloads.of([groups[group].payload for group in needed]), local))
             for shard in mine:
                 built[shard] = {name: next(references) for name in SHARD_FIELDS}
         return built
@@ -242,13 +243,18 @@ class RolloutPool:
             RunError: some are lost with the worker that held them, or do not come in time.
         """
         try:
-            return list(ray.get([group.payload for group in groups], timeout=self._generation_timeout_s))
+            return Payloads.of([group.payload for group in groups]).fetch(self._generation_timeout_s)
         except RayError as error:
             raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         """Groups of trajectories that are at hand, as `collect` returns groups."""
-        return [SampledGroup([one.outcome for one in group], ray.put(list(group))) for group in groups]
+        bundler = Bundler(len(groups))
+        for number, group in enumerate(groups):
+            bundler.add(number, list(group))
+        payloads = bundler.finish().each()
+        outcomes = ([one.outcome for one in group] for group in groups)
+        return [SampledGroup(*pair) for pair in zip(outcomes, payloads, strict=True)]
 
     def dump(self, step: int, groups: Sequence[SampledGroup], run_dir: Path, *, sample: int | None = None) -> Any:
         """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
@@ -263,8 +269,9 @@ class RolloutPool:
             A reference that is there when the file is (`wait_dump`).
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
+        payloads = Payloads.of([group.payload for group in groups])
         worker = self._workers[next(self._turn) % len(self._workers)]
-        return worker.dump.remote([group.payload for group in groups], chosen, rollouts_file(run_dir, step))
+        return worker.dump.remote(payloads, chosen, rollouts_file(run_dir, step))
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""

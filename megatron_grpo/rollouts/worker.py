@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
+from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
 from megatron_grpo.rollouts.shards import SHARD_FIELDS, gather_shards, shard_arrays, split_by_shard
+
+DUMPED_GROUPS = 64
+"""Groups that are fetched together to be written."""
 
 ShardRefs = dict[str, Any]
 """By name, a reference (Ray's) to an array of one number per token of a shard."""
@@ -63,18 +68,13 @@ class RolloutWorker:
         await asyncio.gather(*(client.start() for client in self._environments.values()))
 
     @phase("rollouts")
-    async def collect(
-        self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]
-    ) -> tuple[list[Any], list[list[Outcome]]]:
+    async def collect(self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> Collected:
         """Sample and score the responses to some prompts.
 
         Args:
             batch: number of this call, for `generated`.
             plan: samples of each prompt, sampling settings, seeds and deadlines.
             prompts: each with its number in the generation batch.
-
-        Returns:
-            For each prompt a reference to its list[Trajectory], and their outcomes.
 
         Raises:
             SamplingError: an engine failed, or an environment cannot be kept up.
@@ -83,8 +83,9 @@ class RolloutWorker:
         limit = self._settings.generation_timeout_s
         deadline = asyncio.get_running_loop().call_later(limit, self._engines.fail_busy, limit)
         left = len(prompts)
+        bundler = Bundler(len(prompts))
 
-        async def through(group: GroupRollout, engine: EngineClient) -> tuple[Any, list[Outcome]]:
+        async def through(place: int, group: GroupRollout, engine: EngineClient) -> list[Outcome]:
             nonlocal left
             await group.sample(engine)
             left -= 1
@@ -92,22 +93,23 @@ class RolloutWorker:
                 deadline.cancel()
                 generated.set()
             trajectories = await group.score()
-            return ray.put(trajectories), [one.outcome for one in trajectories]
+            bundler.add(place, trajectories)
+            return [one.outcome for one in trajectories]
 
-        tasks: list[asyncio.Task[tuple[Any, list[Outcome]]]] = []
+        tasks: list[asyncio.Task[list[Outcome]]] = []
         try:
             engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
-            for (number, datum), engine in zip(prompts, engines, strict=True):
+            for place, ((number, datum), engine) in enumerate(zip(prompts, engines, strict=True)):
                 environment = self._environments[datum["task_name"]]
                 group = GroupRollout(number, datum, plan, self._engines, environment)
-                tasks.append(asyncio.create_task(through(group, engine)))
-            done = await asyncio.gather(*tasks)
+                tasks.append(asyncio.create_task(through(place, group, engine)))
+            outcomes = await asyncio.gather(*tasks)
         finally:
             deadline.cancel()
             for task in tasks:
                 task.cancel()
             generated.set()
-        return [reference for reference, _ in done], [outcomes for _, outcomes in done]
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)))
 
     async def generated(self, batch: int) -> None:
         """Return when the sampling of this call of `collect` is over, or it has failed."""
@@ -115,13 +117,13 @@ class RolloutWorker:
         del self._generated[batch]
 
     @phase("build shards")
-    async def build_shards(self, payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+    async def build_shards(self, payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
         """The arrays of each shard, shard by shard, in the order of `SHARD_FIELDS`; each becomes an object of its own.
 
         Args:
-            payloads: references to groups (list[Trajectory]).
-            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's payload and its
-                place in that payload.
+            payloads: the groups that the sequences belong to.
+            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in
+                `payloads` and its place in that group.
         """
         return await asyncio.to_thread(_build_shards, payloads, shards)
 
@@ -148,20 +150,20 @@ class RolloutWorker:
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
     @phase("write rollouts")
-    async def dump(self, payloads: list[Any], chosen: list[list[int]], file: Path) -> None:
+    async def dump(self, payloads: Payloads, chosen: list[list[int]], file: Path) -> None:
         """Write trajectories into a Parquet file.
 
         Args:
-            payloads: references to groups (list[Trajectory]), in the order of the step.
+            payloads: the groups of the step, in its order.
             chosen: for each group, which of its samples to write.
             file: where; it appears when it is complete.
         """
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: list[Any], shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
-    """The arrays of each shard; per shard [sequences, 2], int32: payload of a sequence and its place in there."""
-    groups: list[list[Trajectory]] = ray.get(payloads)
+def _build_shards(payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+    """The arrays of each shard; per shard [sequences, 2], int32: group of a sequence and its place in there."""
+    groups = payloads.fetch()
     built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
     return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)
 
@@ -187,13 +189,16 @@ def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
     return {name: ray.put(array) for name, array in arrays.items()}
 
 
-def _dump(payloads: list[Any], chosen: list[list[int]], file: Path) -> None:
+def _dump(payloads: Payloads, chosen: list[list[int]], file: Path) -> None:
     from megatron_grpo.data.rollout_files import write_rollouts
 
-    def groups() -> Any:
-        for number, (payload, samples) in enumerate(zip(payloads, chosen, strict=True)):
-            if samples:
-                trajectories = ray.get(payload)
-                yield number, [trajectories[sample] for sample in samples]
+    def groups() -> Iterator[tuple[int, list[Trajectory]]]:
+        each = payloads.each()
+        wanted = [number for number, samples in enumerate(chosen) if samples]
+        for begin in range(0, len(wanted), DUMPED_GROUPS):
+            numbers = wanted[begin : begin + DUMPED_GROUPS]
+            fetched = Payloads.of([each[number] for number in numbers]).fetch()
+            for number, trajectories in zip(numbers, fetched, strict=True):
+                yield number, [trajectories[sample] for sample in chosen[number]]
 
     write_rollouts(file, groups())

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 
@@ -52,7 +53,7 @@ class MadeUpEngine:
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str
-    ) -> AsyncIterator[list[tuple[int, GenerationOutput | str]]]:
+    ) -> AsyncIterator[Packed]:
         """As `VllmEngine.generate`."""
         self.calls.append([request.seed for request in requests])
         answers: list[tuple[int, GenerationOutput | str]] = []
@@ -70,7 +71,7 @@ class MadeUpEngine:
             if self._yields == self.dies_after:
                 os._exit(1)
             self._yields += 1
-            yield answers[begin : begin + self.chunk]
+            yield Packed(answers[begin : begin + self.chunk])
             await asyncio.sleep(0)
         if stuck:
             await asyncio.sleep(600)

@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -46,10 +47,8 @@ class FakeActor:
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
         self.abort = SimpleNamespace(remote=lambda call, indices: self.aborted.append((call, indices)))
 
-    async def _generate(
-        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str
-    ) -> AsyncIterator[Any]:
-        seeds = [one.seed for one in requests]
+    async def _generate(self, requests: Packed, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
+        seeds = [one.seed for one in requests.value]
         self.calls.append((call, seeds, settings))
         for answers in self.answer(seeds):
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -161,6 +160,16 @@ def test_an_engine_that_fails_fails_everybody_who_waits(answered: int) -> None:
     assert [isinstance(one, SamplingError) for one in results] == [True, True, not answered]
     text = "generation: generation engine 3 failed with RuntimeError: out of order"
     assert {str(one)[: len(text)] for one in results if isinstance(one, SamplingError)} == {text}
+
+
+def test_an_answer_that_makes_no_sense_leaves_nobody_waiting() -> None:
+    async def scene() -> Any:
+        return await EngineClient(FakeActor(lambda _: [[("no", "index", "at all")]]), 0, "w").generate(
+            request(1), SETTINGS
+        )
+
+    with pytest.raises(SamplingError, match="generation engine 0 ended a call without an answer"):
+        asyncio.run(scene())
 
 
 def test_an_engine_that_forgets_a_request_is_an_error() -> None:
