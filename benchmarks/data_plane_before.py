@@ -3,6 +3,7 @@
 It runs with that revision's packages: checkers, which see those of today, do not know the names that it imports.
 """
 # mypy: ignore-errors
+# ruff: noqa: I001
 
 from __future__ import annotations
 
@@ -16,18 +17,16 @@ from unittest.mock import patch
 import ray
 import torch
 from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
+
+# Names of that revision: they stay when those of today move.
 from megatron_grpo.algorithms.checkpointer import Checkpointer
+from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.loss_functions import ClippedPGLossFn
 from megatron_grpo.algorithms.run import GRPORun
 from megatron_grpo.algorithms.save_state import default_grpo_save_state
 from megatron_grpo.algorithms.train_loop import train_steps
+from megatron_grpo.config.compose import compose_config
 from megatron_grpo.config.model_shape import ModelShape
-from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
-from megatron_grpo.policy.worker import ModelWorker, RankPlace
-from megatron_grpo.rollouts.collector import RolloutCollector
-
-from megatron_grpo.algorithms.grpo import grpo_step
-from megatron_grpo.composition.compose import compose_config  # its place in that revision
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.environments.registry import build_environments
 from megatron_grpo.generation import vllm_generation
@@ -35,7 +34,10 @@ from megatron_grpo.generation.interface import GenerationOutput, GenerationReque
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy import workers
 from megatron_grpo.policy.interface import GlobalCounts, StepShare
+from megatron_grpo.policy.megatron_policy import MegatronPolicy, PolicySettings
+from megatron_grpo.policy.worker import ModelWorker, RankPlace
 from megatron_grpo.refit.interface import TransferReport, WeightTransport
+from megatron_grpo.rollouts.collector import RolloutCollector
 
 
 class MadeUpEngine:
