@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from megatron_grpo.data.rollout_files import read_rollouts
+
 MARK = "MEGATRON_GRPO_TEST_RUN"
 """Environment variable that every process of a run inherits."""
 
@@ -70,6 +72,12 @@ class TrainingRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_jsonl(self.run_dir / "metrics.jsonl")
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a step in plain types, so that rows compare with ==."""
+        arrays = ("token_ids", "logprobs")
+        rows = read_rollouts(self.run_dir, step)
+        return [{name: value.tolist() if name in arrays else value for name, value in row.items()} for row in rows]
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run, the driver included.

@@ -58,8 +58,7 @@ def test_every_option_of_the_loop_continues_exactly(tmp_path: Path) -> None:
     )
     assert resumed.finish() == 0, resumed.log()
     assert without_timing(resumed.metrics()) == without_timing(rows[2:])
-    last = Path("rollouts", "step_4.jsonl")
-    assert read_jsonl(resumed.run_dir / last) == read_jsonl(straight.run_dir / last)
+    assert resumed.rollouts(4) == straight.rollouts(4)
 
 
 def test_a_run_that_is_good_enough_ends_early_and_is_saved(tmp_path: Path) -> None:
@@ -84,8 +83,7 @@ def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
     assert "the data is used up: 2 epoch(s)" in run.log()
     first, second = (
-        sorted(row["prompt_idx"] for step in steps for row in read_jsonl(run.run_dir / f"rollouts/step_{step}.jsonl"))
-        for steps in ((1, 2), (3, 4))
+        sorted(row["prompt_idx"] for step in steps for row in run.rollouts(step)) for steps in ((1, 2), (3, 4))
     )
     assert first == second == sorted(list(range(16)) * 8)
 
@@ -107,9 +105,9 @@ def test_what_dynamic_sampling_has_when_the_data_ends_is_there_when_the_run_goes
     second = TrainingRun(tmp_path / "run", *sampling, *limits, "grpo.max_num_epochs=9")
     assert second.finish() == 0, second.log()
     waited = {row["prompt_idx"] for group in state["batch_cache"] for row in group}
-    trained = read_jsonl(second.run_dir / "rollouts" / "step_1.jsonl")
+    trained = second.rollouts(1)
     assert waited <= {row["prompt_idx"] for row in trained}
-    assert trained == read_jsonl(straight.run_dir / "rollouts" / "step_1.jsonl")
+    assert trained == straight.rollouts(1)
 
 
 def test_a_reward_function_that_breaks_costs_no_step(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_responses_that_nothing_scores_are_left_out(tmp_path: Path) -> None:
         assert row["valid_tokens"] == pytest.approx((1 - row["unscored_rate"]) * 256 * row["response_length"], rel=0.1)
         assert row["reward"] == row["reward/right_if_even"]
         assert undocumented(row.keys() - {"step", "timing", "throughput"}) == set()
-    rollouts = read_jsonl(run.run_dir / "rollouts" / "step_1.jsonl")
+    rollouts = run.rollouts(1)
     assert {row["reward"] for row in rollouts} == {0.0, 1.0, None}
 
 
@@ -183,7 +181,7 @@ def test_a_job_with_every_field_runs(tmp_path: Path) -> None:
         assert row["kl_penalty"] >= 0
         assert row["sampling_importance_ratio"] < 1, "top-p made the sampled tokens likelier than they are"
     samples = GRPO_PARAMETERS["num_prompts_per_step"] * GRPO_PARAMETERS["num_generations_per_prompt"]
-    assert len(read_jsonl(run.run_dir / "rollouts" / "step_2.jsonl")) == samples
+    assert len(run.rollouts(2)) == samples
 
 
 def test_a_job_whose_rewards_are_not_finite_stops_and_says_for_which_prompts(tmp_path: Path) -> None:
