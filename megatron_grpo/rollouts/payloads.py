@@ -88,8 +88,8 @@ class Bundler:
         """Take a group, to put it when enough have come together.
 
         Args:
-            number: its place among all groups.
-            trajectories: its samples.
+            number: place of the group among all groups of the step.
+            trajectories: samples of the group, in their order.
         """
         self._waiting.append((number, trajectories))
         self._tokens += sum(len(one.token_ids) for one in trajectories)

@@ -91,7 +91,7 @@ class GroupRollout:
             datum: the prompt.
             plan: how to sample.
             router: chooses another engine for a second attempt.
-            environment: of the prompt's task.
+            environment: what answers and scores the prompt's task.
         """
         self._group, self._datum, self._plan = group, datum, plan
         self._router, self._environment = router, environment

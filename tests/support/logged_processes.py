@@ -38,7 +38,7 @@ def logged_processes(folder: Path, codes: dict[str, str]) -> Iterator[dict[str, 
     """Several, by name; returns when each has a heartbeat and those that enter the phase "train" have.
 
     Args:
-        folder: of the logs.
+        folder: where the logs of all processes lie.
         codes: by name of the process.
     """
     with ExitStack() as stack:

@@ -128,7 +128,7 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
 
 
 def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
-    """Its scores go with it into the step, also from an earlier generation batch."""
+    """The scores of a group go with the group into the step, also from an earlier generation batch."""
     shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=2, max_response_length=3)
     source, _ = make(tmp_path, use_dynamic_sampling=True, reward_shaping=shaping)
     samples = drawn(source, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
