@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from header import header
 
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given  # noqa: E402
+from megatron_grpo.data.rollout_files import read_rollouts  # noqa: E402
 from megatron_grpo.data.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
@@ -70,6 +72,12 @@ def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
     return TokenBatch(lengths, TokenFields(token_ids=arrays["token_ids"], loss_mask=mask, advantages=rewards * mask))
 
 
+def written_trajectories(run_dir: Path, step: int) -> list[Trajectory]:
+    """The rollouts of a step, as the run wrote them down."""
+    rows = read_rollouts(run_dir, step)
+    return [Trajectory.from_row({name: value for name, value in row.items() if name != "step"}) for row in rows]
+
+
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
     phases: dict[str, list[float]] = defaultdict(list)
     plain_s: list[float] = []
@@ -86,9 +94,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                 assert report is not None
                 run.state["total_steps"] += 1
                 run.dumps.finish(number + 1)
-                seconds = plain.step(
-                    as_one_batch([one for group in run.rollouts.fetch(report.groups) for one in group])
-                )
+                seconds = plain.step(as_one_batch(written_trajectories(run.guard.run_dir, number + 1)))
                 if number >= WARM_UP_STEPS:
                     plain_s.append(seconds)
                     for name, value in report.timing.items():

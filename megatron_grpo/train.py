@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import yaml
@@ -17,6 +18,7 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
+from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.run.directory import in_use
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
@@ -63,13 +65,12 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     if task == "show" and checked.values:
         print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
     config = checked.require()
-    if task == "check":
-        _check_start(config)
+    start_from = _check_start(config) if task == "check" else None
     if task != "show":
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
-        print(f"configuration is fine: {outlook(config)}")
+        print(f"configuration is fine: {outlook(config, start_from)}")
     elif task == "train":
         if config.cluster.ray_address is None:
             prepare_ray_environment()
@@ -78,11 +79,12 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     return 0
 
 
-def _check_start(config: Config) -> None:
-    """The checks that a start makes beyond those of the configuration, without starting anything.
+def _check_start(config: Config) -> Path | None:
+    """The checkpoint that a start would begin with, after its checks beyond those of the configuration.
 
     Raises:
-        ConfigError: a reward function cannot be called, or another run holds the folder.
+        ConfigError: a reward function cannot be called, another run holds the folder, or it has no intact checkpoint
+            where the run would begin.
     """
     if any(environment.reward_funcs for environment in config.env.values()):
         from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
@@ -90,6 +92,7 @@ def _check_start(config: Config) -> None:
         check_reward_functions(config.env)
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
+    return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)
 
 
 def _run(config: Config) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from megatron_grpo.cluster.futures import stored
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.shards import gather_shards, split_by_shard
@@ -35,8 +36,9 @@ def on_tokens(
     """
     fields, sequences = [shard.fields for shard in batch.shards], [shard.sequences for shard in batch.shards]
     if in_driver:
-        stored = [{name: ray.get(one[name]) for name in entries} for one in fields]
-        arrays, summary = fn(batch.lengths, gather_shards(stored, sequences, batch.lengths, entries), *arguments)
+        what = f"the step's {', '.join(entries)}"
+        here = [dict(zip(entries, stored([one[name] for name in entries], what), strict=True)) for one in fields]
+        arrays, summary = fn(batch.lengths, gather_shards(here, sequences, batch.lengths, entries), *arguments)
         split = split_by_shard(arrays, sequences, batch.lengths)
         added = [{name: ray.put(array) for name, array in one.items()} for one in split]
     else:

@@ -14,6 +14,9 @@ from megatron_grpo.cluster.late import report_hanging, report_late
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError
 
+FETCH_S = 300.0
+"""Deadline for what is in the object store already."""
+
 NAMED = 8
 """Most workers that a message lists by name."""
 
@@ -59,6 +62,22 @@ def gather(
                 others = report_hanging([process(failed), *(process(index[ref]) for ref in pending)])
                 raise RunError(f"{what}: {name(failed)} {explain(error)}{others}") from error
     return [results[ref] for ref in refs]
+
+
+def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
+    """Values that are in the object store already, in the order of their references.
+
+    Args:
+        refs: references that somebody put, rather than results of calls that may still run.
+        what: what they are, for messages.
+
+    Raises:
+        RunError: some are lost with the process that held them, or do not arrive within `FETCH_S`.
+    """
+    try:
+        return list(ray.get(list(refs), timeout=FETCH_S))
+    except RayError as error:
+        raise RunError(f"{what} cannot be fetched from the object store: {explain(error)}") from error
 
 
 def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Sequence[str] | None = None) -> RunError:

@@ -8,8 +8,13 @@ from pathlib import Path
 from megatron_grpo.config.schema import Config, ParallelConfig
 
 
-def outlook(config: Config) -> str:
-    """Recipe, algorithm, steps, layouts, and where it would begin."""
+def outlook(config: Config, start_from: Path | None) -> str:
+    """Recipe, algorithm, steps, layouts, and where it would begin.
+
+    Args:
+        config: of the run.
+        start_from: the checkpoint that the run would begin with; None: it would begin anew.
+    """
     loop, generation = config.loop, config.generation.parallel
     algorithm = config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
@@ -22,7 +27,7 @@ def outlook(config: Config) -> str:
     )
     return (
         f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(models)}, {engines} "
-        f"{_plural('rank', generation.ranks_per_engine)}, on {where}; {_beginning(config)}"
+        f"{_plural('rank', generation.ranks_per_engine)}, on {where}; {_beginning(config, start_from)}"
     )
 
 
@@ -32,12 +37,13 @@ def _ranks(parallel: ParallelConfig) -> str:
     return f"{parallel.world_size} {_plural('rank', parallel.world_size)}{f' ({layout})' if layout else ''}"
 
 
-def _beginning(config: Config) -> str:
-    resume, folder = config.checkpointing.resume, Path(os.path.abspath(config.run_dir))
-    steps = [int(entry.name[5:]) for entry in (folder / "checkpoints").glob("step_*") if entry.name[5:].isdigit()]
-    if steps:
-        return f"goes on after step {max(steps)} in {folder}"
-    return f"begins in {folder}" + ("" if resume in ("auto", "none") else f" from {resume}")
+def _beginning(config: Config, start_from: Path | None) -> str:
+    folder = Path(os.path.abspath(config.run_dir))
+    if start_from is None:
+        return f"begins in {folder}"
+    if folder.resolve() in start_from.resolve().parents:
+        return f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
+    return f"begins in {folder} from {start_from}"
 
 
 def _plural(word: str, count: int) -> str:

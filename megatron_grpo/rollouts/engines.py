@@ -104,7 +104,8 @@ class EngineClient:
                 for index, output in await reference:
                     _settle(asked[index].answer, output)
         except RayError as error:
-            self._unanswered(asked, f"generation: {self.name} {explain(error)}{report_hanging([self.name])}")
+            others = await asyncio.to_thread(report_hanging, [self.name])
+            self._unanswered(asked, f"generation: {self.name} {explain(error)}{others}")
         finally:
             self._unanswered(asked, f"generation: {self.name} ended a call without an answer")
 
@@ -166,10 +167,14 @@ class Engines:
             begin += size
         return placed
 
-    def fail_busy(self, deadline_s: float) -> None:
-        """Everybody who still waits for a response fails with a message that names the engines that are late."""
+    async def fail_busy_after(self, deadline_s: float) -> None:
+        """Once the deadline passes, whoever waits for a response fails with a message that names the late engines.
+
+        Reading the late ones' stacks takes seconds, in which this process goes on.
+        """
+        await asyncio.sleep(deadline_s)
         late = [client for client in self.clients if client.busy]
-        reason = str(overdue("generation", [client.name for client in late], deadline_s))
+        reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in late], deadline_s))
         for client in late:
             client.fail(reason)
 

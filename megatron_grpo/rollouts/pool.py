@@ -31,8 +31,8 @@ from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, Wor
 ENGINES_PER_WORKER = 8
 WORKER_NAME = "rollout worker {}".format
 ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0}
-GRACE_S = 10.0
-"""What the driver waits longer than the workers do, whose messages say more."""
+GRACE_S = 20.0
+"""What the driver waits longer than the workers do, whose messages say more and come once the stacks are read."""
 
 
 class StartableEnvironment(Protocol):
@@ -266,16 +266,17 @@ class RolloutPool:
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:
-            A reference that is there when the file is (`wait_dump`).
+            What `wait_dump` waits for.
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         payloads = Payloads.of([group.payload for group in groups])
-        worker = self._workers[next(self._turn) % len(self._workers)]
-        return worker.dump.remote(payloads, chosen, rollouts_file(run_dir, step))
+        worker = next(self._turn) % len(self._workers)
+        return worker, self._workers[worker].dump.remote(payloads, chosen, rollouts_file(run_dir, step))
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""
-        self._gather([dump], self._generation_timeout_s, "writing of rollouts")
+        worker, written = dump
+        self._gather([written], self._generation_timeout_s, "writing of rollouts", worker)
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""

@@ -81,7 +81,7 @@ class RolloutWorker:
         """
         generated = self._generated[batch]
         limit = self._settings.generation_timeout_s
-        deadline = asyncio.get_running_loop().call_later(limit, self._engines.fail_busy, limit)
+        deadline = asyncio.create_task(self._engines.fail_busy_after(limit))
         left = len(prompts)
         bundler = Bundler(len(prompts))
 

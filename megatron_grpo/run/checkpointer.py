@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.config.schema import CheckpointingConfig, Config
 from megatron_grpo.run.checkpoint_files import (
     STATE_FILE,
     complete,
@@ -22,6 +22,7 @@ from megatron_grpo.run.checkpoint_files import (
     replace_state,
     verify,
 )
+from megatron_grpo.run.directory import VALUE_FOLDER
 from megatron_grpo.run.manifest import MANIFEST_FILE, CheckpointError, sync
 
 _DAMAGED = "damaged_step_"
@@ -30,8 +31,14 @@ _DAMAGED = "damaged_step_"
 class Checkpointer:
     """The folder run_dir/checkpoints. One process, the driver, owns it."""
 
-    def __init__(self, run_dir: Path, config: CheckpointingConfig) -> None:
-        self.config = config
+    def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
+        """
+        Args:
+            run_dir: folder of the run.
+            config: where to start from, and which checkpoints to keep.
+            look_only: whether `find` only says which checkpoints it would set aside.
+        """
+        self.config, self._look_only = config, look_only
         self.folder = run_dir / "checkpoints"
 
     def find(self, stop: Event | None = None) -> Path | None:
@@ -136,9 +143,10 @@ class Checkpointer:
                 text = "make it readable, or rename it to go on from the one before"
                 raise RunError(f"{self.path(step)} cannot be read: {error}; {text}") from None
             for bad_step, reason in damaged.items():
-                _tell(f"{reason}; {self.path(bad_step)} is set aside as {self._put_aside(bad_step).name}")
+                _tell(f"{reason}; {self.path(bad_step)} {self._put_aside(bad_step)}")
             if damaged:
-                _tell(f"going on from {self.path(step)}, the newest checkpoint that is intact")
+                verb = "would go on" if self._look_only else "going on"
+                _tell(f"{verb} from {self.path(step)}, the newest checkpoint that is intact")
             if remark:
                 _tell(remark)
             return self.path(step)
@@ -173,8 +181,10 @@ class Checkpointer:
         """The damaged checkpoints that earlier starts have set aside."""
         return sorted(self.folder.glob(f"{_DAMAGED}*"))
 
-    def _put_aside(self, step: int) -> Path:
-        """Give a damaged checkpoint a name under which it is neither found, nor counted, nor deleted."""
+    def _put_aside(self, step: int) -> str:
+        """Give a damaged checkpoint a name under which it is neither found, nor counted, nor deleted; says so."""
+        if self._look_only:
+            return "would be set aside"
         target, again = self.folder / f"{_DAMAGED}{step}", 1
         while target.exists():
             again += 1
@@ -184,7 +194,7 @@ class Checkpointer:
         except OSError as error:
             raise RunError(f"{self.path(step)} is damaged and cannot be set aside: {error}") from None
         sync(self.folder)
-        return target
+        return f"is set aside as {target.name}"
 
     def _prune(self) -> None:
         if self.config.keep_top_k is None:
@@ -217,3 +227,23 @@ class Checkpointer:
 def _tell(text: str) -> None:
     """Print a line at once: a start that fails later must not have renamed anything in silence."""
     print(text, file=sys.stderr, flush=True)
+
+
+def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
+    """The checkpoint that a run begins with, which has all that its algorithm trains; None: it begins anew.
+
+    Args:
+        checkpointer: of the run's folder.
+        config: of the run.
+        stop: set by another thread to end this early, with CancelledError.
+
+    Raises:
+        ConfigError: there is none to start from where checkpointing.resume says (`Checkpointer.find`), or PPO's value
+            model is not in it.
+        RunError: a file cannot be read.
+    """
+    path = checkpointer.find(stop)
+    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
+        text = f"{path} is not a checkpoint of PPO: it has no value model"
+        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
+    return path

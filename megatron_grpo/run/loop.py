@@ -114,15 +114,14 @@ def _remark(run: GRPORun, step: int, report: StepReport) -> None:
     """Tell of a step that taught nothing, of rollouts that failed, and once of responses that nobody gave a reward."""
     if not report.metrics["valid_tokens"]:
         run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
-    outcomes = [outcome for group in report.groups for outcome in group.outcomes]
-    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    failed = [outcome for outcome in report.sampled if outcome.failure is not None]
     if failed:
-        run.logger.note(f"step {step}: {len(failed)} of {len(outcomes)} rollouts failed: {reasons(failed)}")
-    unscored = [outcome for outcome in outcomes if outcome.reward is None and outcome.failure is None]
+        run.logger.note(f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {reasons(failed)}")
+    unscored = [outcome for outcome in report.sampled if outcome.reward is None and outcome.failure is None]
     if unscored:
         run.logger.note_once(
             "unscored",
-            f"no reward function gave a reward for {len(unscored)} of {len(outcomes)} responses (row "
+            f"no reward function gave a reward for {len(unscored)} of {len(report.sampled)} responses (row "
             f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
             "unscored_rate counts them",
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
+from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.batch import StepBatch, token_places
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
@@ -143,5 +143,5 @@ def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[li
         lengths = batch.lengths[shard.sequences]
         for place in np.flatnonzero(np.isin(shard.sequences, sequences)):
             tokens = token_places(lengths, np.array([place]))
-            rows[int(shard.sequences[place])] = ray.get(shard.fields[entry])[tokens].tolist()
+            rows[int(shard.sequences[place])] = stored([shard.fields[entry]], entry)[0][tokens].tolist()
     return [rows[int(number)] for number in sequences]

@@ -7,19 +7,17 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 
 from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
-from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.registry import check_reward_functions
 from megatron_grpo.observability.summary import summary_command
 from megatron_grpo.run.background import in_background
-from megatron_grpo.run.checkpointer import Checkpointer
-from megatron_grpo.run.directory import VALUE_FOLDER, changes_since_last_start, claimed_run_directory
+from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory
 from megatron_grpo.run.ending import SummaryOnFailure, summary_on_failure
 from megatron_grpo.run.startup_parts import StartupParts, since_command
 
@@ -56,7 +54,7 @@ def opened(config: Config) -> Iterator[Opening]:
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)
         stack.enter_context(driver_log(run_dir, config.logger.level))
-        search = stack.enter_context(in_background(lambda stop: _start_from(checkpointer, config, stop)))
+        search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
         known = stack.enter_context(summary_on_failure(run_dir, config.samples_per_step))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded(if_killed=summary_command(run_dir, config.samples_per_step)))
@@ -65,11 +63,3 @@ def opened(config: Config) -> Iterator[Opening]:
         with parts.part("ray"):
             cluster.start()
         yield Opening(run_dir, checkpointer, search, changes, cluster, known, parts)
-
-
-def _start_from(checkpointer: Checkpointer, config: Config, stop: Event) -> Path | None:
-    path = checkpointer.find(stop)
-    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
-        text = f"{path} is not a checkpoint of PPO: it has no value model"
-        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
-    return path

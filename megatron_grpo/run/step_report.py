@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.data.trajectory import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class StepReport:
     metrics: dict[str, float]
     timing: dict[str, float]
     throughput: dict[str, float]
-    groups: list[SampledGroup]
-    """What was trained on."""
+    sampled: list[Outcome]
+    """What became of everything that was sampled, also of what dynamic sampling dropped."""
     failure: RunError | None = None
     """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""

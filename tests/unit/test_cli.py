@@ -23,6 +23,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.run.directory import claimed_run_directory
 from megatron_grpo.run.startup_parts import StartupParts
+from tests.support.checkpoints import MODELS, save
 
 
 def put_loop_in_place(
@@ -156,7 +157,7 @@ def test_check_says_what_would_run_and_starts_nothing(
     )
     assert started == []
     assert list(tmp_path.iterdir()) == [], "no folder is left behind"
-    (run_dir / "checkpoints" / "step_12").mkdir(parents=True)
+    save(run_dir, 12, models=MODELS)
     assert train.main(["+exp=quickstart_ppo", "--check", f"run_dir={run_dir}"]) == 0
     out = capsys.readouterr().out
     assert "PPO, up to 400 steps of 256 prompts x 1 samples; policy on 2 ranks (PP2), value model on 1 rank, " in out

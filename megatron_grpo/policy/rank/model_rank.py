@@ -94,8 +94,11 @@ class ModelRank(ABC):
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
-        own = [{name: float(value) for name, value in one.items()} for one in metrics] if self.is_reporter else None
-        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=own)
+        return StepShare(
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            metrics=_on_host(metrics) if self.is_reporter else None,
+        )
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -182,3 +185,10 @@ class ModelRank(ABC):
             tokens = TokenFields(**{name: value.pin_memory() for name, value in tokens.present().items()})
             places = places.pin_memory()
         return _Microbatch(tokens.to(platform.device), places.to(platform.device, non_blocking=True))
+
+
+def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Metrics by microbatch, each of shape [], as numbers: the host waits for the device once for all of them."""
+    values = [value.double() for one in metrics for value in one.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())
+    return [{name: next(numbers) for name in one} for one in metrics]

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,18 +15,8 @@ from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.run import checkpointer as checkpointer_module
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.manifest import read_sealed, write_sealed
+from tests.support.checkpoints import save
 from tests.support.damage import DAMAGES, delete, every_kill, files_of, flip
-
-
-def save(run_dir: Path, *steps: int, score: float = 0.5, **settings: Any) -> Checkpointer:
-    checkpointer = Checkpointer(run_dir, CheckpointingConfig(**settings))
-    for step in steps:
-        state = {"save_state": {"total_steps": step}, "metrics": {"val_accuracy": score}, "batch_cache": []}
-        with checkpointer.writing(step, state, {"position": step}) as folder:
-            (folder / "megatron").mkdir()
-            for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
-                (folder / "megatron" / name).write_bytes(f"{name} of step {step}".encode() * 20)
-    return checkpointer
 
 
 def names(checkpointer: Checkpointer) -> list[str]:
@@ -52,6 +41,16 @@ def test_a_damaged_newest_one_is_named_set_aside_and_the_previous_taken(
         assert checkpointer.find() == checkpointer.path(4)
         assert capsys.readouterr().err == "", "it is told once"
         shutil.rmtree(checkpointer.folder)
+
+
+def test_looking_renames_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 2, 4)
+    looking = Checkpointer(tmp_path, CheckpointingConfig(), look_only=True)
+    flip(looking.path(4) / "megatron" / "__0_0.distcp")
+    assert looking.find() == looking.path(2)
+    said = capsys.readouterr().err
+    assert f"{looking.path(4)} would be set aside\nwould go on from {looking.path(2)}" in said
+    assert names(looking) == ["step_2", "step_4"]
 
 
 def test_several_damaged_ones_are_all_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

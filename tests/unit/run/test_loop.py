@@ -67,7 +67,7 @@ class Run:
             self.position += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, self.report.groups)
+                self.dumps.begin(number, [])
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
@@ -309,12 +309,12 @@ def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:
     """Not those that failed: they have a reason, and figures of their own."""
     run = Run(tmp_path)
     failed, fine = failed_trajectory(prompt_idx=1), make_trajectory(prompt_idx=2)
-    run.report = StepReport(SOUND, {}, {}, run.rollouts.put([[failed, fine]]))
+    run.report = StepReport(SOUND, {}, {}, [failed.outcome, fine.outcome])
     run.train(steps=1)
     assert run.notes == {}
     unscored = make_trajectory(prompt_idx=7, reward=None)
     run = Run(tmp_path / "other")
-    run.report = StepReport(SOUND, {}, {}, run.rollouts.put([[failed, fine], [unscored, unscored]]))
+    run.report = StepReport(SOUND, {}, {}, [one.outcome for one in (failed, fine, unscored, unscored)])
     run.train(steps=2)
     assert run.notes["unscored"].startswith(
         "no reward function gave a reward for 2 of 4 responses (row 7 of data.train_path for one)"
