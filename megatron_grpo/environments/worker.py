@@ -12,6 +12,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
 from megatron_grpo.environments.registry import create_environment
 
@@ -47,9 +48,11 @@ class EnvironmentWorker:
         }
 
     @phase("score")
-    def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Answers to several calls of `reset`, `step` and `score` below, given by name and arguments."""
-        return [getattr(self, method)(*arguments) for method, arguments in jobs]
+    def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
+        """Answers to several calls of `reset`, `step` and `score` below, given by name and arguments, as a list."""
+        answers = [getattr(self, method)(*arguments) for method, arguments in jobs]
+        # With several turns they hold states, which only Ray may know how to pickle.
+        return answers if self._environment.multi_turn else Packed(answers)
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> tuple[Any, str | None]:
         """State of a rollout that begins, and what was raised instead if something was."""

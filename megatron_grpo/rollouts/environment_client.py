@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from megatron_grpo.cluster.futures import explain, overdue
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import Scored, ScoringJob, Turn
 from megatron_grpo.rollouts.failures import RolloutFailure
 
@@ -142,7 +143,9 @@ class EnvironmentClient:
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
-        jobs = [(call.method, call.arguments) for call in calls]
+        jobs: Any = [(call.method, call.arguments) for call in calls]
+        if not self.multi_turn:
+            jobs = Packed(jobs)  # with several turns it would hold states, which only Ray may know how to pickle
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await process["actor"].run.remote(jobs)
