@@ -101,7 +101,11 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                         phases[name].append(value)
     medians = {name: statistics.median(values) for name, values in phases.items()}
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    work = sum(medians.get(name, 0.0) for name in WORK_PHASES)
+    totals = phases["total"]
+    # Of each step, not of the medians: those of the phases need not be of one step.
+    overhead = [
+        1 - sum(phases[name][step] for name in WORK_PHASES if name in phases) / totals[step] for step in range(steps)
+    ]
     return {
         **header("step_phases"),
         "overrides": list(overrides),
@@ -109,7 +113,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
         "samples_per_step": samples,
         "median_s": medians,
         "samples_per_s": samples / medians["total"],
-        "overhead_fraction": 1 - work / medians["total"],
+        "overhead_fraction": statistics.median(overhead),
         "plain_torch_train_s": statistics.median(plain_s),
         "train_ratio": medians["train"] / statistics.median(plain_s),
     }
