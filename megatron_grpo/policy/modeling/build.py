@@ -17,6 +17,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
+from megatron_grpo.policy.modeling.row_selection import select_rows
 
 
 def build_model(
@@ -29,7 +31,8 @@ def build_model(
     """A rank's shard of the model on the platform's device, its weights not yet set.
 
     On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, columns], columns
-    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it.
+    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it. Packed sequences
+    (`PackedSequences`) are given as one sequence, [1, tokens], and `row_selection` chooses whose logits are computed.
 
     Args:
         shape: sizes of the model.
@@ -52,6 +55,9 @@ def build_model(
     )
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
+    if not uses_transformer_engine():
+        model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
+    select_rows(model)
     return model
 
 

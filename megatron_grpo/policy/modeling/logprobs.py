@@ -84,6 +84,50 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
+def target_logprobs(
+    logits: Tensor, targets: Tensor, shard: VocabShard, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> Tensor:
+    """Log-probability of given tokens, each under the logits in its row.
+
+    Args:
+        logits: [tokens, columns of this rank], any float type.
+        targets: [tokens], int64; all ranks of the shard's group have equal ones.
+        shard: which vocabulary entries this rank's columns are; padding columns take no part.
+        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
+        chunk_tokens: tokens whose logits are turned to float32 at once; None is all.
+
+    Returns:
+        [tokens], float32, differentiable in `logits`.
+    """
+    chunk = chunk_tokens or max(len(targets), 1)
+    logprobs: Tensor = _VocabParallelLogprobs.apply(logits, targets, _scale(temperature), shard, chunk)
+    return logprobs
+
+
+def entropies(
+    logits: Tensor, shard: VocabShard, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> Tensor:
+    """Entropy in nats of the distribution in each row of logits.
+
+    Args:
+        logits: [tokens, columns of this rank], any float type.
+        shard: which vocabulary entries this rank's columns are; padding columns take no part.
+        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
+        chunk_tokens: tokens whose logits are turned to float32 at once; None is all.
+
+    Returns:
+        [tokens], float32, differentiable in `logits`.
+    """
+    entropy: Tensor = _VocabParallelEntropy.apply(
+        logits, _scale(temperature), shard, chunk_tokens or max(len(logits), 1)
+    )
+    return entropy
+
+
+def _scale(temperature: float) -> float:
+    return 1.0 / temperature if temperature > 0 else 1.0
+
+
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, shard: VocabShard, *, temperature: float = 1.0, chunk_tokens: int | None = None
 ) -> Tensor:
@@ -103,13 +147,8 @@ def token_logprobs(
     # Position t predicts token t + 1: targets move left, and the result right. What the roll brings round to the last
     # position, the first token, is cut off again.
     next_tokens = token_ids.roll(-1, dims=1).reshape(-1)
-    logprobs = _VocabParallelLogprobs.apply(
-        logits.reshape(sequences * length, width),
-        next_tokens,
-        1.0 / temperature if temperature > 0 else 1.0,
-        shard,
-        chunk_tokens or sequences * length,
-    )
+    rows = logits.reshape(sequences * length, width)
+    logprobs = target_logprobs(rows, next_tokens, shard, temperature=temperature, chunk_tokens=chunk_tokens)
     return torch.nn.functional.pad(logprobs.view(sequences, length)[:, :-1], (1, 0))
 
 
@@ -171,10 +210,6 @@ def token_entropy(
     """
     sequences, length, width = logits.shape
     # The distribution at position t is that of token t + 1: the result moves right, and the last is cut off.
-    entropy = _VocabParallelEntropy.apply(
-        logits.reshape(sequences * length, width),
-        1.0 / temperature if temperature > 0 else 1.0,
-        shard,
-        chunk_tokens or sequences * length,
-    )
+    rows = logits.reshape(sequences * length, width)
+    entropy = entropies(rows, shard, temperature=temperature, chunk_tokens=chunk_tokens)
     return torch.nn.functional.pad(entropy.view(sequences, length)[:, :-1], (1, 0))

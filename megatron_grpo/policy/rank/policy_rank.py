@@ -16,7 +16,7 @@ from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.build import build_model
-from megatron_grpo.policy.modeling.logprobs import VocabShard, token_entropy, token_logprobs, vocab_shard
+from megatron_grpo.policy.modeling.logprobs import VocabShard, entropies, target_logprobs, vocab_shard
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
 
 
@@ -92,9 +92,9 @@ class PolicyRank(ModelRank):
             moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
 
-    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[sequences, length, columns of the rank] of logits to log-probabilities, [sequences, length], float32."""
-        return token_logprobs(
+    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """[rows, columns of the rank] of logits to the tokens' log-probabilities, [rows], float32."""
+        return target_logprobs(
             output,
             token_ids,
             self._shard(output),
@@ -103,14 +103,14 @@ class PolicyRank(ModelRank):
         )
 
     def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
-        """The entries, with the entropy if the loss wants it, from logits [sequences, length, columns of the rank]."""
+        """The entries, with the entropy if the loss wants it, from logits [rows, columns of the rank]."""
         if not loss_fn.needs_entropy:
             return tokens
         chunk = self.config.logprob_chunk_size
-        entropy = token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)
+        entropy = entropies(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)
         return replace(tokens, entropy=entropy)
 
     def _shard(self, logits: Tensor) -> VocabShard:
-        """The vocabulary entries that this rank's logits, [sequences, length, columns of the rank], are of."""
+        """The vocabulary entries that this rank's logits, [rows, columns of the rank], are of."""
         group = parallel_state.get_tensor_model_parallel_group()
         return vocab_shard(self.shape.vocab, logits.shape[-1], group)

@@ -8,7 +8,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.policy.modeling.value_head import build_value_model, token_values
+from megatron_grpo.policy.modeling.value_head import build_value_model
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
 
 
@@ -42,6 +42,6 @@ class ValueRank(ModelRank):
         self.model.eval()
         return self._forward_tokens(self.model, batch, microbatches)
 
-    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[sequences, length, 1], float32, of values after each token to [sequences, length], before each token."""
-        return token_values(output)
+    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
+        """[rows, 1], float32: what is known before each token is its value."""
+        return output[:, 0]
