@@ -130,16 +130,19 @@ def report_late(what: str, processes: Sequence[str]) -> str:
     return "".join(f"; {part}" for part in parts) + f"; stacks are in {log.folder}"
 
 
-def report_hanging(processes: Sequence[str]) -> str:
+def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
     """Which of the processes are stopped, gone or silent, for the end of a message about another's failure; often none.
 
     Args:
         processes: their names; a name stands for its children too.
+        overdue: the phase that they are late in, when their logs are to get their stacks.
     """
     log = current_log()
     if log is None:
         return ""
     hanging = [one for one in whereabouts(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
+    if hanging and overdue is not None:
+        ask_for_stacks(log, overdue, hanging)
     return "".join(f"; {part}" for part in _described(hanging))
 
 

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
 from megatron_grpo.cluster.futures import explain, gather
+from megatron_grpo.cluster.late import report_hanging
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.rollout_schema import RolloutsConfig
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.payloads import Bundler, Payloads
@@ -166,7 +168,11 @@ class RolloutPool:
             for payload, outcomes in zip(collected.payloads.each(), collected.outcomes, strict=True)
         ]
         outcomes = [one for group in groups for one in group.outcomes]
-        require_few_failures(outcomes, self._config.max_failed_fraction)
+        try:
+            require_few_failures(outcomes, self._config.max_failed_fraction)
+        except SamplingError as error:  # an engine that hangs is late for its rollouts before the generation is
+            engines = [ENGINE_NAME(number) for number in range(len(self._engines))]
+            raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
 
     def build_shards(

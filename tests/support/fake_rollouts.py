@@ -45,9 +45,10 @@ class FakeRay:
         self.gets = 0
         """References that the driver has asked the values of."""
 
-    def get(self, reference: Reference) -> Any:
-        self.gets += 1
-        return reference.get()
+    def get_all(self, references: Sequence[Reference], timeout: float) -> list[Any]:
+        assert timeout > 0, "the driver waits with a deadline"
+        self.gets += len(references)
+        return [reference.get() for reference in references]
 
     def put(self, value: Any) -> Reference:
         return Reference(value)
@@ -57,8 +58,8 @@ class FakeRay:
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
     fake = FakeRay()
-    for module in ("megatron_grpo.algorithms.token_stage", "megatron_grpo.run.non_finite"):
-        monkeypatch.setattr(f"{module}.ray", SimpleNamespace(get=fake.get, put=fake.put))
+    monkeypatch.setattr("megatron_grpo.cluster.futures.ray", SimpleNamespace(get=fake.get_all))
+    monkeypatch.setattr("megatron_grpo.algorithms.token_stage.ray", SimpleNamespace(put=fake.put))
     return fake
 
 

@@ -48,8 +48,8 @@ def test_what_was_sampled_is_what_is_trained_on_dumped_and_reported(tmp_path: Pa
     third = pytest.approx(-1 / 3)
     assert lesson.entry("generation_logprobs") == [[0.0, third, third, third]] * 4
     assert lesson.tokens.fields.prev_logprobs is None, "one optimizer step needs none"
-    assert run.run.dumps.groups[1] == report.groups
-    outcomes = [one for group in report.groups for one in group.outcomes]
+    outcomes = [one for group in run.run.dumps.groups[1] for one in group.outcomes]
+    assert outcomes == report.sampled
     assert outcomes == [one.outcome for one in run.trajectories]
 
 
@@ -210,7 +210,9 @@ def test_what_dynamic_sampling_dropped_is_in_the_figures_of_sampling(tmp_path: P
         "valid_tokens": 12,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert [[one.prompt_idx for one in group.outcomes] for group in report.groups] == [[0, 0], [1, 1]]
+    trained_on = run.run.dumps.groups[1]
+    assert [[one.prompt_idx for one in group.outcomes] for group in trained_on] == [[0, 0], [1, 1]]
+    assert len(report.sampled) == 6, "what was dropped is told of, too"
     assert report.throughput["samples_per_s"] * report.timing["total"] == pytest.approx(4), "that were trained on"
 
 
