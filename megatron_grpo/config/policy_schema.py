@@ -46,11 +46,14 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def chunk_multiple(self) -> int:
+        """What the tokens of a packed sequence are a multiple of: two chunks for each context-parallel rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
     def sequence_multiple(self) -> int:
-        """What the widths of rectangles are a multiple of: context parallelism splits a sequence into two chunks for
-        each of its ranks, and sequence parallelism what a rank holds over the tensor-parallel ranks."""
-        chunks = 2 * self.context if self.context > 1 else 1
-        return chunks * (self.tensor if self.sequence else 1)
+        """What the widths of rectangles are a multiple of: sequence parallelism also splits what a rank holds."""
+        return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
 @dataclass(kw_only=True)

@@ -44,7 +44,7 @@ def test_gradients_equal_transformers(layout: Layout, packing: bool, tiny_models
 @pytest.mark.parametrize("layout", [Layout(context=2), Layout(pipeline=2, context=2)], ids=str)
 def test_every_loss_is_that_of_whole_sequences(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     """Also those that speak of a response, whose tokens lie on several ranks."""
-    cuts = {name: (AS_IT_COMES[0], 40) for name in CONFIGS}
+    cuts = dict.fromkeys(CONFIGS, (AS_IT_COMES[0], 40))
     model = tiny_models["qwen3_tied"]
     expected = whole_steps(Layout(), model, dict.fromkeys(CONFIGS, AS_IT_COMES))
     for name, (loss, gradients) in whole_steps(layout, model, cuts).items():
