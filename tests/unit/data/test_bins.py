@@ -18,9 +18,7 @@ def widths(lengths: list[int], multiple: int) -> list[int]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(
-    LENGTHS, st.integers(1, 5), st.integers(8, 200), st.sampled_from([1, 4]), st.sampled_from([OF_TOKENS, QUADRATIC])
-)
+@given(LENGTHS, st.integers(1, 5), st.integers(8, 200), st.sampled_from([1, 4]), COSTS)
 def test_every_sequence_has_its_bin_and_every_bin_its_limit(
     lengths: list[int], replicas: int, budget: int, multiple: int, cost: Cost
 ) -> None:
