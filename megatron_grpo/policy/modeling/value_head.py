@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -14,14 +13,14 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.build import build_model
-from megatron_grpo.policy.modeling.row_selection import select_rows
+from megatron_grpo.policy.modeling.decoder import DecoderModel
 
 
 class ValueHead(torch.nn.Module):
     """A number for each token: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
 
-    The hidden states are whole, also with sequence parallelism (`RowSelection`): every rank computes all of the head
-    and its gradient.
+    It is given whole hidden states, also with sequence parallelism (`DecoderModel.rows`): every rank computes all of
+    the head and its gradient.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -31,16 +30,9 @@ class ValueHead(torch.nn.Module):
         bias: Any = torch.nn.Parameter(torch.zeros(1, **placed))
         self.weight, self.bias = weight, bias
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """The value of every token, from its hidden state.
-
-        Args:
-            hidden: [length, sequences, hidden], any float type.
-
-        Returns:
-            [length, sequences, 1], float32; and None, as Megatron-Core's output layers return their bias.
-        """
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden], any float type, to the value after each token: [rows], float32."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]
 
 
 def build_value_model(
@@ -49,11 +41,11 @@ def build_value_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
-) -> GPTModel:
+) -> DecoderModel:
     """A rank's shard of the value model, the backbone's weights not yet set, the head's zero.
 
-    On the last pipeline stage `model(token_ids, position_ids, None)` gives [sequences, length, 1], float32: at position
-    t what is known after token t.
+    On the last pipeline stage the model ends in hidden states (`DecoderModel.rows`), which `model.output_layer` makes
+    values of: what is known after each token.
 
     Args:
         shape: sizes of the value model, from `as_value_model`.
@@ -64,5 +56,4 @@ def build_value_model(
     model = build_model(shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing)
     if model.post_process:
         model.output_layer = ValueHead(model.config)
-        select_rows(model)
     return model

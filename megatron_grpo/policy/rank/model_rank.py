@@ -10,16 +10,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields, given
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction
 from megatron_grpo.policy.interface import StepShare
-from megatron_grpo.policy.modeling.row_selection import row_selection
+from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
 
@@ -36,12 +35,12 @@ class ModelRank(ABC):
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
-    reference: GPTModel | None = None
+    reference: DecoderModel | None = None
     """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
 
-    def __init__(self, model: GPTModel, config: PolicyConfig, decay_steps: int) -> None:
+    def __init__(self, model: DecoderModel, config: PolicyConfig, decay_steps: int) -> None:
         self.model, self.config = model, config
         self._maker = MicrobatchMaker(config.parallel, config.packing)
         self.optimizer = ModelOptimizer(model, config, decay_steps)
@@ -57,14 +56,11 @@ class ModelRank(ABC):
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     @abstractmethod
-    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[rows, ...] of the last stage's output before tokens, and these, [rows], int64, to a number for each token:
-        [rows], float32."""
+    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """A number for each of some tokens, [rows], float32; and what is known of the tokens, with what the head adds.
 
-    def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
-        """The entries of a microbatch and what else the loss asks for, each [rows], from the last stage's output,
-        [rows, ...]."""
-        return tokens
+        Hidden states, [rows, hidden], are those before the tokens, from the model's last stage.
+        """
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that this rank's pipeline stage uses: none in the middle of the pipeline.
@@ -106,9 +102,8 @@ class ModelRank(ABC):
         self.optimizer.zero_grad()
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """[rows, ...] of output to loss, token count and metrics, each []."""
-            tokens = self._with_loss_entries(microbatch.tokens, output, loss_fn)
-            values = self._of_tokens(output, given(tokens.token_ids))
+            """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
+            values, tokens = self._of_rows(self.model, output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
@@ -118,13 +113,13 @@ class ModelRank(ABC):
         return self._run_schedule(self.optimizer.model, batch, microbatches, "loss_mask", loss_of, forward_only=False)
 
     @torch.no_grad()
-    def _forward_tokens(self, model: GPTModel, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def _forward_tokens(self, model: DecoderModel, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The output for the sampled tokens of `batch`, or for all if it does not say which are, and 0 for the others:
         [sum(lengths)], float32, on the reporter's host; None elsewhere."""
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
-            """[rows, ...] of output to a loss and a count of 0, each [], and [rows], float32, with their places."""
-            values = self._of_tokens(output, given(microbatch.tokens.token_ids))
+            """[rows, hidden] to a loss and a count of 0, each [], and numbers, [rows], float32, with their places."""
+            values, _ = self._of_rows(model, output, microbatch.tokens)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.flat)
 
         pieces = self._run_schedule(model, batch, microbatches, "sampled", keep, forward_only=True)
@@ -155,7 +150,7 @@ class ModelRank(ABC):
             """The stage's output for the next microbatch, [1, tokens or rows, ...], and what makes a loss of it."""
             microbatch = next(data)
             if inner.post_process:
-                row_selection(inner).places = microbatch.rows
+                inner.rows = microbatch.rows
             # Positions are those of the packed sequences, which the rotary embedding looks at.
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)

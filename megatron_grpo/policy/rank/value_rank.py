@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.batch import TokenBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.value_head import build_value_model
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
 
@@ -42,6 +43,6 @@ class ValueRank(ModelRank):
         self.model.eval()
         return self._forward_tokens(self.model, batch, microbatches)
 
-    def _of_tokens(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[rows, 1], float32: what is known before each token is its value."""
-        return output[:, 0]
+    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """[rows, hidden] to values, [rows], float32: what is known before each token."""
+        return model.output_layer(hidden), tokens

@@ -59,7 +59,7 @@ def test_replicas_and_microbatches_are_level_in_what_they_compute(spread: str, r
     plans = bins.microbatches([lengths[share] for share in shares])
     fewest = int(lengths.sum()) / 8192 / replicas
     # Level bins are filled less well than the fewest possible, where few sequences make a bin.
-    assert len(plans[0]) <= max({"lognormal": 1.03, "bimodal": 1.13}[spread] * fewest, fewest + 1.5)
+    assert len(plans[0]) <= max({"lognormal": 1.03, "bimodal": 1.15}[spread] * fewest, fewest + 1.5)
 
 
 def test_replicas_without_a_sequence_are_refused() -> None:
