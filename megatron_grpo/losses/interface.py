@@ -55,10 +55,6 @@ class LossFunction(Protocol):
     def reads(self) -> tuple[str, ...]:
         """Names of the stored entries (`STORED_DTYPES`) that the loss is computed from; absent ones are left out."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether tokens.entropy is wanted: the exact entropy of each token's distribution, with gradient."""
-
     def __call__(
         self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,7 +64,7 @@ class LossFunction(Protocol):
             curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: of the token at its place.
                 What a value model trains on gets values here.
             tokens: entries that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
-                positive when the batch says which responses are correct, entropy when needs_entropy.
+                positive when the batch says which responses are correct; of a policy also entropy.
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
             segments: the sequences of a flat microbatch; None: the rows are the sequences.
 

@@ -48,11 +48,6 @@ class ClippedPGLossFn:
     reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
     """Stored entries that the loss is computed from, those that a configuration leaves out included."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the entropy bonus is on, for which tokens.entropy is wanted."""
-        return self.config.entropy_coef > 0
-
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,7 +111,7 @@ class ClippedPGLossFn:
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
         """
         config, total, metrics = self.config, curr.new_zeros(()), {}
-        if self.needs_entropy:
+        if config.entropy_coef:
             metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
             total = total - config.entropy_coef * metrics["entropy"]
         if config.positive_example_nll_weight:
@@ -145,7 +140,7 @@ class ClippedPGLossFn:
         config = self.config
         needed = {
             "reference_logprobs": ("reference_policy_kl_penalty", config.kl_in_loss > 0),
-            "entropy": ("entropy_coef", self.needs_entropy),
+            "entropy": ("entropy_coef", config.entropy_coef > 0),
             "positive": ("positive_example_nll_weight", config.positive_example_nll_weight > 0),
         }
         for entry, (key, wanted) in needed.items():

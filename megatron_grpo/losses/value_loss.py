@@ -33,8 +33,6 @@ class MseValueLossFn:
 
     reads = ("sampled", "values", "returns")
     """Stored entries that the loss is computed from."""
-    needs_entropy = False
-    """Values have no entropy."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
         self.config = config
