@@ -76,7 +76,7 @@ def first_fit_decreasing(lengths: Lengths, options: argparse.Namespace) -> Plan:
 
 
 def plain_padding(lengths: Lengths, options: argparse.Namespace) -> Plan:
-    """As they come, equally many to each replica; a microbatch has as many as fit when all are as long as the longest."""
+    """As they come, equally many to each replica; as many to a microbatch as fit if all are as long as the longest."""
     each = max(1, options.microbatch_tokens // int(lengths.max()))
     shares = np.array_split(np.random.default_rng(1).permutation(len(lengths)), options.replicas)
     return [[share[start : start + each].tolist() for start in range(0, len(share), each)] for share in shares]
