@@ -102,6 +102,7 @@ def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:
     told = f"scoring: no answer from {stopped.name} within {SCORING_S} s; {stopped.name} (pid {stopped.pid} on "
     assert told in log
     assert ": its process is stopped (SIGSTOP)" in log
+    assert told in run.log(), "whoever watches the run is told, too"
     run.driver.send_signal(signal.SIGTERM)
     assert run.finish(timeout_s=60) == 130, run.log()
     run.assert_nothing_left(within_s=2.0)
