@@ -58,6 +58,8 @@ class EnvironmentClient:
             startup_timeout_s: deadline for a process to come up.
         """
         self.multi_turn = False
+        self.remarks: list[str] = []
+        """What became of processes that had to be replaced, for whoever watches the run."""
         self._handle = handle
         self._startup_timeout_s = startup_timeout_s
         self._queue: deque[_Call] = deque()
@@ -151,9 +153,12 @@ class EnvironmentClient:
                 answers = await process["actor"].run.remote(jobs)
         except TimeoutError:
             who = f"environment {name} worker {process['pid']}"
-            logger.warning("%s", await asyncio.to_thread(overdue, "scoring", [who], timeout_s))
+            late = await asyncio.to_thread(overdue, "scoring", [who], timeout_s)
+            logger.warning("%s", late)
+            self.remarks.append(f"{late}; another process takes its place")
             return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
         except RayActorError:
+            self.remarks.append(f"environment {name} worker {process['pid']} ended; another process takes its place")
             return f"environment {name}: its process ended over this response"
         except RayError as error:  # an answer that cannot be pickled, memory
             return f"environment {name}: its process {explain(error)}"

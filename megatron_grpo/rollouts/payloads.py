@@ -70,6 +70,8 @@ class Collected:
     payloads: Payloads
     outcomes: list[list[Outcome]]
     """Sent as Packed."""
+    remarks: list[str]
+    """What somebody who watches the run should hear of."""
 
 
 class Bundler:

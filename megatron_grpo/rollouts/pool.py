@@ -81,6 +81,8 @@ class RolloutPool:
         self._generation_timeout_s = generation_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._actor_options = dict(actor_options)
+        self.remarks: list[str] = []
+        """What somebody who watches the run should hear of; whoever tells it clears it."""
         self._batches = count()
         self._turn = count()
         self._workers: list[Any] = []
@@ -162,6 +164,7 @@ class RolloutPool:
             self._gather(generated, self._generation_timeout_s + GRACE_S, "generation")
         with timer.phase("environment"):
             answers = self._gather(calls, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
+        self.remarks += [text for collected in answers for text in collected.remarks]
         groups = [
             SampledGroup(outcomes, payload)
             for collected in answers

@@ -109,7 +109,10 @@ class RolloutWorker:
             for task in tasks:
                 task.cancel()
             generated.set()
-        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)))
+        remarks = [text for client in self._environments.values() for text in client.remarks]
+        for client in self._environments.values():
+            client.remarks.clear()
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), remarks)
 
     async def generated(self, batch: int) -> None:
         """Return when the sampling of this call of `collect` is over, or it has failed."""

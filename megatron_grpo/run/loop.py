@@ -111,7 +111,11 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
 
 
 def _remark(run: GRPORun, step: int, report: StepReport) -> None:
-    """Tell of a step that taught nothing, of rollouts that failed, and once of responses that nobody gave a reward."""
+    """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
+    responses that nobody gave a reward."""
+    for text in run.rollouts.remarks:
+        run.logger.note(f"step {step}: {text}")
+    run.rollouts.remarks.clear()
     if not report.metrics["valid_tokens"]:
         run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
     failed = [outcome for outcome in report.sampled if outcome.failure is not None]

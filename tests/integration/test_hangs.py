@@ -68,7 +68,7 @@ def test_a_stopped_process_ends_the_run_within_its_deadline(run: TrainingRun, na
     run.assert_nothing_left(within_s=2.0)
     assert message.startswith("run failed: "), run.log()
     assert f"{name} (pid {stopped.pid} on {stopped.host}) " in message
-    assert " is in phase " in message or " after phase " in message
+    assert " is in phase" in message or " after phase " in message
     assert "its process is stopped (SIGSTOP)" in message
     assert "Traceback" not in run.log(), run.log()
     assert ended >= DEADLINE_S - 5, "something else than the deadline ended it"
@@ -102,6 +102,7 @@ def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:
     told = f"scoring: no answer from {stopped.name} within {SCORING_S} s; {stopped.name} (pid {stopped.pid} on "
     assert told in log
     assert ": its process is stopped (SIGSTOP)" in log
+    assert told in run.log(), "whoever watches the run is told, too"
     run.driver.send_signal(signal.SIGTERM)
     assert run.finish(timeout_s=60) == 130, run.log()
     run.assert_nothing_left(within_s=2.0)

@@ -68,6 +68,7 @@ class FakeRollouts:
 
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers
+        self.remarks: list[str] = []
         self.asked: list[dict[str, Any]] = []
         """Of every call of collect: the rows of the prompts, and everything else it was given."""
         self.fetched: list[SampledGroup] = []

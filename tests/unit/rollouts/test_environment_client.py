@@ -93,6 +93,7 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
         client = EnvironmentClient(handle, startup_timeout_s=1.0)
         await client.start()
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
+        assert len(client.remarks) == len(handle.spawned), "of every process that is lost"
         return [[one if isinstance(one, str) else one.reward for one in result] for result in results]
 
     return asyncio.run(scene())
