@@ -53,9 +53,15 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         return path
     raw = json.loads((path / "config.json").read_text())
     sizes = {name: size for name, size in SMALL.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    layers = raw.get("num_hidden_layers")
+    per_layer = {
+        name: value[: SMALL["num_hidden_layers"]]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == layers
+    }
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return _made(AutoConfig.for_model(**{**raw, **sizes}), folder, seed)
+    return _made(AutoConfig.for_model(**{**raw, **per_layer, **sizes}), folder, seed)
 
 
 def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:
