@@ -59,7 +59,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
-        batch = training_batch(config, samples.groups, rollouts)
+        batch = training_batch(config, samples.groups, rollouts, policy.cost)
         run.dumps.begin(number, samples.groups)
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):

@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import Shard, StepBatch
-from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.bins import OF_TOKENS, Cost
+from megatron_grpo.data.planning import planner
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
-def training_batch(config: Config, groups: list[SampledGroup], rollouts: RolloutPool) -> StepBatch:
+def training_batch(
+    config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS
+) -> StepBatch:
     """Lay the rollouts of a step out in shards, one for each replica of the policy.
 
     The loss leaves out rollouts without a reward (nobody had an opinion, or they failed), those whose loss multiplier
@@ -25,6 +28,7 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
         config: layouts and minibatches, and what is left out of the loss.
         groups: rollouts of the step, a group for each prompt.
         rollouts: the pool whose workers put the shards into the object store.
+        cost: what a sequence costs the policy, by which replicas get equally much to do.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     overlong = config.loop.overlong_filtering
@@ -40,13 +44,13 @@ def training_batch(config: Config, groups: list[SampledGroup], rollouts: Rollout
     )
     if config.loss_fn.positive_example_nll_weight > 0:
         batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
-    sequences = assign(config, batch)
+    sequences = assign(config, batch, cost)
     fields = rollouts.build_shards(groups, sequences)
     batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
     return batch
 
 
-def assign(config: Config, batch: StepBatch) -> list[NDArray[np.int64]]:
+def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
     """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
 
     Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
@@ -63,12 +67,6 @@ def assign(config: Config, batch: StepBatch) -> list[NDArray[np.int64]]:
     ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
     members: list[list[int]] = [[] for _ in range(shards)]
     for start, end in pairwise([0, *ends]):
-        plan = plan_microbatches(
-            batch.lengths[start:end],
-            data_parallel=shards,
-            microbatch_tokens=policy.microbatch_tokens,
-            pad_to_multiple=policy.parallel.sequence_multiple,
-        )
-        for shard, microbatches in enumerate(plan):
-            members[shard] += [start + index for microbatch in microbatches for index in microbatch]
+        for shard, share in enumerate(planner(policy, cost).share(batch.lengths[start:end], shards)):
+            members[shard] += [start + index for index in share]
     return [np.array(sorted(one), dtype=np.int64) for one in members]

@@ -11,6 +11,7 @@ from megatron_grpo.config.keys import keys
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
+    "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]",
 }
 """Modules that are run, with what they do."""
 

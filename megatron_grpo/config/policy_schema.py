@@ -46,9 +46,14 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def chunk_multiple(self) -> int:
+        """What the tokens of a packed sequence are a multiple of: two chunks for each context-parallel rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
     def sequence_multiple(self) -> int:
-        """What padded lengths are a multiple of: sequence parallelism splits them over the tensor-parallel ranks."""
-        return self.tensor if self.sequence else 1
+        """What the widths of rectangles are a multiple of: sequence parallelism also splits what a rank holds."""
+        return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
 @dataclass(kw_only=True)
@@ -99,6 +104,9 @@ class PolicyConfig(Section):
 
     max_total_sequence_length: Positive = 2048
     """Longest prompt plus response in tokens; generation stops there too."""
+
+    packing: bool = True
+    """Lay the sequences of a microbatch end to end; false pads each to the longest of its microbatch."""
 
     microbatch_tokens: Positive = 8192
     """Most tokens, padding included, in one forward/backward pass of one data-parallel rank."""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.token_means import bounded_exp, response_mean
+from megatron_grpo.losses.token_means import bounded_exp, response_mean, response_sum
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
+    from megatron_grpo.losses.segments import Segments
 
 
 class SamplingCorrection(NamedTuple):
@@ -22,7 +23,9 @@ class SamplingCorrection(NamedTuple):
     """[sequences, length], bool: where a limit changed the weight."""
 
 
-def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig) -> SamplingCorrection:
+def sampling_correction(
+    prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
+) -> SamplingCorrection:
     """Weights w = training probability / sampling probability, limited as configured.
 
     Per token, or with sequence_level_importance_ratios of the whole response (the product over its tokens). Then, with
@@ -39,12 +42,13 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
         generation: [sequences, length], float32: log-probabilities in the generation engine; 0 outside the mask.
         mask: [sequences, length], bool: tokens in the loss.
         config: level, kind and limits of the weights.
+        segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
     # Detached: a weight corrects for who drew the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()
     weights = bounded_exp(log_weights)
     if config.sequence_level_importance_ratios:
-        weights = bounded_exp((log_weights * mask).sum(dim=1, keepdim=True)).expand_as(log_weights)
+        weights = bounded_exp(response_sum(log_weights, mask, segments))
     kind = config.truncated_importance_sampling_type
     if kind is None:
         return SamplingCorrection(weights, torch.zeros_like(mask))
@@ -54,6 +58,6 @@ def sampling_correction(prev: Tensor, generation: Tensor, mask: Tensor, config: 
         return SamplingCorrection(weights.clamp(max=high), weights > high)
     assert low is not None, "a mask without a lower limit"
     # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
-    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask)).expand_as(log_weights)
+    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
     out = (judged < low) | (judged > high)
     return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.data.batch import StepBatch, TokenFields
+from megatron_grpo.losses.segments import Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +55,18 @@ class LossFunction(Protocol):
     def reads(self) -> tuple[str, ...]:
         """Names of the stored entries (`STORED_DTYPES`) that the loss is computed from; absent ones are left out."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether tokens.entropy is wanted: the exact entropy of each token's distribution, with gradient."""
-
     def __call__(
-        self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts
+        self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the step's loss and metrics that one microbatch has.
 
         Args:
-            curr_logprobs: [sequences, length], float32, with gradient; position t speaks of token t. What a
-                value model trains on gets values here.
-            tokens: entries that the loss reads and loss_mask, each [sequences, length], zero on padding; positive
-                when the batch says which responses are correct, entropy when needs_entropy.
+            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: of the token at its place.
+                What a value model trains on gets values here.
+            tokens: entries that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
+                positive when the batch says which responses are correct; of a policy also entropy.
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
+            segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
             The microbatch's share of the loss and of each metric, all of shape []. Shares add up to the step's value;

@@ -17,6 +17,7 @@ from megatron_grpo.losses.token_means import bounded_exp, loss_share, masked, to
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
     from megatron_grpo.losses.interface import GlobalCounts
+    from megatron_grpo.losses.segments import Segments
 
 
 class ClippedPGLossFn:
@@ -47,22 +48,19 @@ class ClippedPGLossFn:
     reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
     """Stored entries that the loss is computed from, those that a configuration leaves out included."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the entropy bonus is on, for which tokens.entropy is wanted."""
-        return self.config.entropy_coef > 0
-
     def __call__(
-        self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts
+        self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The microbatch's share of the policy's loss and metrics; a call of `losses.interface.LossFunction`.
 
         Args:
-            curr_logprobs: [sequences, length], float32, with gradient: under the policy that is being trained.
+            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: under the policy that is being
+                trained.
             tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs when
                 there is a KL penalty, entropy (with gradient) when there is an entropy bonus, positive when correct
-                responses are imitated. Each [sequences, length].
+                responses are imitated. Each in the shape of curr_logprobs.
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
+            segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
             The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
@@ -83,10 +81,10 @@ class ClippedPGLossFn:
         prev = curr.detach() if tokens.prev_logprobs is None else masked(tokens.prev_logprobs, mask)
         old = curr.detach() if config.force_on_policy_ratio else prev
 
-        policy = surrogate(curr, old, advantages, mask, config)
+        policy = surrogate(curr, old, advantages, mask, config, segments)
         loss, metrics = -policy.objective, policy.metrics(mask, counts)
         if config.use_importance_sampling_correction:
-            correction = sampling_correction(prev, generation, mask, config)
+            correction = sampling_correction(prev, generation, mask, config, segments)
             loss = loss * correction.weights  # before the KL penalty joins: the weights belong to the surrogate alone
             metrics["is_oob_ratio"] = token_mean(correction.out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
@@ -94,7 +92,7 @@ class ClippedPGLossFn:
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 loss = loss + config.kl_in_loss * kl
-        total = loss_share(loss, mask, counts, config)
+        total = loss_share(loss, mask, counts, config, segments)
         extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts)
         total, metrics = total + extra, metrics | of_extra
         metrics |= _consistency_metrics(curr.detach(), prev, generation, mask, counts)
@@ -113,7 +111,7 @@ class ClippedPGLossFn:
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
         """
         config, total, metrics = self.config, curr.new_zeros(()), {}
-        if self.needs_entropy:
+        if config.entropy_coef:
             metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
             total = total - config.entropy_coef * metrics["entropy"]
         if config.positive_example_nll_weight:
@@ -142,7 +140,7 @@ class ClippedPGLossFn:
         config = self.config
         needed = {
             "reference_logprobs": ("reference_policy_kl_penalty", config.kl_in_loss > 0),
-            "entropy": ("entropy_coef", self.needs_entropy),
+            "entropy": ("entropy_coef", config.entropy_coef > 0),
             "positive": ("positive_example_nll_weight", config.positive_example_nll_weight > 0),
         }
         for entry, (key, wanted) in needed.items():

@@ -12,6 +12,7 @@ from megatron_grpo.losses.token_means import bounded_exp, response_mean, token_m
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
     from megatron_grpo.losses.interface import GlobalCounts
+    from megatron_grpo.losses.segments import Segments
 
 
 class Surrogate(NamedTuple):
@@ -45,7 +46,14 @@ class Surrogate(NamedTuple):
         }
 
 
-def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, config: LossConfig) -> Surrogate:
+def surrogate(
+    curr: Tensor,
+    prev: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: LossConfig,
+    segments: Segments | None = None,
+) -> Surrogate:
     """The policy-gradient objective that the configuration names, at each token.
 
     The response's ratio s comes as sg(s) pi / sg(pi) at each of its tokens (GSPO-token, Zheng et al. 2025, eq. 14):
@@ -60,11 +68,12 @@ def surrogate(curr: Tensor, prev: Tensor, advantages: Tensor, mask: Tensor, conf
         advantages: [sequences, length], float32: advantage of each token.
         mask: [sequences, length], bool: tokens in the loss.
         config: which objective, and the bounds of the ratio.
+        segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
     log_ratio = curr - prev
     if config.sequence_level_importance_ratios:
         # The value is the response's, the gradient the token's own: what is added last is 0.
-        log_ratio = response_mean(log_ratio, mask).detach() + (curr - curr.detach())
+        log_ratio = response_mean(log_ratio, mask, segments) + (curr - curr.detach())
     ratio = bounded_exp(log_ratio)
     if config.use_cispo:
         return _cispo(curr, ratio, advantages, config)

@@ -10,6 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
     from megatron_grpo.losses.interface import GlobalCounts
+    from megatron_grpo.losses.segments import Segments
 
 
 MAX_LOG_RATIO = 40.0
@@ -37,17 +38,47 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
-    """[sequences, length], any dtype, and a bool mask -> []: a microbatch's share of the mean over a step's tokens."""
+    """[...], any dtype, and a bool mask of that shape -> []: a microbatch's share of the mean over a step's tokens."""
     return (values * mask).sum() / counts.tokens
 
 
-def response_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[sequences, length], float32 -> [sequences, 1]: mean over each response's tokens in the mask, 0 without any."""
+def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
+    """Sum over each response's tokens in the mask, at every token of the response, without gradient.
+
+    Args:
+        values: [sequences, length], or flat [tokens], float32.
+        mask: bool, in the shape of the values: tokens in the loss.
+        segments: the sequences of a flat microbatch; None: the rows are the sequences.
+    """
+    kept = (values * mask).detach()
+    return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.totals(kept)
+
+
+def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
+    """Mean over each response's tokens in the mask, at every token of the response, without gradient.
+
+    Args:
+        values: [sequences, length], or flat [tokens], float32.
+        mask: bool, in the shape of the values: tokens in the loss.
+        segments: the sequences of a flat microbatch; None: the rows are the sequences.
+    """
+    return response_sum(values, mask, segments) / response_size(mask, segments)
+
+
+def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
+    """Tokens in the loss of each token's response, at least 1; [sequences, 1] for rows and [tokens] for segments.
+
+    Args:
+        mask: [sequences, length], or flat [tokens], bool: tokens in the loss.
+        segments: the sequences of a flat microbatch; None: the rows are the sequences.
+    """
     # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
-    return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return mask.sum(dim=1, keepdim=True).clamp(min=1) if segments is None else segments.size_of_token
 
 
-def loss_share(loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossConfig) -> Tensor:
+def loss_share(
+    loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossConfig, segments: Segments | None
+) -> Tensor:
     """A microbatch's part of the step's loss, shape []: T tokens, n_i of them in sequence i, in N of all M sequences::
 
         token_level_loss             sum_it loss_it / T           (DAPO, Yu et al. 2025, eq. 12)
@@ -55,14 +86,17 @@ def loss_share(loss: Tensor, mask: Tensor, counts: GlobalCounts, config: LossCon
         constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
 
     Args:
-        loss: [sequences, length], float32, with gradient: loss of each token.
-        mask: [sequences, length], bool: tokens in the loss.
+        loss: [sequences, length], or flat [tokens], float32, with gradient: loss of each token.
+        mask: bool, in the shape of the loss: tokens in the loss.
         counts: what losses are divided by, counted over the whole optimizer step.
         config: which of the three averages.
+        segments: the sequences of a flat microbatch; None: the rows are the sequences.
     """
     # Divided by counts of the step, never of the microbatch: shares add up to one loss under any packing and layout.
     if config.constant_normalizer_tokens is not None:
         return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
     if config.token_level_loss:
         return token_mean(loss, mask, counts)
-    return response_mean(loss, mask).sum() / counts.sequences
+    if segments is None:  # row by row, as the definition has it
+        return ((loss * mask).sum(dim=1, keepdim=True) / response_size(mask, None)).sum() / counts.sequences
+    return (loss * mask / response_size(mask, segments)).sum() / counts.sequences

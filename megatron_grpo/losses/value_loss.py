@@ -13,6 +13,7 @@ from megatron_grpo.losses.token_means import masked, token_mean
 if TYPE_CHECKING:
     from megatron_grpo.config.ppo_schema import MseValueLossConfig
     from megatron_grpo.losses.interface import GlobalCounts
+    from megatron_grpo.losses.segments import Segments
 
 _MOMENTS = ("return_squared", "value_error", "value_error_squared")
 """Metrics from which, with return_mean, the explained variance follows."""
@@ -32,22 +33,21 @@ class MseValueLossFn:
 
     reads = ("sampled", "values", "returns")
     """Stored entries that the loss is computed from."""
-    needs_entropy = False
-    """Values have no entropy."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
         self.config = config
 
     def __call__(
-        self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts
+        self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The microbatch's share of the value model's loss and metrics; a call of `losses.interface.LossFunction`.
 
         Args:
-            curr_values: [sequences, length], float32, with gradient; position t is the value before token t.
-            tokens: loss_mask, values (before the step) and returns, each [sequences, length]. What stands outside the
-                mask takes no part.
+            curr_values: [sequences, length], or flat [tokens], float32, with gradient: the value before each token.
+            tokens: loss_mask, values (before the step) and returns, each in the shape of curr_values. What stands
+                outside the mask takes no part.
             counts: what losses and metrics are divided by, counted over the whole optimizer step.
+            segments: the sequences of a flat microbatch, which a mean over tokens does not ask for.
 
         Returns:
             The microbatch's share of the loss, shape [], and shares of means over the step's tokens: `loss`,

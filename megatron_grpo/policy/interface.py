@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.bins import Cost
 from megatron_grpo.losses.interface import LossFunction
+from megatron_grpo.models.families import forward_flops
 from megatron_grpo.models.shape import ModelShape
 
 
@@ -60,6 +62,13 @@ class TrainedModel(ABC):
     @abstractmethod
     def shape(self) -> ModelShape:
         """Sizes of the model."""
+
+    @property
+    def cost(self) -> Cost:
+        """What a sequence costs to compute, in floating-point operations of a forward pass."""
+        one, two = forward_flops(self.shape, [1]), forward_flops(self.shape, [2])
+        per_pair = two - 2 * one  # two tokens of one sequence see three pairs, those of two sequences see two
+        return Cost(per_token=one - per_pair, per_pair=per_pair)
 
     @property
     @abstractmethod

@@ -60,9 +60,6 @@ def _split(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Itera
 
 def _parallel(config: Config) -> Iterator[Problem]:
     for section, parallel in _trained(config):
-        if parallel.context != 1:
-            text = "context parallelism is not supported yet; use 1"
-            yield Problem(f"{section}.parallel.context={parallel.context}", text)
         if parallel.expert != 1:
             text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
             yield Problem(f"{section}.parallel.expert={parallel.expert}", text)

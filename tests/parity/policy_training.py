@@ -42,6 +42,7 @@ def make_engine(
     distributed: bool = True,
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
+    packing: bool = True,
 ) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
@@ -49,6 +50,7 @@ def make_engine(
         precision=precision,
         optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
+        packing=packing,
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
@@ -71,10 +73,12 @@ def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     return gradients
 
 
-def gradients_on_rank(layout: Layout, models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
+def gradients_on_rank(
+    layout: Layout, models: list[TinyModel], packing: bool = True
+) -> list[tuple[dict[str, Tensor], float]]:
     found = []
     for model in models:
-        engine = make_engine(layout, model, distributed=False)
+        engine = make_engine(layout, model, distributed=False, packing=packing)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)

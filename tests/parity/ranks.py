@@ -33,13 +33,14 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
     expert: int = 1
     sequence: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -48,7 +49,12 @@ class Layout:
 
     def __str__(self) -> str:
         name = f"tp{self.tensor}-pp{self.pipeline}-dp{self.data}"
-        return name + f"-ep{self.expert}" * (self.expert > 1) + "-sp" * self.sequence
+        return (
+            name
+            + f"-cp{self.context}" * (self.context > 1)
+            + f"-ep{self.expert}" * (self.expert > 1)
+            + "-sp" * self.sequence
+        )
 
 
 LAYOUTS = [

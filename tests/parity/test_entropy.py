@@ -1,4 +1,4 @@
-"""Entropy with the vocabulary split over tensor-parallel ranks, alone and in the loss of the policy."""
+"""Log-probabilities and entropy with the vocabulary split over tensor-parallel ranks, and the entropy in the loss."""
 
 from __future__ import annotations
 
@@ -9,43 +9,56 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.policy.modeling.logprobs import token_entropy, vocab_shard
+from megatron_grpo_kernels.logprob import linear_logprobs
 from tests.parity.policy_training import hf_loss, make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged
 from tests.support.tiny_models import TinyModel
 
-VOCAB, PADDED, TEMPERATURE = 11, 16, 0.7
+TOKENS, HIDDEN, VOCAB, PADDED, TEMPERATURE = 10, 6, 11, 16, 0.7
 
 
-def problem() -> tuple[Tensor, Tensor]:
-    """Logits [2, 5, PADDED], with one rank's part far above the other's, and weights [2, 5]."""
+def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, the head's weight, targets, and factors of both results.
+
+    The first rank has entries far above the other's, and the second ends in padding.
+    """
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(2, 5, PADDED, generator=generator) * 2
-    logits[0, 1, : PADDED // 2] += 30
-    return logits, torch.randn(2, 5, generator=generator)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    weight[: PADDED // 2] *= 5
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    return hidden, weight, targets, torch.randn(2, TOKENS, generator=generator)
 
 
-def entropy_on_rank(layout: Layout) -> tuple[Tensor, Tensor]:
-    """The entropies, and the gradient for this rank's columns."""
+def results_on_rank(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies, this rank's part of the hidden states' gradient, and that of its rows."""
     group = parallel_state.get_tensor_model_parallel_group()
-    logits, weights = problem()
-    local = logits.chunk(group.size(), dim=-1)[group.rank()].clone().requires_grad_()
-    entropy = token_entropy(local, vocab_shard(VOCAB, local.shape[-1], group), temperature=TEMPERATURE, chunk_tokens=3)
-    (entropy * weights).sum().backward()
-    assert local.grad is not None
-    return entropy.detach(), local.grad
+    hidden, weight, targets, factors = problem()
+    own = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+    hidden.requires_grad_()
+    start = group.rank() * len(own)
+    columns = min(len(own), VOCAB - start)
+    both = torch.stack(
+        linear_logprobs(
+            hidden, own, targets, start=start, columns=columns, group=group, scale=1 / TEMPERATURE, chunk_tokens=3
+        )
+    )
+    gradients = torch.autograd.grad((both * factors).sum(), (hidden, own))
+    return both.detach(), *gradients
 
 
-def test_entropy_equals_that_of_the_whole_vocabulary() -> None:
-    logits, weights = problem()
-    logits.requires_grad_()
-    expected = torch.distributions.Categorical(logits=logits[:, :-1, :VOCAB] / TEMPERATURE).entropy()
-    (expected * weights[:, 1:]).sum().backward()
-    by_rank = run_on_ranks(Layout(tensor=2), entropy_on_rank)
-    for entropy, _ in by_rank:
-        torch.testing.assert_close(entropy[:, 1:], expected)
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in by_rank], dim=-1), logits.grad)
+def test_the_split_vocabulary_is_the_whole_one() -> None:
+    hidden, weight, targets, factors = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    distribution = torch.distributions.Categorical(logits=hidden @ weight[:VOCAB].t() / TEMPERATURE)
+    expected = torch.stack([distribution.log_prob(targets), distribution.entropy()])
+    of_hidden, of_weight = torch.autograd.grad((expected * factors).sum(), (hidden, weight))
+    by_rank = run_on_ranks(Layout(tensor=2), results_on_rank)
+    for both, _, _ in by_rank:
+        torch.testing.assert_close(both, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sum(part for _, part, _ in by_rank), of_hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat([rows for *_, rows in by_rank]), of_weight, atol=1e-4, rtol=1e-4)
 
 
 BONUS = 0.5

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.data.batch import ReplicaWork, StepBatch
-from megatron_grpo.data.packing import fewest_microbatches, plan_replica
+from megatron_grpo.data.planning import planner
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.interface import NonFiniteGradientError, StepShare, TrainedModel, TrainResult
@@ -127,10 +127,10 @@ class RankGroup(TrainedModel):
         found: list[int] = []
         for place, share in zip(self._places, shares, strict=True):
             microbatches, numbers = works[place.data].microbatches, chosen[place.data]
-            for indices, metrics in zip(microbatches, share.metrics or [], strict=place.is_reporter):
+            for indices, metrics in zip(microbatches, share.metrics or [], strict=share.metrics is not None):
                 if not math.isfinite(metrics["loss"]):
                     found += numbers[indices].tolist()
-        suspects = sorted(found) or sorted(int(number) for numbers in chosen for number in numbers)
+        suspects = sorted(set(found)) or sorted(int(number) for numbers in chosen for number in numbers)
         _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
         return [number for number in suspects if not finite[number]] or suspects
 
@@ -156,7 +156,7 @@ class RankGroup(TrainedModel):
         chosen, works = self._works(batch, np.arange(len(batch)), tokens, whole_shards=True)
         results = self._gather(self._call("forward", works, method=method), what)
         by_replica = {
-            place.data: share for place, share in zip(self._places, results, strict=True) if place.is_reporter
+            place.data: share for place, share in zip(self._places, results, strict=True) if share is not None
         }
         finite = np.zeros(len(batch), dtype=np.bool_)
         for replica, numbers in enumerate(chosen):
@@ -187,21 +187,18 @@ class RankGroup(TrainedModel):
         numbered = [
             np.concatenate([s.sequences for s in shards])[own] for shards, own in zip(of_replica, rows, strict=True)
         ]
-        multiple = self._config.parallel.sequence_multiple
-        sizes = {"microbatch_tokens": microbatch_tokens, "pad_to_multiple": multiple}
-        # As many microbatches everywhere, as far as sequences go: no replica waits at the end for longer than it must.
-        most = max(fewest_microbatches(batch.lengths[numbers], **sizes) for numbers in numbered)
+        plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbered])
         works = [
             ReplicaWork(
                 shards=[shard.fields for shard in shards],
                 shard_lengths=[batch.lengths[shard.sequences] for shard in shards],
                 rows=own,
-                microbatches=plan_replica(batch.lengths[numbers], microbatches=most, **sizes),
+                microbatches=microbatches,
                 in_loss=batch.in_loss[numbers],
                 positive=None if batch.positive is None else batch.positive[numbers],
                 advantages=None if batch.advantages is None else batch.advantages[numbers],
             )
-            for shards, own, numbers in zip(of_replica, rows, numbered, strict=True)
+            for shards, own, numbers, microbatches in zip(of_replica, rows, numbered, plans, strict=True)
         ]
         return numbered, works
 

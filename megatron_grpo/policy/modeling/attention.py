@@ -1,4 +1,4 @@
-"""Causal attention of the torch layer spec, over rectangles of sequences or sequences laid end to end."""
+"""Causal attention of the torch layer spec: over rectangles, packed sequences, windows and context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_grpo.policy.modeling.packed_sequences import AttentionGroup, PackedSequences
+
 
 class TorchCoreAttention(torch.nn.Module):
-    """softmax(q k^T / sqrt(d)) v, causal, with grouped queries, by torch's fused kernel (softmax in float32)."""
+    """softmax(q k^T / sqrt(d)) v, causal, with grouped queries, by torch's fused kernel (softmax in float32).
+
+    Context-parallel ranks gather each other's keys and values, and attend with the queries that they hold.
+    """
 
     def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("policy.parallel.context > 1 needs Transformer Engine on a GPU")
         self.softmax_scale = softmax_scale
+        self.window: int | None = None
+        """Tokens that each token sees, itself included; None: all before it."""
+        self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -33,35 +41,63 @@ class TorchCoreAttention(torch.nn.Module):
         """Attention of every token to itself and those before it in its sequence; heads of a group share key and value.
 
         Args:
-            query: [length, sequences, heads, head_dim], or [tokens, heads, head_dim] when packed, any float type.
-            key: [length, sequences, groups, head_dim], or [tokens, groups, head_dim] when packed, dtype of the query.
-            value: [length, sequences, groups, head_dim], or [tokens, groups, head_dim] when packed, dtype of the query.
+            query: [length, sequences, heads, head_dim], any float type; packed sequences are one sequence here.
+            key: [length, sequences, groups, head_dim], in the dtype of the query.
+            value: [length, sequences, groups, value_dim], in the dtype of the query.
             attention_mask: ignored, as are attn_mask_type and attention_bias: attention is always causal, and padding
                 stands to the right, where no real token sees it.
-            packed_seq_params: boundaries of the packed sequences; None: the sequences are rectangles.
+            packed_seq_params: where the packed sequences lie (`PackedSequences`); None: the sequences are rectangles.
 
         Returns:
-            [length, sequences, heads * head_dim], or [tokens, heads * head_dim] when packed, the dtype of the query.
+            [length, sequences, heads * value_dim], the dtype of the query.
         """
         if packed_seq_params is None:
-            return self._attend(query, key, value)
-        boundaries = packed_seq_params.cu_seqlens_q_padded
-        if boundaries is None:
-            boundaries = packed_seq_params.cu_seqlens_q
-        # One sequence at a time: torch's kernel knows no boundaries, and a mask of all tokens would be their square.
-        lengths = boundaries.diff().tolist()
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._attend(q[:, None], k[:, None], v[:, None])[:, 0] for q, k, v in parts])
+            assert self._context is None, "context parallelism needs to know where the sequences lie"
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            out = self._attend(q, k, v, self._rectangle_mask(query.shape[0], query.device))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        assert isinstance(packed_seq_params, PackedSequences), "packed sequences without their places"
+        if self._context is not None:
+            # In one message. Backward adds up what every rank's queries say of a key, and hands each rank its own.
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        sequences = packed_seq_params
+        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in sequences.groups]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (out if sequences.out is None else out[sequences.out])[:, None].flatten(2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[length, sequences, heads, head_dim], any float type, to [length, sequences, heads * head_dim]."""
-        length, sequences = query.shape[:2]
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
+    def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
+        """One attention call: [tokens, heads, head_dim] each, to [parts * most queries, heads, value_dim]."""
+        queries = query[group.queries].transpose(1, 2)
+        keys, values = (tensor[group.keys].transpose(1, 2) for tensor in (key, value))
+        mask = None if group.square and self.window is None else self._mask(group)
+        return self._attend(queries, keys, values, mask).transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, group: AttentionGroup) -> Tensor:
+        """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
+        ends = group.first[:, None] + torch.arange(group.queries.shape[1], device=group.first.device)
+        return self._seen(ends[..., None], torch.arange(group.keys.shape[1], device=group.first.device))[:, None]
+
+    def _rectangle_mask(self, length: int, device: torch.device) -> Tensor | None:
+        """[length, length], bool: whether a query sees a key; None: simply causal."""
+        if self.window is None:
+            return None
+        positions = torch.arange(length, device=device)
+        return self._seen(positions[:, None], positions)
+
+    def _seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., queries, 1] and [keys], int64, to [..., queries, keys], bool: whether a query sees a key."""
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[sequences, heads, length, head_dim] each, any float type, to [sequences, heads, queries, value_dim]."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.permute(2, 0, 1, 3).reshape(length, sequences, -1)

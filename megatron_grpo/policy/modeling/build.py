@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -16,7 +15,9 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
 
 
 def build_model(
@@ -25,11 +26,12 @@ def build_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
-) -> GPTModel:
+) -> DecoderModel:
     """A rank's shard of the model on the platform's device, its weights not yet set.
 
     On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, columns], columns
-    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it.
+    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it. Packed sequences
+    (`PackedSequences`) are given as one sequence, [1, tokens]; with `rows` the model ends in hidden states.
 
     Args:
         shape: sizes of the model.
@@ -38,7 +40,7 @@ def build_model(
         activation_checkpointing: recompute every layer in the backward pass.
     """
     config = transformer_config(shape, parallel, precision, activation_checkpointing)
-    model = GPTModel(
+    model = DecoderModel(
         config=config,
         transformer_layer_spec=layer_spec(config, shape),
         vocab_size=padded_vocab(shape, parallel.tensor),
@@ -52,6 +54,8 @@ def build_model(
     )
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
+    if not uses_transformer_engine():
+        model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
     return model
 
 

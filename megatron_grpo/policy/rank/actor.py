@@ -40,7 +40,6 @@ class RankPlace:
     """Where a rank stands in the layout."""
 
     data: int
-    is_reporter: bool
     device_name: str
     """Name that the vendor gives the rank's GPU; "cpu" without one."""
     startup_s: dict[str, float]
@@ -109,7 +108,6 @@ class RankActor:
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),
-            is_reporter=self.model.is_reporter,
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )

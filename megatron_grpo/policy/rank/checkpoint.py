@@ -73,6 +73,7 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context": parallel_state.get_context_parallel_world_size(),
             "data": parallel_state.get_data_parallel_world_size(),
         },
     }
@@ -108,12 +109,12 @@ def _random_state_shard() -> ShardedObject:
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     )
     place = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
     state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
     return ShardedObject("random_state", state, shape, place, replica_id=0)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.losses.interface import LossFunction
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.build import build_model
-from megatron_grpo.policy.modeling.logprobs import VocabShard, token_entropy, token_logprobs, vocab_shard
+from megatron_grpo.policy.modeling.decoder import DecoderModel, row_logprobs
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
 
 
@@ -50,7 +47,7 @@ class PolicyRank(ModelRank):
             if self._offload_reference:
                 self.reference.to("cpu")
 
-    def _build(self, folder: str, config: PolicyConfig) -> GPTModel:
+    def _build(self, folder: str, config: PolicyConfig) -> DecoderModel:
         model = build_model(
             self.shape,
             config.parallel,
@@ -92,25 +89,14 @@ class PolicyRank(ModelRank):
             moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
 
-    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[sequences, length, columns of the rank] of logits to log-probabilities, [sequences, length], float32."""
-        return token_logprobs(
-            output,
-            token_ids,
-            self._shard(output),
+    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """[rows, hidden] to log-probabilities, [rows], float32, and the entries with the entropy among them."""
+        logprobs, entropy = row_logprobs(
+            model,
+            self.shape.vocab,
+            hidden,
+            given(tokens.token_ids),
             temperature=self.temperature,
             chunk_tokens=self.config.logprob_chunk_size,
         )
-
-    def _with_loss_entries(self, tokens: TokenFields, output: Tensor, loss_fn: LossFunction) -> TokenFields:
-        """The entries, with the entropy if the loss wants it, from logits [sequences, length, columns of the rank]."""
-        if not loss_fn.needs_entropy:
-            return tokens
-        chunk = self.config.logprob_chunk_size
-        entropy = token_entropy(output, self._shard(output), temperature=self.temperature, chunk_tokens=chunk)
-        return replace(tokens, entropy=entropy)
-
-    def _shard(self, logits: Tensor) -> VocabShard:
-        """The vocabulary entries that this rank's logits, [sequences, length, columns of the rank], are of."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_shard(self.shape.vocab, logits.shape[-1], group)
+        return logprobs, replace(tokens, entropy=entropy)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.batch import TokenBatch
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.policy.modeling.value_head import build_value_model, token_values
+from megatron_grpo.policy.modeling.decoder import DecoderModel
+from megatron_grpo.policy.modeling.value_head import build_value_model
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
 
 
@@ -42,6 +43,6 @@ class ValueRank(ModelRank):
         self.model.eval()
         return self._forward_tokens(self.model, batch, microbatches)
 
-    def _per_token(self, output: Tensor, token_ids: Tensor) -> Tensor:
-        """[sequences, length, 1], float32, of values after each token to [sequences, length], before each token."""
-        return token_values(output)
+    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """[rows, hidden] to values, [rows], float32: what is known before each token."""
+        return model.output_layer(hidden), tokens

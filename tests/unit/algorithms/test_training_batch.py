@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_grpo.algorithms.training_batch import assign, training_batch
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PPOConfig
 from megatron_grpo.data.batch import StepBatch
-from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.bins import OF_TOKENS, Bins
 from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.fake_rollouts import FakeRollouts, by_sequence, stored_names
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -184,10 +184,10 @@ def test_shards_are_the_shares_of_the_plan_of_each_minibatch(layout: Layouts) ->
     shards = assign(layout.config(), a_step(lengths))
     size = layout.minibatch or len(lengths)
     for start in range(0, len(lengths), size):
-        plan = plan_microbatches(lengths[start : start + size], data_parallel=2, microbatch_tokens=400)
-        for numbers, microbatches in zip(shards, plan, strict=True):
+        shares = Bins(400, 1, OF_TOKENS).share(np.array(lengths[start : start + size]), 2)
+        for numbers, share in zip(shards, shares, strict=True):
             mine = [number for number in numbers.tolist() if start <= number < start + size]
-            assert mine == sorted(start + index for microbatch in microbatches for index in microbatch)
+            assert mine == sorted(start + index for index in share)
 
 
 @pytest.mark.parametrize(

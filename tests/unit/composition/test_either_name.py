@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import megatron_grpo.conf
 import pytest
 from omegaconf import OmegaConf
 
+import megatron_grpo.conf
 from megatron_grpo.composition.compose import compose_typed
 from megatron_grpo.composition.either_name import unite, without_shared
 from megatron_grpo.config.changes import leaves

@@ -102,7 +102,6 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
         (["generation.parallel.tensor=8"], "generation.parallel.tensor=8", "4 key/value heads; use 1, 2 or 4"),
         (["policy.parallel.pipeline=3"], "policy.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
         (["generation.parallel.pipeline=3"], "generation.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
-        (["policy.parallel.context=2"], "policy.parallel.context=2", "not supported yet"),
         (["policy.parallel.expert=2"], "policy.parallel.expert=2", "mixture-of-experts"),
         (["policy.parallel.sequence=true"], "policy.parallel.sequence=True", "needs policy.parallel.tensor > 1"),
         (["policy.parallel.data=3"], "policy.parallel.data=3", "32 prompts x 16 generations = 512 samples"),

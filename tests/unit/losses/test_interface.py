@@ -131,7 +131,6 @@ def test_a_loss_looks_at_what_it_says_that_it_reads(kind: str) -> None:
         loss_fn(curr, watched, counts_of(tokens))
         looked_at |= watched.seen
         assert watched.seen <= {*loss_fn.reads, *OF_THE_RANK}
-        assert ("entropy" in watched.seen) == loss_fn.needs_entropy
         # loss_mask is made on the rank, of "sampled".
         assert {"sampled"} <= set(loss_fn.reads) <= STORED_DTYPES.keys()
     assert looked_at >= {*LOSSES[kind][0].reads} - {"sampled"}

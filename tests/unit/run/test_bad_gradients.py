@@ -13,8 +13,8 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.rank.actor import RankPlace
 
-PLACES = [RankPlace(data=0, is_reporter=False, device_name="cpu", startup_s={})] + [
-    RankPlace(data=replica, is_reporter=True, device_name="cpu", startup_s={}) for replica in (0, 1)
+PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
+    RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
 CHOSEN = [np.array([0, 3, 5]), np.array([1, 2, 4])]
 """Numbers of each replica's sequences."""

@@ -1,0 +1,142 @@
+"""Packing sequences into microbatches that take equally long, without padding."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MORE = 1.01
+"""Factor by which bins are added when sequences do not fit into as few as were tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a sequence costs to compute, in any unit."""
+
+    per_token: float
+    per_pair: float
+    """Of a pair of a query and a key that it sees: what makes long sequences cost more than their length."""
+
+    def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[sequences], int64, of lengths to [sequences], float64."""
+        return self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
+
+
+OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
+"""Where attention costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Plans microbatches of sequences laid end to end, each with at most so many tokens.
+
+    Costliest first, each sequence goes to the bin that has the least to do and still has room (Graham 1969, "longest
+    processing time"). Takes O(n log n) time for n sequences.
+    """
+
+    microbatch_tokens: int
+    """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
+    multiple: int
+    """What the tokens of a sequence are padded to a multiple of."""
+    cost: Cost
+
+    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        """Sequences for each replica, so that all have equally much to compute.
+
+        Args:
+            lengths: [sequences], int64: tokens of each sequence, at least one for each replica.
+            replicas: number of model replicas.
+
+        Returns:
+            For each replica indices into `lengths`.
+
+        Raises:
+            ValueError: there are fewer sequences than replicas.
+        """
+        if len(lengths) < replicas:
+            raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
+        bins = self._fewest(lengths, replicas)
+        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        shares: list[list[int]] = [[] for _ in range(replicas)]
+        taken = [0] * replicas
+        heap = [(0.0, replica) for replica in range(replicas)]
+        for number in sorted(range(len(bins)), key=lambda number: -costs[number]):
+            done, replica = heapq.heappop(heap)
+            shares[replica] += bins[number]
+            taken[replica] += 1
+            if taken[replica] < len(bins) // replicas:
+                heapq.heappush(heap, (done + costs[number], replica))
+        return shares
+
+    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
+        """Microbatches of replicas whose sequences are settled; as many on each, as far as sequences go.
+
+        Args:
+            of_replicas: for each replica [sequences], int64: tokens of each sequence.
+
+        Returns:
+            For each replica its microbatches, costliest first, each a list of indices into its lengths.
+        """
+        plans = [self._fewest(lengths, 1) for lengths in of_replicas]
+        most = max(map(len, plans))
+        while True:
+            wanted = [min(most, len(lengths)) for lengths in of_replicas]
+            tried = [self._filled(lengths, count) for lengths, count in zip(of_replicas, wanted, strict=True)]
+            if all(plan is not None for plan in tried):
+                return [
+                    self._costliest_first(lengths, plan or []) for lengths, plan in zip(of_replicas, tried, strict=True)
+                ]
+            most = max(most + 1, int(most * MORE))
+
+    def _fewest(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        """As few bins as the sequences, [sequences], int64, are found to fit into; a multiple of `replicas`."""
+        widths = self._widths(lengths)
+        count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)
+        while True:
+            count = min(-(-count // replicas) * replicas, len(lengths) // replicas * replicas)
+            bins = self._filled(lengths, count)
+            if bins is not None:
+                return bins
+            if count >= len(lengths) // replicas * replicas:  # a bin each, and some left over
+                raise ValueError(
+                    f"{len(lengths)} sequences need more microbatches of {self.microbatch_tokens} tokens than can be "
+                    f"shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
+                )
+            count = max(count + 1, int(count * MORE))
+
+    def _filled(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
+        """The sequences, [sequences], int64, in so many bins, none empty; None: they were not found to fit."""
+        widths = self._widths(lengths).tolist()
+        costs = self.cost.of(lengths).tolist()
+        bins: list[list[int]] = [[] for _ in range(count)]
+        room = [self.microbatch_tokens] * count
+        open_bins = [(0.0, number) for number in range(count)]  # by what they have to do
+        narrow: list[tuple[int, int, float]] = []  # by room, the most first: for shorter sequences
+        for index in sorted(range(len(widths)), key=lambda i: (-widths[i], i)):
+            width = widths[index]
+            while narrow and -narrow[0][0] >= width:
+                _, number, done = heapq.heappop(narrow)
+                heapq.heappush(open_bins, (done, number))
+            while open_bins and bins[open_bins[0][1]] and room[open_bins[0][1]] < width:
+                done, number = heapq.heappop(open_bins)
+                heapq.heappush(narrow, (-room[number], number, done))
+            if not open_bins:
+                return None
+            done, number = heapq.heappop(open_bins)
+            bins[number].append(index)
+            room[number] -= width
+            heapq.heappush(open_bins, (done + costs[index], number))
+        return bins if all(bins) else None
+
+    def _widths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[sequences], int64, of lengths to those of the padded sequences."""
+        return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
+
+    def _costliest_first(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
+        """Bins of sequences, [sequences], int64, by what they have to do; the sequences of each in their order."""
+        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]

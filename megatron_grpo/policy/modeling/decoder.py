@@ -1,0 +1,79 @@
+"""A pipeline stage of the model that ends in hidden states of chosen tokens, and what becomes of them in the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_grpo_kernels.logprob import linear_logprobs
+
+
+class DecoderModel(GPTModel):
+    """Megatron-Core's model; the head is left to whoever asks, for the tokens that are asked about alone.
+
+    The head is the largest matrix of a small model, and its output the largest tensor of any: prompts and padding cost
+    nothing there, and logits of all tokens are never held.
+    """
+
+    rows: Tensor | None = None
+    """[rows], int64: places of the wanted tokens of the next microbatch, one sequence of [1, tokens]; None: the model
+    gives logits of every token, [sequences, length, columns of this rank]."""
+
+    def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """[length, 1, hidden] of hidden states to those of the rows, [1, rows, hidden], on the last stage."""
+        if not self.post_process or self.rows is None:
+            output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
+            return output
+        assert hidden_states.shape[1] == 1, "rows are places in packed sequences"
+        hidden = hidden_states
+        if self.config.sequence_parallel:
+            # The head gives every rank the complete gradient of the rows, so each takes its part of it.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[self.rows].transpose(0, 1)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[columns of this rank, hidden]: a row for each vocabulary entry, padding included."""
+        weight: Tensor | None = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return self.output_layer.weight if weight is None else weight
+
+
+def row_logprobs(
+    model: DecoderModel, vocab: int, hidden: Tensor, targets: Tensor, *, temperature: float, chunk_tokens: int | None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens after hidden states, and entropies of the distributions that they are drawn from.
+
+    Args:
+        model: whose head it is; its last stage.
+        vocab: vocabulary entries; the head's further rows are padding.
+        hidden: [rows, hidden], the model's float type.
+        targets: [rows], int64.
+        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
+        chunk_tokens: tokens whose logits are held at once; None: the kernel's choice.
+
+    Returns:
+        Both [rows], float32, differentiable.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    columns = model.head_weight.shape[0]
+    start = dist.get_rank(group) * columns
+    return linear_logprobs(
+        copy_to_tensor_model_parallel_region(hidden),
+        model.head_weight,
+        targets,
+        start=start,
+        columns=max(0, min(columns, vocab - start)),
+        group=group if dist.get_world_size(group) > 1 else None,
+        scale=1.0 / temperature if temperature > 0 else 1.0,
+        chunk_tokens=chunk_tokens,
+    )

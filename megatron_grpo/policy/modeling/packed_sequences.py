@@ -1,0 +1,214 @@
+"""Where the tokens of a microbatch stand when its sequences are laid end to end and split over context-parallel ranks.
+
+Everything here is computed on the host, in NumPy: no part of a microbatch makes the host wait for the device.
+
+With context parallelism of n, a sequence is padded to 2n chunks of equal length, and rank r holds chunks r and
+2n - 1 - r: under causal attention every rank then has equally much to do (Llama 3, 2024, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+LEAST_FILL = 0.75
+"""Sequences share an attention call as long as the shortest has this share of the longest's tokens."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Parts of sequences that one attention call serves, as a rectangle; shorter ones repeat their last token."""
+
+    queries: Tensor
+    """[parts, most queries], int64: places of the queries among this rank's tokens."""
+    keys: Tensor
+    """[parts, most keys], int64: places of the keys among the tokens of all context-parallel ranks, rank by rank."""
+    first: Tensor
+    """[parts], int64: position in its sequence of a part's first query. The first key has position 0."""
+    square: bool
+    """Whether every part is a whole sequence: as many queries as keys, from position 0 on."""
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """A microbatch's sequences as Megatron-Core's layers are told of them.
+
+    qkv_format is "sbhd" in the torch layers: Megatron-Core then treats the microbatch as one long sequence, and only
+    the rotary embedding and the attention, which are ours, look at the entries below.
+    """
+
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[tokens of this rank], int64: position of each token in its sequence."""
+    groups: list[AttentionGroup] = field(default_factory=list)
+    out: Tensor | None = None
+    """[tokens of this rank], int64: each token's place in the outputs of all groups, one after the other; None: as it
+    is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The places of a microbatch's tokens on one context-parallel rank."""
+
+    source: Ints
+    """[tokens of this rank]: index of each token in the flat sequences; -1 is padding."""
+    positions: Ints
+    """[tokens of this rank]: position of each token in its sequence."""
+    places: Ints
+    """[all tokens, padding included]: place of each among the tokens of all ranks, rank by rank. The order is that of
+    the sequences, each padded to its width."""
+    widths: Ints
+    """[sequences]: tokens of each, padding included, over all ranks."""
+    lengths: Ints
+    """[sequences]: tokens of each."""
+    rank: int
+    size: int
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of each context-parallel rank, padding included."""
+        return len(self.source)
+
+    def predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Which hidden states of this rank say something about wanted tokens: those of the token before each.
+
+        Args:
+            wanted: [tokens of the flat sequences], bool. The first of a sequence is left out: nothing predicts it.
+
+        Returns:
+            Places among this rank's tokens, and indices of the tokens that they predict in the flat sequences, both
+            [predicted tokens of this rank], int64, in the order of the flat sequences.
+        """
+        starts, columns = np.cumsum(self.lengths) - self.lengths, np.cumsum(self.widths) - self.widths
+        chosen = wanted.copy()
+        chosen[starts[self.lengths > 0]] = False
+        tokens = np.flatnonzero(chosen)
+        sequence = np.searchsorted(np.cumsum(self.lengths), tokens, side="right")
+        before = self.places[columns[sequence] + tokens - starts[sequence] - 1]
+        here = before // self.local_tokens == self.rank
+        return before[here] - self.rank * self.local_tokens, tokens[here]
+
+
+def lay_out(
+    lengths: Sequence[int], *, rank: int = 0, size: int = 1, tensor_multiple: int = 1, width: int | None = None
+) -> Placement:
+    """Lay sequences end to end and split them over context-parallel ranks.
+
+    Args:
+        lengths: tokens of each sequence, at least one sequence of at least one token.
+        rank: this context-parallel rank.
+        size: number of context-parallel ranks.
+        tensor_multiple: what the tokens of a rank are to be a multiple of; the last sequence is padded for it.
+        width: tokens that every sequence is padded to; None: as few as can be.
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    chunks = 2 * size if size > 1 else 1
+    widths = -(-np.full_like(tokens, width) // chunks) * chunks if width else -(-tokens // chunks) * chunks
+    unit = math.lcm(chunks, size * tensor_multiple)
+    widths[-1] += -int(widths.sum()) % unit
+    columns = np.cumsum(widths) - widths
+    sequence = np.repeat(np.arange(len(widths)), widths)
+    position = np.arange(len(sequence)) - columns[sequence]
+    if size == 1:
+        owner, slot = np.zeros_like(position), np.arange(len(position))
+    else:
+        chunk_length = (widths // chunks)[sequence]
+        chunk = position // chunk_length
+        owner = np.where(chunk < size, chunk, chunks - 1 - chunk)
+        slot = (columns // size)[sequence] + position % chunk_length + np.where(chunk < size, 0, chunk_length)
+    starts = np.cumsum(tokens) - tokens
+    flat = np.where(position < tokens[sequence], starts[sequence] + position, -1)
+    here = np.flatnonzero(owner == rank)
+    source, positions = np.empty(len(here), dtype=np.int64), np.empty(len(here), dtype=np.int64)
+    source[slot[here]], positions[slot[here]] = flat[here], position[here]
+    return Placement(source, positions, owner * len(here) + slot, widths, tokens, rank, size)
+
+
+def attention_groups(placement: Placement) -> tuple[list[AttentionGroup], Tensor | None]:
+    """The attention calls of a microbatch on this rank, and where each token's output is among theirs.
+
+    Returns:
+        The groups; and [tokens of this rank], int64, or None when the outputs of the only group are in their order.
+    """
+    columns = np.cumsum(placement.widths) - placement.widths
+    size, rank = placement.size, placement.rank
+    if size == 1:
+        begins, queries, keys, owners = columns, placement.widths, placement.widths, np.arange(len(columns))
+    else:
+        chunk = placement.widths // (2 * size)
+        begins = np.concatenate([columns // size, columns // size + chunk])
+        queries = np.concatenate([chunk, chunk])
+        keys = np.concatenate([(rank + 1) * chunk, (2 * size - rank) * chunk])
+        owners = np.tile(np.arange(len(columns)), 2)
+    # Longest first: neighbours are of like length, so that little of a rectangle is padding.
+    order = np.lexsort((np.arange(len(keys)), -queries, -keys))
+    out = np.empty(placement.local_tokens, dtype=np.int64)
+    groups, done, begin = [], 0, 0
+    while begin < len(order):
+        end = begin + int(np.searchsorted(-keys[order[begin:]], -LEAST_FILL * keys[order[begin]], side="right"))
+        members = order[begin:end]
+        most_queries, most_keys = int(queries[members].max()), int(keys[members[0]])
+        query = np.minimum(np.arange(most_queries), queries[members, None] - 1) + begins[members, None]
+        key = np.minimum(np.arange(most_keys), keys[members, None] - 1) + columns[owners[members], None]
+        own = queries[members]
+        nth = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+        row_starts = done + np.arange(len(members)) * most_queries
+        out[np.repeat(begins[members], own) + nth] = np.repeat(row_starts, own) + nth
+        done += len(members) * most_queries
+        groups.append(
+            AttentionGroup(
+                queries=torch.from_numpy(query),
+                keys=torch.from_numpy(placement.places[key]),
+                first=torch.from_numpy(keys[members] - queries[members]),
+                square=size == 1,
+            )
+        )
+        begin = end
+    if done == len(out) and np.array_equal(out, np.arange(done)):
+        return groups, None
+    return groups, torch.from_numpy(out)
+
+
+def packed_sequences(placement: Placement, transformer_engine: bool) -> PackedSequences:
+    """What the layers are told of a microbatch.
+
+    Args:
+        placement: where its tokens stand.
+        transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
+    """
+    if transformer_engine:
+        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(placement.widths)]).astype(np.int32))
+        longest = int(placement.widths.max())
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    groups, out = attention_groups(placement)
+    return PackedSequences(qkv_format="sbhd", positions=torch.from_numpy(placement.positions), groups=groups, out=out)
+
+
+def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> PackedSequences:
+    """The same with every tensor passed through `move`, of any shape and dtype."""
+
+    def all_moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return move(value)
+        if isinstance(value, AttentionGroup):
+            return AttentionGroup(move(value.queries), move(value.keys), move(value.first), value.square)
+        return [all_moved(one) for one in value] if isinstance(value, list) else value
+
+    return PackedSequences(**{name: all_moved(value) for name, value in vars(sequences).items()})

@@ -1,0 +1,148 @@
+"""Proves layouts equal on this machine: python -m megatron_grpo.verify model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_grpo.composition.help import version
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.verification.request import DEFAULT_LAYOUTS, NamedLayout, Request, UsageError, read_request
+
+if TYPE_CHECKING:
+    from megatron_grpo.verification.compare import Row
+
+USAGE = f"""\
+python -m megatron_grpo.verify [key=value ...] [--json]
+
+Runs the same tokens through each layout in float32 on this machine, and compares with transformers. Exit code 1 when
+something is past its tolerance.
+
+  model      a folder in Hugging Face format, or tiny:qwen3, tiny:qwen2, tiny:llama
+  shrink     true: a small random model of the folder's own configuration (false)
+  layouts    such as [tp2,tp2sp,pp2,cp2dp2] ({DEFAULT_LAYOUTS})
+  packing    true, false or both (true)
+  sequences  how many (12)
+  longest    tokens of the longest (48)
+  steps      optimizer steps after which losses are compared (3)
+  seed       of tokens, and of the weights of a model that is made (0)
+  timeout_s  deadline of one layout (600)
+  --json     results as JSON
+"""
+FAILED, MISTAKE = 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+        return 0
+    try:
+        request = read_request(arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = list(verify(request, Path(folder)))
+    except (UsageError, ValueError) as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return MISTAKE
+    except RunError as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if request.json:
+        print(json.dumps({"model": request.model, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}))
+    return 0 if all(row.passed for row in rows) else FAILED
+
+
+def verify(request: Request, folder: Path) -> Iterator[Row]:
+    """The result of every layout, that of one rank first; without --json each is printed as it comes.
+
+    Args:
+        request: what to verify.
+        folder: where a model may be made.
+
+    Raises:
+        UsageError: there is no such model, or it does not split so.
+        RunError: a rank failed.
+    """
+    from megatron_grpo.verification.compare import compare  # here: torch takes seconds to import
+    from megatron_grpo.verification.models import prepare_model
+    from megatron_grpo.verification.on_rank import Task
+    from megatron_grpo.verification.problem import make_batch, solve
+    from megatron_grpo.verification.ranks import run_layout
+
+    model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
+    shape = shape_of_folder(model)
+    for layout in request.layouts:
+        _require_split(layout, shape, request.sequences)
+    batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
+    truth = solve(model, batch)
+    one_rank: Row | None = None
+    for layout in (NamedLayout("tp1", ParallelConfig()), *request.layouts):
+        for packed in request.packing:
+            task = Task(
+                folder=str(model),
+                parallel=layout.parallel,
+                packing=packed,
+                sequences=request.sequences,
+                longest=request.longest,
+                steps=request.steps,
+                seed=request.seed,
+                timeout_s=request.timeout_s,
+            )
+            try:
+                found = run_layout(task)
+            except RunError as error:
+                raise RunError(f"layout {layout.name}: {error}") from None
+            row = compare(layout.name, packed, found, truth, batch, one_rank)
+            one_rank = one_rank or row
+            if not request.json:
+                _print(row, first=row is one_rank)
+            yield row
+
+
+def _require_split(layout: NamedLayout, shape: ModelShape, sequences: int) -> None:
+    """Whether the model splits so.
+
+    Raises:
+        UsageError: it does not; says what does.
+    """
+    parallel = layout.parallel
+    divided = (
+        (parallel.tensor, shape.attention_heads, "attention heads"),
+        (parallel.tensor, shape.key_value_heads, "key/value heads"),
+        (parallel.tensor, shape.ffn_hidden, "feed-forward width"),
+        (parallel.pipeline, shape.layers, "layers"),
+    )
+    for parts, size, what in divided:
+        if size % parts:
+            raise UsageError(f"layouts={layout.name}: {parts} does not divide the model's {size} {what}")
+    if sequences < parallel.data:
+        raise UsageError(f"sequences={sequences} do not give each of {parallel.data} data-parallel replicas one")
+
+
+def _print(row: Row, *, first: bool) -> None:
+    if first:
+        print("layout       packed  |d logprob|  gradient err  d loss    import=export  peak GiB  step s")
+    print(
+        f"{row.layout:12} {'yes' if row.packed else 'no':6}  {row.logprob:11.1e}  {row.gradient:12.1e}  "
+        f"{row.loss:8.1e}  {'exact' if row.exact else 'DIFFERS':13}  {row.peak_gib:8.2f}  {row.step_s:6.3f}  "
+        f"{'ok' if row.passed else 'FAILED'}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
