@@ -3,7 +3,6 @@
 It runs with that revision's packages: checkers, which see those of today, do not know the names that it imports.
 """
 # mypy: ignore-errors
-# ruff: noqa: I001
 
 from __future__ import annotations
 
