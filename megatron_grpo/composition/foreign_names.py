@@ -138,6 +138,7 @@ NEMO_RL = {
     "policy.optimizer.kwargs.eps": "policy.optimizer.adam_eps",
     "policy.optimizer.kwargs.lr": "policy.optimizer.lr",
     "policy.optimizer.kwargs.weight_decay": "policy.optimizer.weight_decay",
+    "policy.sequence_packing.enabled": "policy.packing",
     "policy.sequence_packing.logprob_mb_tokens": "policy.logprob_microbatch_tokens",
     "policy.sequence_packing.train_mb_tokens": "policy.microbatch_tokens",
     "policy.train_global_batch_size": "policy.train_global_batch_samples",
