@@ -155,14 +155,13 @@ class ModelRank(ABC):
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)
 
-        tokens = max(self._maker.place([batch.lengths[i] for i in indices]).local_tokens for indices in microbatches)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             # Made one at a time, as the schedule asks for them: the places of a whole step need not fit the device.
             data_iterator=(self._maker.make(batch, indices, asked) for indices in microbatches),
             model=[model],
             num_microbatches=len(microbatches),
-            seq_length=tokens * self.config.parallel.context,
+            seq_length=1,  # neither is looked at: pipeline stages tell each other the shapes of what they send
             micro_batch_size=1,
             forward_only=forward_only,
         )
