@@ -47,7 +47,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, float]:
     return {
         "seconds": seconds,
         "peak_gib": (_memory(device) - before) / 2**30,
-        "loss": float(loss),
+        "loss": loss.item(),
         "grad_norm": float(torch.stack([hidden.grad.float().norm(), weight.grad.float().norm()]).norm()),
     }
 
