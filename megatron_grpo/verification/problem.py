@@ -46,8 +46,8 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
 
 
 def make_loss() -> ClippedPGLossFn:
-    """A policy-gradient loss at ratio 1."""
-    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0))
+    """The policy gradient as the mean of advantage times log-probability, whose value moves with the weights."""
+    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
 
 
 def counts_of(batch: TokenBatch) -> GlobalCounts:
