@@ -25,7 +25,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.bins import OF_TOKENS
 from megatron_grpo.data.planning import planner
 from megatron_grpo.models.families import shape_of_folder
@@ -75,16 +75,13 @@ def plain_torch(folder: Path, batch: TokenBatch, tokens: int) -> Step:
     each = max(1, tokens // max(batch.lengths))
     numbers = range(len(batch.lengths))
     cuts = [batch.select(list(numbers[start : start + each])) for start in numbers[::each]]
-    scale = 1.0 / float(batch.fields.loss_mask.sum())  # type: ignore[union-attr]  # made above
+    scale = 1.0 / float(given(batch.fields.loss_mask).sum())
 
     def step() -> float:
         optimizer.zero_grad()
         for cut in cuts:
             rows = cut.rectangles(max(cut.lengths))
-            ids, mask, advantages = rows.token_ids, rows.loss_mask, rows.advantages
-            assert ids is not None
-            assert mask is not None
-            assert advantages is not None
+            ids, mask, advantages = given(rows.token_ids), given(rows.loss_mask), given(rows.advantages)
             real = torch.arange(ids.shape[1]) < torch.tensor(cut.lengths)[:, None]
             logits = model(ids, attention_mask=real.long()).logits[:, :-1]
             logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
@@ -139,7 +136,7 @@ def main() -> None:
         **vars(options),
         "parameters": parameters,
         "tokens": sum(batch.lengths),
-        "in_loss": float(batch.fields.loss_mask.mean()),  # type: ignore[union-attr]  # made above
+        "in_loss": float(given(batch.fields.loss_mask).mean()),
         "seconds": medians,
         "grad_norm": norms,
         "rectangles_ratio": medians["rectangles"] / medians["packed"],

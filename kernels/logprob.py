@@ -54,7 +54,7 @@ def linear_logprobs(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """See `linear_logprobs`."""
+    """Log-probabilities and entropies from hidden states, with gradients, chunk by chunk (`linear_logprobs`)."""
 
     @staticmethod
     def forward(

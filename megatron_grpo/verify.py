@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         request = read_request(arguments)
         with tempfile.TemporaryDirectory() as folder:
             rows = list(verify(request, Path(folder)))
-    except (UsageError, ValueError) as error:
+    except (UsageError, ValueError, OSError) as error:
         print(f"verify: {error}", file=sys.stderr)
         return MISTAKE
     except RunError as error:

@@ -119,7 +119,7 @@ class PolicyConfig(Section):
     microbatch_tokens."""
 
     logprob_chunk_size: Positive | None = None
-    """Tokens whose log-probabilities are computed at once; smaller needs less memory, null is all at once."""
+    """Tokens whose logits are held at once; smaller needs less memory, null: as many as make 256 MiB of float32."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""

@@ -12,7 +12,7 @@ def outlook(config: Config, start_from: Path | None) -> str:
     """Recipe, algorithm, steps, layouts, and where it would begin.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         start_from: the checkpoint that the run would begin with; None: it would begin anew.
     """
     loop, generation = config.loop, config.generation.parallel

@@ -233,8 +233,8 @@ def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: E
     """The checkpoint that a run begins with, which has all that its algorithm trains; None: it begins anew.
 
     Args:
-        checkpointer: of the run's folder.
-        config: of the run.
+        checkpointer: the one that owns the checkpoints of the run's folder.
+        config: the run's configuration, which says where to start from and whether there is a value model.
         stop: set by another thread to end this early, with CancelledError.
 
     Raises:

@@ -67,6 +67,7 @@ def measure(task: Task) -> Findings:
     shares = rank.compute_gradients(batch, microbatches, loss_fn, counts)
     result.losses.append(_loss(shares))
     result.gradients = _whole_gradients(rank)
+    del rank  # else both would count in the peak
     rank = _build(task, distributed=True)
     times = []
     for _ in range(task.steps):

@@ -202,7 +202,7 @@ def packed_sequences(placement: Placement, transformer_engine: bool) -> PackedSe
 
 
 def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> PackedSequences:
-    """The same with every tensor passed through `move`, of any shape and dtype."""
+    """Packed sequences with every tensor, of any shape and dtype, passed through `move`: to a device, say."""
 
     def all_moved(value: Any) -> Any:
         if isinstance(value, Tensor):
