@@ -15,6 +15,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.layout import split_problems
 from megatron_grpo.verification.request import DEFAULT_LAYOUTS, NamedLayout, Request, UsageError, read_request
 
 if TYPE_CHECKING:
@@ -120,15 +121,9 @@ def _require_split(layout: NamedLayout, shape: ModelShape, sequences: int) -> No
         UsageError: it does not; says what does.
     """
     parallel = layout.parallel
-    divided = (
-        (parallel.tensor, shape.attention_heads, "attention heads"),
-        (parallel.tensor, shape.key_value_heads, "key/value heads"),
-        (parallel.tensor, shape.ffn_hidden, "feed-forward width"),
-        (parallel.pipeline, shape.layers, "layers"),
-    )
-    for parts, size, what in divided:
-        if size % parts:
-            raise UsageError(f"layouts={layout.name}: {parts} does not divide the model's {size} {what}")
+    for problem in split_problems("parallel", parallel.tensor, parallel.pipeline, shape):
+        size = problem.subject.rpartition("=")[2]
+        raise UsageError(f"layouts={layout.name}: {size} {problem.text}")
     if sequences < parallel.data:
         raise UsageError(f"sequences={sequences} do not give each of {parallel.data} data-parallel replicas one")
 

@@ -17,8 +17,8 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
     yield from _batch(config)
     if shape is not None:
         policy, generation = config.policy.parallel, config.generation.parallel
-        yield from _split("policy.parallel", policy.tensor, policy.pipeline, shape)
-        yield from _split("generation.parallel", generation.tensor, generation.pipeline, shape)
+        yield from split_problems("policy.parallel", policy.tensor, policy.pipeline, shape)
+        yield from split_problems("generation.parallel", generation.tensor, generation.pipeline, shape)
         yield from _value_model(config, shape)
 
 
@@ -29,7 +29,7 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
     if shape is None:
         return
     parallel = config.value.parallel
-    yield from _split("value.parallel", parallel.tensor, parallel.pipeline, shape)
+    yield from split_problems("value.parallel", parallel.tensor, parallel.pipeline, shape)
     longest = config.policy.max_total_sequence_length
     if config.value.model.path is not None and 0 < shape.max_positions < longest:
         text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
@@ -45,7 +45,8 @@ def divisors(number: int, *others: int) -> str:
     return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
 
 
-def _split(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Iterator[Problem]:
+def split_problems(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Iterator[Problem]:
+    """What of a model's sizes tensor and pipeline parallelism do not divide, under the keys of a section."""
     heads, groups, ffn = shape.attention_heads, shape.key_value_heads, shape.ffn_hidden
     usable = divisors(heads, groups, ffn)
     for size, what in ((heads, "attention heads"), (groups, "key/value heads"), (ffn, "feed-forward width")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,21 +54,30 @@ class Findings:
     peak_bytes: int = 0
 
 
-def measure(task: Task) -> Findings:
-    """Build the rank's part of the model, and measure; the process groups are set up for the layout."""
+def measure(task: Task, enter: Callable[[str], None]) -> Findings:
+    """Build the rank's part of the model, and measure; the process groups are set up for the layout.
+
+    Args:
+        task: what to measure.
+        enter: told the name of each phase as it begins.
+    """
+    enter("building the model")
     batch, found = _replica_batch(task)
     rank = _build(task, distributed=False)  # each rank then keeps the whole gradient
     microbatches = _microbatches(task, batch.lengths)
+    enter("log-probabilities")
     logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
     result = Findings(weights=_whole(rank))
     if logprobs is not None:
         result.logprobs = dict(zip(found, logprobs.split(batch.lengths), strict=True))
     loss_fn, counts = make_loss(), counts_of(_batch(task))
+    enter("gradients")
     shares = rank.compute_gradients(batch, microbatches, loss_fn, counts)
     result.losses.append(_loss(shares))
     result.gradients = _whole_gradients(rank)
     del rank  # else both would count in the peak
     rank = _build(task, distributed=True)
+    enter("optimizer steps")
     times = []
     for _ in range(task.steps):
         began = time.monotonic()
