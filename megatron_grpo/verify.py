@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -78,6 +80,8 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
         UsageError: there is no such model, or it does not split so.
         RunError: a rank failed.
     """
+    warnings.filterwarnings("ignore")  # of packages, about what they fall back to
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     from megatron_grpo.verification.compare import compare  # here: torch takes seconds to import
     from megatron_grpo.verification.models import prepare_model
     from megatron_grpo.verification.on_rank import Task

@@ -32,7 +32,7 @@ class Request:
     """A command line that was checked."""
 
     model: str = "tiny:qwen3"
-    """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
+    """A folder in Hugging Face format, or `tiny:` and a family."""
     layouts: tuple[NamedLayout, ...]
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
