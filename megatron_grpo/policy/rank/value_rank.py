@@ -24,15 +24,15 @@ class ValueRank(ModelRank):
     """
 
     def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
-        model = build_value_model(
+        chunks = build_value_model(
             shape,
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
         )
-        load_hf_weights(model, shape, folder)
+        load_hf_weights(chunks, shape, folder)
         self.shape = shape
-        super().__init__(model, config, decay_steps)
+        super().__init__(chunks, config, decay_steps)
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.
@@ -40,8 +40,7 @@ class ValueRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        self.model.eval()
-        return self._forward_tokens(self.model, batch, microbatches)
+        return self._forward_tokens(self.chunks, batch, microbatches)
 
     def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to values, [rows], float32: what is known before each token."""
