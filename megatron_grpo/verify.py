@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,12 +90,13 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)
-    for layout in request.layouts:
+    layouts = [_as_trained(layout, shape) for layout in request.layouts]
+    for layout in layouts:
         _require_split(layout, shape, request.sequences)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
     one_rank: Row | None = None
-    for layout in (NamedLayout("tp1", ParallelConfig()), *request.layouts):
+    for layout in (NamedLayout("tp1", ParallelConfig()), *layouts):
         for packed in request.packing:
             task = Task(
                 folder=str(model),
@@ -116,6 +117,12 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
             if not request.json:
                 _print(row, first=row is one_rank)
             yield row
+
+
+def _as_trained(layout: NamedLayout, shape: ModelShape) -> NamedLayout:
+    """The layout with sequence parallelism where tensor parallelism cannot train the model without."""
+    needed = layout.parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+    return replace(layout, parallel=replace(layout.parallel, sequence=layout.parallel.sequence or needed))
 
 
 def _require_split(layout: NamedLayout, shape: ModelShape, sequences: int) -> None:

@@ -113,12 +113,30 @@ class OptimizerConfig(Section):
 
 
 @dataclass(kw_only=True)
+class MoeConfig(Section):
+    """How the experts of a mixture-of-experts model are kept in use; off, as reinforcement learning mostly has it."""
+
+    aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balancing loss: of every layer, the level of experts over each sequence (1 when all are chosen
+    equally often), averaged over the sequences of an optimizer step."""
+
+    z_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-sum of the router's exponentials (ST-MoE), averaged over the tokens of each sequence,
+    then over sequences; summed over layers."""
+
+    bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """How far an optimizer step moves the bias with which experts are chosen, towards those that were chosen too
+    rarely. Of models with such a bias (DeepSeek-V3) only."""
+
+
+@dataclass(kw_only=True)
 class PolicyConfig(Section):
     """The Megatron-Core model that is trained."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""

@@ -12,6 +12,7 @@ from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.policy_schema import (
     ModelConfig,
+    MoeConfig,
     OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "LoopConfig",
     "LossConfig",
     "ModelConfig",
+    "MoeConfig",
     "MseValueLossConfig",
     "OptimizerConfig",
     "PPOConfig",

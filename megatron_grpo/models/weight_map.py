@@ -9,7 +9,7 @@ plans need nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_grpo.models.shape import ModelShape
@@ -135,6 +135,11 @@ class WeightEntry:
             inside = [min(max(end - begin, 0), widths[position]) for end in (piece * rows, (piece + 1) * rows)]
             return group * widths[position] + inside[0], group * widths[position] + inside[1]
         return rank * (total // size), (rank + 1) * (total // size)
+
+
+def only_in(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
+    """Entries for one kind of layers alone."""
+    return tuple(replace(entry, layers=layers) for entry in entries)
 
 
 def dim_size(dim: Dim, model: ModelShape) -> int:

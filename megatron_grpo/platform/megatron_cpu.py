@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.uneven_gloo import allow_uneven_parts
 
 CUDA_MODULES = {
     "megatron.core.dist_checkpointing.exchange_utils": 'device="cuda" for shards that ranks exchange',
@@ -78,6 +79,12 @@ PATCHED_NAMES = (
         "torch.compile of three tensor operations",
     ),
     ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
+    (
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "gloo gathers parts of equal length alone (platform/uneven_gloo.py)",
+    ),
+    ("megatron.core.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", "as above, the other way"),
     (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
@@ -148,6 +155,7 @@ def apply_patches() -> None:
     _patch_optimizer_loading()
     _patch_checkpoints()
     _patch_experts()
+    allow_uneven_parts()
 
 
 @contextlib.contextmanager

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_grpo.verification.request import UsageError
 
@@ -26,7 +36,21 @@ SMALL: dict[str, Any] = {
 }
 """Sizes of a small model; the vocabulary is odd, so that it has to be padded in every tensor-parallel layout."""
 
-TINY: dict[str, type[PretrainedConfig]] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+SMALL_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Sizes of a small mixture of experts."""
+
+TINY: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(**SMALL),
+    "qwen2": lambda: Qwen2Config(**SMALL),
+    "llama": lambda: LlamaConfig(**SMALL),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **SMALL_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "mixtral": lambda: MixtralConfig(**SMALL, **SMALL_EXPERTS, sliding_window=None),
+}
+"""Configurations of small models, by family; of qwen3_moe one layer has no experts."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -45,14 +69,15 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _made(TINY[family](**SMALL), folder, seed)
+        return _made(TINY[family](), folder, seed)
     path = Path(model)
     if not (path / "config.json").is_file():
         raise UsageError(f"model={model} has no config.json; give a model's folder, or tiny: and a family")
     if not shrink:
         return path
     raw = json.loads((path / "config.json").read_text())
-    sizes = {name: size for name, size in SMALL.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    small = {**SMALL, **SMALL_EXPERTS, "num_experts": SMALL_EXPERTS["num_local_experts"]}
+    sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     layers = raw.get("num_hidden_layers")
     per_layer = {
         name: value[: SMALL["num_hidden_layers"]]

@@ -20,7 +20,7 @@ from megatron_grpo.data.planning import planner
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.verification.problem import counts_of, make_batch, make_loss
+from megatron_grpo.verification.problem import MOE, counts_of, make_batch, make_loss
 
 _GATHER_BYTES = 2**28
 
@@ -115,6 +115,7 @@ def _config(task: Task) -> PolicyConfig:
         parallel=task.parallel,
         precision="float32",
         packing=task.packing,
+        moe=MOE,
         microbatch_tokens=3 * task.longest,
         # A large epsilon keeps an update a smooth function of the gradient: rounding must not flip its sign.
         optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2),

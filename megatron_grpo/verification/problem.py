@@ -8,11 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatron_grpo.config.schema import LossConfig
+from megatron_grpo.config.schema import LossConfig, MoeConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.interface import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.shape import ExpertShape
+
+MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
+"""The losses that keep experts in use are part of every layout's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +69,54 @@ def counts_of(batch: TokenBatch) -> GlobalCounts:
 def solve(folder: Path, batch: TokenBatch) -> Truth:
     """What transformers says of a batch, one sequence at a time: no padding, no packing, no layout."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    experts = shape_of_folder(folder).experts
+    asked = {} if experts is None else {"output_router_logits": True}
+    weights = _as_stored({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
     for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
-        logits = model(ids[None]).logits[0, :-1].float()
-        own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        total = total - (own * advantages[1:] * mask[1:]).sum()
+        output = model(ids[None], **asked)
+        own = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - (own * advantages[1:] * mask[1:]).sum() / given(fields.loss_mask).sum()
+        if experts is not None:
+            total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
         logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
-    (total / given(fields.loss_mask).sum()).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    total.backward()
+    gradients = _as_stored({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return Truth(torch.cat(logprobs), gradients, weights)
+
+
+def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """What `MOE` asks of one layer's router for one sequence, [tokens, experts], float32; [].
+
+    The level of experts that are chosen by softmax is transformers' own, which counts a token once for each of its
+    experts.
+    """
+    if experts.score == "softmax":
+        level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
+    else:  # DeepSeek-V3 (2024), equations 17 to 20
+        scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)
+        chosen = torch.nn.functional.one_hot(scores.topk(experts.top_k, dim=1).indices, experts.count).sum(dim=1)
+        level = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
+    squares = logits.logsumexp(dim=1).square().mean()
+    return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
+
+
+def _as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model in memory, by the names and in the shapes in which its files have them.
+
+    In memory transformers keeps the experts of a layer in two tensors, [experts, 2 * width, hidden] and
+    [experts, hidden, width].
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        block, fused, kind = name.rpartition(".experts.")
+        if not fused:
+            stored[name] = tensor
+            continue
+        in_file = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+        for expert, own in enumerate(tensor):
+            parts = zip(in_file, own.chunk(len(in_file)), strict=True)
+            stored |= {f"{block}.experts.{expert}.{part}.weight": value for part, value in parts}
+    return stored

@@ -9,12 +9,14 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.config_json import read_config_json, section
-from megatron_grpo.models.families import llama, qwen2, qwen3
+from megatron_grpo.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.value_head import with_value_head
 from megatron_grpo.models.weight_map import WeightEntry
 
-FAMILIES = {family.name: family for family in (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY)}
+FAMILIES = {
+    family.name: family for family in (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY)
+}
 """By name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 

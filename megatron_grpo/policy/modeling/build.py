@@ -12,10 +12,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.decoder import DecoderModel
+from megatron_grpo.policy.modeling.experts import mark_experts
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
 from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
 
@@ -62,6 +63,7 @@ def _build_chunk(
         rotary_base=shape.rope_theta,
         vp_stage=vp_stage,
     )
+    mark_experts(model)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
     if not uses_transformer_engine():
@@ -118,11 +120,36 @@ def transformer_config(
         variable_seq_lengths=True,
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
         moe_token_dispatcher_type="alltoall",
+        **_expert_settings(shape.experts),
         recompute_granularity="full" if activation_checkpointing else None,
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
         **_platform_settings(interleaved=parallel.virtual_pipeline > 1),
     )
+
+
+def _expert_settings(experts: ExpertShape | None) -> dict[str, Any]:
+    """Megatron-Core's settings for a mixture of experts, without the losses and updates that `ExpertRouter` owns."""
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_layer_freq": [int(one) for one in experts.layers],
+        "moe_router_topk": experts.top_k,
+        "moe_router_score_function": experts.score,
+        # Softmax over the chosen logits alone is softmax over all of them, scaled so that the chosen add up to one.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalised,
+        "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
+        "moe_router_enable_expert_bias": experts.selection_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": uses_transformer_engine(),
+    }
 
 
 def _leave_as_is(weight: Tensor) -> None:

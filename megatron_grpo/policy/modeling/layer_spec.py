@@ -6,16 +6,19 @@ import importlib.util
 import logging
 from functools import cache
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.attention import TorchCoreAttention
+from megatron_grpo.policy.modeling.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.policy.modeling.norm import RMSNorm
 
 logger = logging.getLogger(__name__)
@@ -36,14 +39,40 @@ def layer_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks."""
-    if uses_transformer_engine():
+    if shape.experts is None and uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = TorchCoreAttention
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    dense = _one_layer(shape, experts=None)
+    with_experts = dense if shape.experts is None else _one_layer(shape, experts=shape.experts.count)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm())
+
+
+def _output_norm() -> type[torch.nn.Module]:
+    if not uses_transformer_engine():
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm  # here: it is of no use without the package
+
+    norm: type[torch.nn.Module] = TENorm
+    return norm
+
+
+def _one_layer(shape: ModelShape, *, experts: int | None) -> ModuleSpec:
+    """The spec of one layer, with so many experts; None: with one feed-forward network."""
+    if uses_transformer_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
+    else:
+        layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = TorchCoreAttention
+        if shape.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts is not None:
+        layer.module = DecoderLayer
+        layer.submodules.mlp.submodules.router = ExpertRouter
+        # Stored as Transformer Engine's layers store it, where no matrix that follows takes the norm in.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return layer

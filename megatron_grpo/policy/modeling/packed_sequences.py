@@ -39,6 +39,17 @@ class AttentionGroup:
     """Whether every part is a whole sequence: as many queries as keys, from position 0 on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which sequences tokens belong to, in the order in which the layers between attention calls hold them."""
+
+    sequence: Tensor
+    """[tokens], int64: number of the token's sequence in the microbatch; padding belongs to one behind the last."""
+    weight: Tensor
+    """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
+    sequences: int
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """A microbatch's sequences as Megatron-Core's layers are told of them.
@@ -50,6 +61,8 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
     groups: list[AttentionGroup] = field(default_factory=list)
+    membership: Membership | None = None
+    """Of this rank's tokens, or of its part of them under sequence parallelism."""
     out: Tensor | None = None
     """[tokens of this rank], int64: each token's place in the outputs of all groups, one after the other; None: as it
     is."""
@@ -178,12 +191,32 @@ def attention_groups(placement: Placement) -> tuple[list[AttentionGroup], Tensor
     return groups, torch.from_numpy(out)
 
 
-def packed_sequences(placement: Placement, transformer_engine: bool) -> PackedSequences:
+def membership(placement: Placement, *, part: int = 0, parts: int = 1) -> Membership:
+    """Which sequences this rank's tokens belong to.
+
+    Args:
+        placement: where the tokens stand.
+        part: which part of them this rank holds under sequence parallelism.
+        parts: in how many parts they are split.
+    """
+    each = placement.local_tokens // parts
+    source = placement.source[part * each : (part + 1) * each]
+    count = len(placement.lengths)
+    sequence = np.searchsorted(np.cumsum(placement.lengths), source, side="right")
+    sequence = np.where(source < 0, count, sequence)
+    weight = np.append(1.0 / np.maximum(placement.lengths, 1), 0.0)[sequence].astype(np.float32)
+    return Membership(torch.from_numpy(sequence), torch.from_numpy(weight), count)
+
+
+def packed_sequences(
+    placement: Placement, transformer_engine: bool, members: Membership | None = None
+) -> PackedSequences:
     """What the layers are told of a microbatch.
 
     Args:
         placement: where its tokens stand.
         transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
+        members: which sequences the tokens belong to; None: no layer asks.
     """
     if transformer_engine:
         ends = torch.from_numpy(np.concatenate([[0], np.cumsum(placement.widths)]).astype(np.int32))
@@ -196,9 +229,16 @@ def packed_sequences(placement: Placement, transformer_engine: bool) -> PackedSe
             cu_seqlens_kv_padded=ends,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            membership=members,
         )
     groups, out = attention_groups(placement)
-    return PackedSequences(qkv_format="sbhd", positions=torch.from_numpy(placement.positions), groups=groups, out=out)
+    return PackedSequences(
+        qkv_format="sbhd",
+        positions=torch.from_numpy(placement.positions),
+        groups=groups,
+        membership=members,
+        out=out,
+    )
 
 
 def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> PackedSequences:
@@ -209,6 +249,8 @@ def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> Packe
             return move(value)
         if isinstance(value, AttentionGroup):
             return AttentionGroup(move(value.queries), move(value.keys), move(value.first), value.square)
+        if isinstance(value, Membership):
+            return Membership(move(value.sequence), move(value.weight), value.sequences)
         return [all_moved(one) for one in value] if isinstance(value, list) else value
 
     return PackedSequences(**{name: all_moved(value) for name, value in vars(sequences).items()})

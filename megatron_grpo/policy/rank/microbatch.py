@@ -18,7 +18,15 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.segments import Segments
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.layer_spec import uses_transformer_engine
-from megatron_grpo.policy.modeling.packed_sequences import PackedSequences, Placement, lay_out, moved, packed_sequences
+from megatron_grpo.policy.modeling.packed_sequences import (
+    Membership,
+    PackedSequences,
+    Placement,
+    lay_out,
+    membership,
+    moved,
+    packed_sequences,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +102,23 @@ class MicrobatchMaker:
         move = _to_device()
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(packed_sequences(placement, uses_transformer_engine()), move),
+            sequences=moved(
+                packed_sequences(placement, uses_transformer_engine(), self._members(placement, real=bool(indices))),
+                move,
+            ),
             rows=move(torch.from_numpy(rows)),
             tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
             segments=self._segments(selected, wanted, tokens, move),
             flat=flat,
         )
+
+    def _members(self, placement: Placement, *, real: bool) -> Membership:
+        """Which sequences this rank's tokens belong to; of a microbatch that is not real all of them are padding."""
+        part, parts = 0, 1
+        if self.parallel.sequence:
+            part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
+        members = membership(placement, part=part, parts=parts)
+        return members if real else replace(members, weight=torch.zeros_like(members.weight))
 
     def _segments(
         self,

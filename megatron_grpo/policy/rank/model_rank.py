@@ -24,6 +24,7 @@ from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
+from megatron_grpo.policy.rank.routing import StepRouting
 
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
@@ -46,6 +47,7 @@ class ModelRank(ABC):
     def __init__(self, chunks: list[DecoderModel], config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.config = chunks, config
         self._maker = MicrobatchMaker(config.parallel, config.packing)
+        self.routing = StepRouting(chunks, config.moe) if chunks[0].config.num_moe_experts else None
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
     def parameters(self) -> list[Any]:
@@ -91,11 +93,14 @@ class ModelRank(ABC):
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
-        return StepShare(
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            metrics=_on_host(metrics) if self._has_loss else None,
-        )
+        shares = _on_host(metrics) if self._has_loss else None
+        if self.routing is not None and math.isfinite(grad_norm):
+            chosen = self.routing.counts()
+            self.routing.move_biases(chosen)
+            told = self.routing.metrics(chosen)
+            if shares and self.is_reporter and parallel_state.get_data_parallel_rank() == 0:
+                shares[0] |= told  # once: metrics are added up over microbatches and replicas
+        return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=shares)
 
     def compute_gradients(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
@@ -108,6 +113,8 @@ class ModelRank(ABC):
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_grad()
+        if self.routing is not None:
+            self.routing.begin(counts.all_sequences)
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """[rows, hidden] of the last stage to loss, token count and metrics, each []."""

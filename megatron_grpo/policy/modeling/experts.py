@@ -1,0 +1,138 @@
+"""Routing of tokens to experts: levelled sequence by sequence, so that no layout or packing changes the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_grpo.policy.modeling.packed_sequences import Membership, PackedSequences
+
+
+class ExpertRouter(TopKRouter):
+    """Chooses a token's experts, counts who is chosen, and adds the losses that keep experts in use.
+
+    Megatron-Core takes the level of experts over a microbatch, and scales it by counts that only its own normalisation
+    takes out again. Here it is that of each sequence, averaged over the sequences of the optimizer step.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.aux_loss_coeff = 0.0
+        self.z_loss_coeff = 0.0
+        self.sequences_in_step = 1.0
+        """Sequences of the optimizer step, over all replicas: what both losses are averaged over."""
+        self.membership: Membership | None = None
+        """Which sequences the tokens of the microbatch belong to; `DecoderLayer` sets it before every pass."""
+        self.chosen: Tensor | None = None
+        """[experts], float32: how many of this rank's real tokens chose each expert since the counts were cleared."""
+        self.losses: Tensor | None = None
+        """[2], float32: this rank's share of the auxiliary and of the z loss since the counts were cleared."""
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.chosen = self.losses = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights of the experts, and which are chosen.
+
+        Args:
+            logits: [tokens of this rank, 1, experts], float32.
+            padding_mask: not looked at: `membership` says more.
+
+        Returns:
+            Both [tokens, experts]: the weights, in the dtype of the logits, 0 for experts that are not chosen; bool.
+        """
+        flat = logits.view(-1, self.num_experts)
+        config = self.config
+        probs, chosen = topk_routing_with_score_function(
+            flat,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+        )
+        # With recomputed activations the first pass has no gradient, and does not count.
+        if self.training and torch.is_grad_enabled() and self.membership is not None:
+            self._count(chosen, self.membership)
+            if self.aux_loss_coeff or self.z_loss_coeff:
+                probs = self._with_losses(probs, flat, self.membership)
+        return probs, chosen
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor, membership: Membership) -> None:
+        real = membership.weight > 0
+        counts = chosen[real].sum(dim=0, dtype=torch.float32)
+        self.chosen = counts if self.chosen is None else self.chosen + counts
+
+    def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
+        """The weights, [tokens, experts], whose backward pass also begins that of the losses of the logits."""
+        level = self._level(logits.float(), membership) * self.aux_loss_coeff / self.sequences_in_step
+        squares = logits.float().logsumexp(dim=1).square()
+        z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
+        both = torch.stack([level, z_loss]).detach()
+        self.losses = both if self.losses is None else self.losses + both
+        with_losses: Tensor = MoEAuxLossAutoScaler.apply(probs, level + z_loss)
+        return with_losses
+
+    def _level(self, logits: Tensor, membership: Membership) -> Tensor:
+        """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20), this rank's share of it, [].
+
+        f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of
+        its normalised score. f has no gradient, so that ranks which share a sequence need only add up f.
+        """
+        scores = logits.softmax(dim=1)
+        if self.score_function == "sigmoid":
+            scores = logits.sigmoid()
+            scores = scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
+        weight = membership.weight[:, None]
+        with torch.no_grad():
+            best = torch.zeros_like(scores).scatter_(1, scores.topk(self.topk, dim=1).indices, 1.0)
+            shares = scores.new_zeros(membership.sequences + 1, self.num_experts)
+            shares.index_add_(0, membership.sequence, best * weight)
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            if group.size() > 1:
+                dist.all_reduce(shares, group=group)
+            load = shares[membership.sequence] * (self.num_experts / self.topk)
+        return (scores * load * weight).sum()
+
+
+class DecoderLayer(TransformerLayer):
+    """Megatron-Core's layer, whose router knows the sequences of the tokens that it routes.
+
+    Layers are also called anew in the backward pass, when other microbatches have passed since: the sequences come with
+    the call, and are never those of the microbatch before.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
+        """What Megatron-Core's layer takes and gives."""
+        if self.is_moe_layer:
+            known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
+            self.mlp.router.membership = None if known is None else known.membership
+        return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
+
+
+def routers(chunks: Any) -> list[ExpertRouter]:
+    """The routers of a rank's shard, layer by layer."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertRouter)]
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Tell Megatron-Core's gradient reduction which parameters are an expert's, whatever the layout.
+
+    It looks at the size of the expert group alone, and gives wrong gradients where only their matrices are split
+    otherwise than those of the other layers.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core
