@@ -100,6 +100,7 @@ class MicrobatchMaker:
         real = torch.from_numpy(placement.source >= 0)
         ids[real] = fields.token_ids[torch.from_numpy(placement.source[placement.source >= 0])].long()
         move = _to_device()
+        members = self._members(placement, real=bool(indices))
         return Microbatch(
             token_ids=move(ids[None]),
             sequences=moved(
