@@ -15,15 +15,30 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.policy.modeling.attention import TorchCoreAttention
-from megatron_grpo.policy.modeling.norm import RMSNorm
+from megatron_grpo.policy.modeling.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
+from megatron_grpo.policy.modeling.norm import NormedRowParallelLinear, RMSNorm
 
 logger = logging.getLogger(__name__)
 
 
+def uses_transformer_engine(shape: ModelShape) -> bool:
+    """Whether a model's layers come from Transformer Engine: from where that is, if it can express them."""
+    if not _transformer_engine_found():
+        return False
+    if shape.post_norms or shape.local_rope_theta is not None:
+        _say_beyond_transformer_engine(shape.family)
+        return False
+    return True
+
+
 @cache
-def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine; says so once when a GPU has to do without it."""
+def _say_beyond_transformer_engine(family: str) -> None:
+    logger.warning("Transformer Engine's layers do not express %s: its layers are plain torch, which is slower", family)
+
+
+@cache
+def _transformer_engine_found() -> bool:
+    """Whether there is a GPU with Transformer Engine; says so once when a GPU has to do without it."""
     if current_platform().name == "cpu":
         return False
     found = importlib.util.find_spec("transformer_engine") is not None
@@ -34,7 +49,7 @@ def uses_transformer_engine() -> bool:
 
 def layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds this pipeline stage's layers from."""
-    if uses_transformer_engine():
+    if uses_transformer_engine(shape):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
@@ -43,4 +58,8 @@ def layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | Tra
     attention.core_attention = TorchCoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.post_norms:
+        attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if shape.local_rope_theta is not None:
+        parts.self_attention.module = LocalOrGlobalSelfAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -42,7 +42,7 @@ class ModelRank(ABC):
 
     def __init__(self, model: DecoderModel, config: PolicyConfig, decay_steps: int) -> None:
         self.model, self.config = model, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing)
+        self._maker = MicrobatchMaker(config.parallel, config.packing, model.transformer_engine)
         self.optimizer = ModelOptimizer(model, config, decay_steps)
 
     @property
