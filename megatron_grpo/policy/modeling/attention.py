@@ -66,16 +66,18 @@ class TorchCoreAttention(torch.nn.Module):
             # In one message. Backward adds up what every rank's queries say of a key, and hands each rank its own.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        sequences = packed_seq_params
-        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in sequences.groups]
+        calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
+        assert calls is not None, "the microbatch was made for a model without windows"
+        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (out if sequences.out is None else out[sequences.out])[:, None].flatten(2)
+        return (out if calls.out is None else out[calls.out])[:, None].flatten(2)
 
     def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
         """One attention call: [tokens, heads, head_dim] each, to [parts * most queries, heads, value_dim]."""
         queries = query[group.queries].transpose(1, 2)
         keys, values = (tensor[group.keys].transpose(1, 2) for tensor in (key, value))
-        mask = None if group.square and self.window is None else self._mask(group)
+        sees_all = self.window is None or group.keys.shape[1] <= self.window
+        mask = None if group.square and sees_all else self._mask(group)
         return self._attend(queries, keys, values, mask).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, group: AttentionGroup) -> Tensor:
@@ -108,7 +110,7 @@ class TorchCoreAttention(torch.nn.Module):
         )
 
 
-class LocalOrGlobalSelfAttention(SelfAttention):  # type: ignore[misc]  # Megatron-Core is not followed
+class LocalOrGlobalSelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys by one of two embeddings, as its layer has a window or has none."""
 
     def forward(

@@ -55,8 +55,7 @@ def build_model(
     )
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
-    model.transformer_engine = uses_transformer_engine(shape)
-    if not model.transformer_engine:
+    if not uses_transformer_engine(shape):
         model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
     if shape.embedding_scale is not None and model.pre_process:
         _scale_embeddings(model.embedding, shape.embedding_scale, getattr(torch, precision))

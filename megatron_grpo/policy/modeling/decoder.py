@@ -23,8 +23,6 @@ class DecoderModel(GPTModel):
     nothing there, and logits of all tokens are never held.
     """
 
-    transformer_engine = False
-    """Whether Transformer Engine made the layers."""
     rows: Tensor | None = None
     """[rows], int64: places of the wanted tokens of the next microbatch, one sequence of [1, tokens]; None: the model
     gives logits of every token, [sequences, length, columns of this rank]."""

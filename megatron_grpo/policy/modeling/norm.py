@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
 
 
-class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megatron-Core is not followed
+class NormedRowParallelLinear(RowParallelLinear):
     """The projection back into the residual stream, and the norm of what it gives.
 
     The norm sees whole rows: tensor-parallel ranks have added up their parts, and with sequence parallelism each has

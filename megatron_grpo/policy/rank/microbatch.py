@@ -16,7 +16,9 @@ from torch import Tensor
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.segments import Segments
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.layer_spec import uses_transformer_engine
 from megatron_grpo.policy.modeling.packed_sequences import PackedSequences, Placement, lay_out, moved, packed_sequences
 
 
@@ -48,8 +50,8 @@ class MicrobatchMaker:
     parallel: ParallelConfig
     packing: bool
     """Whether sequences are padded only to what the layout needs, rather than to the longest of the microbatch."""
-    transformer_engine: bool
-    """Whether Transformer Engine made the model's layers."""
+    shape: ModelShape
+    """Sizes of the model, which say how its attention looks at sequences."""
 
     def place(self, lengths: Sequence[int]) -> Placement:
         """Where the tokens of sequences of these lengths stand on this rank."""
@@ -95,7 +97,7 @@ class MicrobatchMaker:
         move = _to_device()
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(packed_sequences(placement, self.transformer_engine), move),
+            sequences=moved(packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window), move),
             rows=move(torch.from_numpy(rows)),
             tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
             segments=self._segments(selected, wanted, tokens, move),

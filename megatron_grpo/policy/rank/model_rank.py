@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
@@ -31,6 +32,7 @@ class ModelRank(ABC):
 
     Args:
         model: the rank's shard of the model, its weights loaded.
+        shape: sizes of the model.
         config: how the model is trained; torch.distributed and Megatron's groups are set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
@@ -40,9 +42,9 @@ class ModelRank(ABC):
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
 
-    def __init__(self, model: DecoderModel, config: PolicyConfig, decay_steps: int) -> None:
-        self.model, self.config = model, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing, model.transformer_engine)
+    def __init__(self, model: DecoderModel, shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
+        self.model, self.shape, self.config = model, shape, config
+        self._maker = MicrobatchMaker(config.parallel, config.packing, shape)
         self.optimizer = ModelOptimizer(model, config, decay_steps)
 
     @property

@@ -31,8 +31,7 @@ class ValueRank(ModelRank):
             activation_checkpointing=config.activation_checkpointing,
         )
         load_hf_weights(model, shape, folder)
-        self.shape = shape
-        super().__init__(model, config, decay_steps)
+        super().__init__(model, shape, config, decay_steps)
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.
