@@ -42,6 +42,12 @@ def test_gradients_equal_transformers(layout: Layout, tiny_models: dict[str, Tin
     expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, models), models, tolerance=1e-4)
 
 
+def test_recomputed_activations_do_not_change_the_gradients(tiny_models: dict[str, TinyModel]) -> None:
+    models, layout = list(tiny_models.values()), Layout(tensor=2, sequence=True)
+    by_rank = run_on_ranks(layout, gradients_on_rank, models, True, True)
+    expect_gradients_of_transformers(by_rank, models, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("layout", TRAINING_LAYOUTS, ids=str)
 def test_optimizer_steps_equal_torch_adamw(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     """Clipping, warm-up, decay of matrices only, with the optimizer state sharded over data-parallel ranks."""
