@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.verification.models import prepare_model
-from tests.unit.models.test_gemma3 import OLD, in_the_new_spelling
+from tests.support.gemma3_config import OLD, in_the_new_spelling
 
 
 @pytest.mark.parametrize("raw", [OLD, in_the_new_spelling(OLD)], ids=["old", "new"])
