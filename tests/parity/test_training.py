@@ -104,8 +104,9 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
         ("qwen3_tied", {}, {"atol": 2e-6, "rtol": 1e-4}),
         ("llama_untied", {"distributed": False}, {"atol": 2e-6, "rtol": 1e-4}),
         ("qwen2_tied", {"precision": "bfloat16"}, {"atol": 2e-2, "rtol": 2e-2}),
+        ("gemma3", {}, {"atol": 2e-6, "rtol": 1e-4}),
     ],
-    ids=["distributed", "replicated", "bfloat16"],
+    ids=["distributed", "replicated", "bfloat16", "gemma3"],
 )
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
     name: str,

@@ -67,6 +67,14 @@ def test_unsupported_options_are_named(change: dict[str, Any], message: str) -> 
         shape_of_config(OLD | change)
 
 
+def test_reward_models_are_those_of_the_text_model() -> None:
+    """The other class is that of the model that sees images, whose weights have other names."""
+    text, images = "Gemma3TextForSequenceClassification", "Gemma3ForSequenceClassification"
+    assert shape_of_config(OLD | {"architectures": [text], "num_labels": 1}, reward_models=True).value_head == "stored"
+    with pytest.raises(ValueError, match=f"architecture {images} is not supported"):
+        shape_of_config(OLD | {"architectures": [images], "num_labels": 1}, reward_models=True)
+
+
 def test_the_table_has_every_tensor_once_in_its_shape() -> None:
     model = BUILDERS["gemma3"]()
     shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
