@@ -99,10 +99,8 @@ def transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        layernorm_zero_centered_gamma=shape.zero_centered_norms,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func={"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
@@ -116,10 +114,6 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
-        softmax_scale=shape.softmax_scale,
-        # Megatron-Core counts the tokens before and after the own one, and marks the layers that have the window.
-        window_size=None if shape.window is None else (shape.window - 1, 0),
-        window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
         # Initialisation also marks which parameters are split over TP (without the marks, gradient norms leave the
         # other ranks' shards out), so it has to run, but it need not draw values that load_hf_weights overwrites.
         perform_initialization=True,
@@ -133,12 +127,25 @@ def transformer_config(
         recompute_granularity="full" if activation_checkpointing else None,
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
+        **_family_settings(shape),
         **_platform_settings(shape),
     )
 
 
 def _leave_as_is(weight: Tensor) -> None:
     """Initialisation of weights that are about to be loaded: does nothing to a weight of any shape [...] and dtype."""
+
+
+def _family_settings(shape: ModelShape) -> dict[str, Any]:
+    """What not all families do alike."""
+    return {
+        "activation_func": {"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
+        "softmax_scale": shape.softmax_scale,
+        # Megatron-Core counts the tokens before and after the own one, and marks the layers that have the window.
+        "window_size": None if shape.window is None else (shape.window - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in shape.windowed] or None,
+    }
 
 
 def gelu_tanh(gate: Tensor) -> Tensor:
