@@ -106,19 +106,20 @@ def export(plan: ExportPlan) -> None:
     from megatron_grpo.models.hf_folder import write_hf_folder
     from megatron_grpo.models.hf_weights import iter_hf_tensors
     from megatron_grpo.policy.modeling.build import build_model
+    from megatron_grpo.policy.rank.checkpoint import set_weights, sharded_weights
     from megatron_grpo.policy.rank.checkpoint_errors import errors_told
     from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
 
     parallel = ParallelConfig()
     initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
     try:
-        model = build_model(plan.shape, parallel, precision=plan.precision)
+        chunks = build_model(plan.shape, parallel, precision=plan.precision)
         with errors_told(f"{plan.weights} cannot be loaded as {plan.source}"):
             metadata = dist_checkpointing.load_content_metadata(str(plan.weights))
-            state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata)}, str(plan.weights))
-            model.load_state_dict(state["model"])
+            state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(plan.weights))
+            set_weights(chunks, state["model"])
         tensors = (
-            (name, tensor) for name, tensor in iter_hf_tensors(model, plan.shape, _GATHER_BYTES) if tensor is not None
+            (name, tensor) for name, tensor in iter_hf_tensors(chunks, plan.shape, _GATHER_BYTES) if tensor is not None
         )
         try:
             write_hf_folder(tensors, plan.source, plan.output)

@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.layout import split_problems
+from megatron_grpo.preflight.splits import training_split_problems
 from megatron_grpo.verification.request import DEFAULT_LAYOUTS, NamedLayout, Request, UsageError, read_request
 
 if TYPE_CHECKING:
@@ -125,9 +125,8 @@ def _require_split(layout: NamedLayout, shape: ModelShape, sequences: int) -> No
         UsageError: it does not; says what does.
     """
     parallel = layout.parallel
-    for problem in split_problems("parallel", parallel.tensor, parallel.pipeline, shape):
-        size = problem.subject.rpartition("=")[2]
-        raise UsageError(f"layouts={layout.name}: {size} {problem.text}")
+    for problem in training_split_problems("parallel", parallel, shape):
+        raise UsageError(f"layouts={layout.name}: {problem.subject.removeprefix('parallel.')} {problem.text}")
     if sequences < parallel.data:
         raise UsageError(f"sequences={sequences} do not give each of {parallel.data} data-parallel replicas one")
 

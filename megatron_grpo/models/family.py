@@ -19,8 +19,8 @@ class Family:
     """Name of the language model's class in config.json (`architectures`)."""
     read: Callable[[dict[str, Any]], ModelShape]
     """Sizes from the contents of a config.json; ValueError for an option without support."""
-    entries: Callable[[bool], tuple[WeightEntry, ...]]
-    """The weight map in the order of export, given whether the output layer is tied to the embedding."""
+    entries: Callable[[ModelShape], tuple[WeightEntry, ...]]
+    """The weight map of a model, in the order of export."""
     forward_flops: Callable[[ModelShape, Sequence[int]], float]
     """Floating-point operations of a forward pass over sequences of these lengths."""
     reward_prefix: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,93 +36,152 @@ class BoundEntry:
     layer: int
     """Number of the layer in the whole model, from 0."""
     parameter: Tensor
+    expert: int = 0
+    """Number of the expert among those of this rank, from 0; 0 for what is not an expert's."""
 
 
-def bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
-    """Every parameter of this rank's pipeline stage with its entry, in the order of the table.
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Who holds the other parts of an entry's parameters."""
+
+    group: dist.ProcessGroup
+    """Ranks that together hold all parts: tensor-parallel neighbours; of experts, those with other experts too."""
+    tensor_rank: int
+    tensor_size: int
+    """This rank's place among those that split one matrix."""
+    experts_here: int
+    """Experts of each rank."""
+    first_replica: bool
+    """Whether this rank is in the first of the groups that hold equal weights."""
+
+    def expert_numbers(self, bound: BoundEntry) -> list[int]:
+        """Numbers in the layer of the experts that the group's ranks hold in the place of a parameter."""
+        parts = self.group.size() // self.tensor_size
+        return [part * self.experts_here + bound.expert for part in range(parts)]
+
+
+def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the table.
 
     Args:
-        model: an unwrapped Megatron GPTModel.
+        chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
+        shape: sizes of the whole model.
     """
+    return [bound for chunk in chunks for bound in _bound_entries(chunk, shape)]
+
+
+def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     parameters = dict(model.named_parameters())
+    # No gradient moves the biases that experts are chosen with, so that they are buffers.
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts = _experts_of_rank(model, shape)
     bound: list[BoundEntry] = []
-    for entry, layer, local in global_entries(weight_entries(shape), layers):
-        names = [name for name in (n.format(layer=local) for n in entry.megatron) if name in parameters]
-        assert names or not is_per_layer(entry.megatron[0]), (
-            f"the model has no parameter {entry.megatron} in layer {layer}"
-        )
-        bound.extend(BoundEntry(entry, layer, parameters.pop(name)) for name in names)
+    for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
+        for expert in range(experts if entry.per_expert else 1):
+            names = [name.format(layer=local, expert=expert) for name in entry.megatron]
+            there = [name for name in names if name in parameters]
+            assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
+            bound.extend(BoundEntry(entry, layer, parameters.pop(name), expert) for name in there)
     assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
     return bound
 
 
 @torch.no_grad()
-def load_hf_weights(model: Any, shape: ModelShape, folder: str | Path) -> None:
+def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
     """Fill this rank's parameters from a folder in Hugging Face format, reading only the slices that it holds.
 
     Args:
-        model: an unwrapped Megatron GPTModel; values are converted to its dtype.
+        chunks: the rank's unwrapped Megatron GPTModels; values are converted to their dtype.
+        shape: sizes of the whole model.
+        folder: where the model's files are.
 
     Raises:
         ValueError: a file or tensor is missing, damaged or of another shape than config.json implies.
     """
     reader = HFFolderReader(folder)
-    rank, size = model.pg_collection.tp.rank(), model.pg_collection.tp.size()
-    for bound in bound_entries(model, shape):
-        slices = bound.entry.slices(shape, bound.layer, rank, size)
-        if bound.entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
+    for bound in bound_entries(chunks, shape):
+        entry, sharing = bound.entry, _sharing(chunks[0], shape, bound.entry)
+        number = sharing.expert_numbers(bound)[sharing.group.rank() // sharing.tensor_size]
+        slices = entry.slices(shape, bound.layer, sharing.tensor_rank, sharing.tensor_size, number)
+        if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
             bound.parameter.zero_()
             continue
         parts = [reader.read(wanted) for wanted in slices]
-        merged = merge_slices(bound.entry, parts, shape, rows=bound.parameter.shape[0])
-        assert merged.shape == bound.parameter.shape, (bound.entry.megatron, merged.shape, bound.parameter.shape)
+        merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
+        assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
 
 
-def hf_specs(model: Any, shape: ModelShape) -> list[TensorSpec]:
+def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:
     """The full tensors that `iter_hf_tensors` gives on this pipeline stage, in its order; needs no communication."""
     return [
         TensorSpec(part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
-        for bound in _exported(model, shape)
-        for part in bound.entry.slices(shape, bound.layer, 0, 1)
+        for bound in _exported(chunks, shape)
+        for number in _sharing(chunks[0], shape, bound.entry).expert_numbers(bound)
+        for part in bound.entry.slices(shape, bound.layer, 0, 1, number)
     ]
 
 
 @torch.no_grad()
-def iter_hf_tensors(model: Any, shape: ModelShape, gather_bytes: int) -> Iterator[tuple[str, Tensor | None]]:
-    """Full Hugging Face tensors [...] of a pipeline stage; collective within the tensor-parallel group.
+def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int) -> Iterator[tuple[str, Tensor | None]]:
+    """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
 
     Local shards of consecutive parameters are packed, so that one collective moves up to `gather_bytes` (or a single
-    parameter that is larger). Replicated parameters are not sent at all.
+    parameter that is larger). Replicated parameters are not sent at all. Of ranks that hold equal weights only the
+    first take part.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels.
+        shape: sizes of the whole model.
+        gather_bytes: most bytes of a collective.
 
     Yields:
-        (name, tensor) on tensor-parallel rank 0, (name, None) on the others, in the order of `hf_specs`. Tensors are
-        contiguous, in the parameter's dtype, and may share memory with the model.
+        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of `hf_specs`. Tensors
+        are contiguous, in the parameter's dtype, and may share memory with the model.
     """
-    group = model.pg_collection.tp
-    rank, size = group.rank(), group.size()
-    for bucket in _buckets(_exported(model, shape), size, gather_bytes):
-        shards = _gather_bucket(bucket, group)
+    for bucket in _buckets(chunks[0], _exported(chunks, shape), shape, gather_bytes):
+        sharing = _sharing(chunks[0], shape, bucket[0].entry)
+        shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
+        size = sharing.tensor_size
         for position, bound in enumerate(bucket):
-            names = [part.name for part in bound.entry.slices(shape, bound.layer, 0, 1)]
-            if rank != 0:
-                yield from ((name, None) for name in names)
-                continue
-            yield from zip(names, _full_tensors(bound, [shard[position] for shard in shards], shape), strict=True)
+            for part, number in enumerate(sharing.expert_numbers(bound)):
+                names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
+                if not shards:
+                    yield from ((name, None) for name in names)
+                    continue
+                own = [shard[position] for shard in shards[part * size : (part + 1) * size]]
+                yield from zip(names, _full_tensors(bound, own, shape), strict=True)
 
 
-def _exported(model: Any, shape: ModelShape) -> list[BoundEntry]:
-    return [bound for bound in bound_entries(model, shape) if not bound.entry.copy]
+def _experts_of_rank(model: Any, shape: ModelShape) -> int:
+    return shape.experts.count // model.pg_collection.ep.size() if shape.experts is not None else 1
 
 
-def _buckets(entries: list[BoundEntry], tp_size: int, gather_bytes: int) -> Iterator[list[BoundEntry]]:
-    """Consecutive entries whose gathered shards fit into `gather_bytes` and have one dtype."""
+def _sharing(model: Any, shape: ModelShape, entry: WeightEntry) -> _Sharing:
+    groups = model.pg_collection
+    if entry.per_expert:
+        tensor = groups.expt_tp
+        experts = _experts_of_rank(model, shape)
+        return _Sharing(groups.tp_ep, tensor.rank(), tensor.size(), experts, groups.expt_dp.rank() == 0)
+    return _Sharing(groups.tp, groups.tp.rank(), groups.tp.size(), 1, groups.dp_cp.rank() == 0)
+
+
+def _exported(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+    return [bound for bound in bound_entries(chunks, shape) if not bound.entry.copy]
+
+
+def _buckets(model: Any, entries: list[BoundEntry], shape: ModelShape, gather_bytes: int) -> Iterator[list[BoundEntry]]:
+    """Consecutive entries of one group and dtype whose gathered shards fit into `gather_bytes`."""
     bucket: list[BoundEntry] = []
     used = 0
     for bound in entries:
-        cost = 0 if bound.entry.axis is None else bound.parameter.nbytes * tp_size
-        if bucket and (used + cost > gather_bytes or bound.parameter.dtype != bucket[0].parameter.dtype):
+        cost = bound.parameter.nbytes * _sharing(model, shape, bound.entry).group.size() if _is_split(bound) else 0
+        if bucket and (
+            used + cost > gather_bytes
+            or bound.parameter.dtype != bucket[0].parameter.dtype
+            or bound.entry.per_expert != bucket[0].entry.per_expert
+        ):
             yield bucket
             bucket, used = [], 0
         bucket.append(bound)
@@ -131,12 +190,19 @@ def _buckets(entries: list[BoundEntry], tp_size: int, gather_bytes: int) -> Iter
         yield bucket
 
 
+def _is_split(bound: BoundEntry) -> bool:
+    """Whether the ranks of the group hold different parts: of one matrix, or different experts."""
+    return bound.entry.axis is not None or bound.entry.per_expert
+
+
 def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """By tensor-parallel rank, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
+    """By rank of a group, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
     own = [bound.parameter.detach() for bound in bucket]
-    split = [position for position, bound in enumerate(bucket) if bound.entry.axis is not None]
-    if group.size() == 1 or not split:
+    split = [position for position, bound in enumerate(bucket) if _is_split(bound)]
+    if group.size() == 1:
         return [own]
+    if not split:
+        return [own] * group.size() if group.rank() == 0 else []
     packed = torch.cat([own[position].reshape(-1) for position in split])
     if group.rank() != 0:
         dist.gather(packed, group=group, group_dst=0)

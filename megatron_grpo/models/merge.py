@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import WeightEntry, WeightSlice
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, group_rows
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
@@ -23,9 +23,12 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
     """
     # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
     # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
-    if entry.merge == "qkv":
-        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, _group(model), strict=True)]
+    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(group_rows(model)):
+        widths = group_rows(model)
+        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
+    if entry.merge == "qkv":  # a piece of one group
+        return torch.cat(parts)
     if entry.merge == "gate_up":
         return torch.cat(parts)
     if entry.merge == "vocab":
@@ -38,8 +41,10 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
 
     The slices are contiguous and may share memory with `local`.
     """
+    if entry.merge == "qkv" and len(local) < sum(group_rows(model)):
+        return list(local.split([wanted.stop - wanted.start for wanted in slices]))
     if entry.merge == "qkv":
-        widths = _group(model)
+        widths = group_rows(model)
         grouped = local.view(-1, sum(widths), *local.shape[1:])
         return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
     if entry.merge == "gate_up":
@@ -47,9 +52,3 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
     if entry.merge == "vocab":
         return [local[: slices[0].stop - slices[0].start]]
     return [local]
-
-
-def _group(model: ModelShape) -> list[int]:
-    """Rows of one key/value group: its queries, its key, its value."""
-    heads_per_group = model.attention_heads // model.key_value_heads
-    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]

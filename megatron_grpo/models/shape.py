@@ -7,8 +7,52 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The feed-forward networks of a mixture of experts, and how tokens find theirs."""
+
+    count: int
+    """Routed experts of a layer."""
+    ffn_hidden: int
+    """Width of an expert."""
+    top_k: int
+    """Experts of a token."""
+    layers: tuple[bool, ...]
+    """Whether each layer has experts; the others have one network for all tokens."""
+    shared_ffn_hidden: int = 0
+    """Width of the network that every token passes besides; 0: there is none."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of the router's logits."""
+    normalised: bool = True
+    """Whether the weights of a token's experts add up to one, before `scaling`."""
+    scaling: float = 1.0
+    """Factor of the weights of a token's experts."""
+    selection_bias: bool = False
+    """Whether a bias, which no gradient moves, is added to the scores where experts are chosen (DeepSeek-V3)."""
+    groups: int = 1
+    """Groups of experts; a token's experts are all in the best few of them."""
+    top_groups: int = 1
+    """Groups that a token's experts are in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Multi-latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are made of one short vector."""
+
+    query_rank: int | None
+    """Length of the vector that queries are made of; None: they are made of the hidden state."""
+    rank: int
+    """Length of the vector that keys and values are made of."""
+    plain_dim: int
+    """Of a head's query and key, the part without a position."""
+    rope_dim: int
+    """Of a head's query and key, the part that is rotated; all heads share the key's."""
+    value_dim: int
+    """Length of a head's value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder-only model, under one name each whatever the family calls them."""
+    """Sizes of a decoder-only model, under one name each whatever the family calls them."""
 
     family: str
     """Name of the family in models.families."""
@@ -43,5 +87,13 @@ class ModelShape:
     """[layers]: whether a layer has the window; empty: none has."""
     local_rope_theta: float | None = None
     """rope_theta of the layers with a window, without scaling; None: they rotate as the others."""
+    experts: ExpertShape | None = None
+    """The mixture of experts; None: every layer is dense."""
+    latent: LatentShape | None = None
+    """Latent attention; None: every key/value head has matrices of its own."""
     value_head: Literal["fresh", "stored"] | None = None
     """The output is one number a token instead of logits: a new head, or the one in the folder of a reward model."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts rather than one feed-forward network."""
+        return self.experts is not None and self.experts.layers[layer]

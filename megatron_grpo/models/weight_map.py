@@ -14,8 +14,28 @@ from typing import Literal
 
 from megatron_grpo.models.shape import ModelShape
 
-Dim = Literal["vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "score"]
-"""A dimension of a tensor; "heads" and "kv_heads" are in units of features: heads * head_dim; "score" is 1."""
+Dim = Literal[
+    "vocab",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "score",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "query_rank",
+    "latent",
+    "latent_queries",
+    "latent_keys_values",
+    "latent_values",
+    "compressed",
+]
+"""A dimension of a tensor; those of heads are in units of features: heads * head_dim; "score" is 1.
+
+With latent attention, "latent" is the rank of keys and values, "compressed" that with the rotated key beside it,
+and the other "latent_..." are what all heads take or give."""
 
 Merge = Literal["plain", "qkv", "gate_up", "vocab"]
 """How slices of several tensors become one parameter:
@@ -62,7 +82,8 @@ class WeightEntry:
     """One Megatron parameter and what it is made of."""
 
     megatron: tuple[str, ...]
-    """Names of the parameter, with `{layer}`: several when Transformer Engine's layer spec and the torch one differ."""
+    """Names of the parameter, with `{layer}` and, of a parameter of each expert, `{expert}`: several when Transformer
+    Engine's layer spec and the torch one differ."""
     hf: tuple[HFTensor, ...]
     axis: int | None
     """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
@@ -71,25 +92,54 @@ class WeightEntry:
     """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
     zero_if_absent: bool = False
     """A folder without these tensors is complete: they are new, and start at zero."""
+    layers: Literal["all", "dense", "experts"] = "all"
+    """Which layers have the parameter: those with one feed-forward network, or those with experts."""
 
-    def slices(self, model: ModelShape, layer: int, tp_rank: int, tp_size: int) -> list[WeightSlice]:
-        """What rank `tp_rank` of `tp_size` holds of each tensor, in the order of `hf`; `layer` counts from 0."""
+    @property
+    def per_expert(self) -> bool:
+        """Whether every expert has a parameter of its own. Ranks split it by the expert-tensor group."""
+        return "{expert}" in self.megatron[0]
+
+    def slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
+        """What a rank holds of each tensor, in the order of `hf`.
+
+        Args:
+            model: sizes of the model.
+            layer: number of the layer, from 0.
+            rank: the rank in its tensor-parallel group; of a parameter of experts, in its expert-tensor group.
+            size: ranks of that group.
+            expert: number of the expert in the layer, from 0.
+        """
         found = []
-        for tensor in self.hf:
+        for position, tensor in enumerate(self.hf):
             shape = tensor.shape(model)
-            start, stop = 0, 0
-            if self.axis is not None:
-                # The vocabulary is padded behind its end: the last ranks may hold fewer entries, or none.
-                size = shape[self.axis]
-                width = -(-size // tp_size) if self.merge == "vocab" else size // tp_size
-                start, stop = min(tp_rank * width, size), min((tp_rank + 1) * width, size)
-            found.append(WeightSlice(tensor.name.format(layer=layer), shape, self.axis, start, stop))
+            start, stop = self._range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
+            found.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
         return found
+
+    def _range(self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int) -> tuple[int, int]:
+        """Where a rank's slice of one of the tensors begins and ends."""
+        assert self.axis is not None
+        total = shape[self.axis]
+        if self.merge == "vocab":  # padded behind its end: the last ranks may hold fewer entries, or none
+            width = -(-total // size)
+            return min(rank * width, total), min((rank + 1) * width, total)
+        if self.merge == "qkv" and size > model.key_value_heads:
+            # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which
+            # may be queries, its key or its value.
+            widths = group_rows(model)
+            pieces = size // model.key_value_heads
+            group, piece = divmod(rank, pieces)
+            rows = sum(widths) // pieces
+            begin = sum(widths[:position])
+            inside = [min(max(end - begin, 0), widths[position]) for end in (piece * rows, (piece + 1) * rows)]
+            return group * widths[position] + inside[0], group * widths[position] + inside[1]
+        return rank * (total // size), (rank + 1) * (total // size)
 
 
 def dim_size(dim: Dim, model: ModelShape) -> int:
     """Size of a dimension in a model of this shape."""
-    return {
+    sizes = {
         "vocab": model.vocab,
         "hidden": model.hidden,
         "ffn": model.ffn_hidden,
@@ -97,7 +147,27 @@ def dim_size(dim: Dim, model: ModelShape) -> int:
         "kv_heads": model.key_value_heads * model.head_dim,
         "head_dim": model.head_dim,
         "score": 1,
-    }[dim]
+    }
+    if model.experts is not None:
+        experts = model.experts
+        sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden, "shared_ffn": experts.shared_ffn_hidden}
+    if model.latent is not None:
+        latent, heads = model.latent, model.attention_heads
+        sizes |= {
+            "query_rank": latent.query_rank or 0,
+            "latent": latent.rank,
+            "compressed": latent.rank + latent.rope_dim,
+            "latent_queries": heads * (latent.plain_dim + latent.rope_dim),
+            "latent_keys_values": heads * (latent.plain_dim + latent.value_dim),
+            "latent_values": heads * latent.value_dim,
+        }
+    return sizes[dim]
+
+
+def group_rows(model: ModelShape) -> list[int]:
+    """Rows of one key/value group in the merged matrix: its queries, its key, its value."""
+    heads_per_group = model.attention_heads // model.key_value_heads
+    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
 
 
 def padded_vocab(model: ModelShape, tp_size: int) -> int:
@@ -105,12 +175,19 @@ def padded_vocab(model: ModelShape, tp_size: int) -> int:
     return -(-model.vocab // tp_size) * tp_size
 
 
+def wanted_experts(entry: WeightEntry, model: ModelShape) -> range:
+    """Numbers of the experts that an entry speaks for; [0] when it is not one for each expert."""
+    return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
+
+
 def is_per_layer(name: str) -> bool:
     """Whether a name stands for one tensor per layer."""
     return "{layer}" in name
 
 
-def global_entries(entries: tuple[WeightEntry, ...], layers: list[int]) -> Iterator[tuple[WeightEntry, int, int]]:
+def global_entries(
+    entries: tuple[WeightEntry, ...], model: ModelShape, layers: list[int]
+) -> Iterator[tuple[WeightEntry, int, int]]:
     """Every (entry, layer in the model, layer in this stage) of a stage that holds `layers`, in the order of the table.
 
     Runs of per-layer entries are repeated for each layer; both numbers are 0 for entries outside layers.
@@ -121,8 +198,10 @@ def global_entries(entries: tuple[WeightEntry, ...], layers: list[int]) -> Itera
         while end < len(entries) and is_per_layer(entries[end].megatron[0]):
             end += 1
         for local, layer in enumerate(layers):
+            kind = "experts" if model.has_experts(layer) else "dense"
             for entry in entries[position:end]:
-                yield entry, layer, local
+                if entry.layers in ("all", kind):
+                    yield entry, layer, local
         if end < len(entries):
             yield entries[end], 0, 0
         position = end + 1

@@ -8,6 +8,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import known_value_shape
+from megatron_grpo.preflight.splits import divisors, listed, tensor_problems, training_split_problems
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
@@ -16,9 +17,8 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
     yield from _devices(config)
     yield from _batch(config)
     if shape is not None:
-        policy, generation = config.policy.parallel, config.generation.parallel
-        yield from split_problems("policy.parallel", policy.tensor, policy.pipeline, shape)
-        yield from split_problems("generation.parallel", generation.tensor, generation.pipeline, shape)
+        yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
+        yield from _generation(config, shape)
         yield from _value_model(config, shape)
 
 
@@ -28,8 +28,7 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
     shape = policy if config.value.model.path is None else known_value_shape(config)
     if shape is None:
         return
-    parallel = config.value.parallel
-    yield from split_problems("value.parallel", parallel.tensor, parallel.pipeline, shape)
+    yield from training_split_problems("value.parallel", config.value.parallel, shape)
     longest = config.policy.max_total_sequence_length
     if config.value.model.path is not None and 0 < shape.max_positions < longest:
         text = f"has {shape.max_positions} positions, fewer than policy.max_total_sequence_length={longest}"
@@ -39,31 +38,16 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
         yield Problem(f"value.model.path={config.value.model.path}", text)
 
 
-def divisors(number: int, *others: int) -> str:
-    """For a message: what divides all of the numbers ("1, 2 or 4")."""
-    found = [str(d) for d in range(1, number + 1) if all(n % d == 0 for n in (number, *others))]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
-
-
-def split_problems(section: str, tensor: int, pipeline: int, shape: ModelShape) -> Iterator[Problem]:
-    """What of a model's sizes tensor and pipeline parallelism do not divide, under the keys of a section."""
-    heads, groups, ffn = shape.attention_heads, shape.key_value_heads, shape.ffn_hidden
-    usable = divisors(heads, groups, ffn)
-    for size, what in ((heads, "attention heads"), (groups, "key/value heads"), (ffn, "feed-forward width")):
-        if size % tensor:
-            text = f"does not divide the model's {size} {what}; use {usable}"
-            yield Problem(f"{section}.tensor={tensor}", text)
-            break
-    if shape.layers % pipeline:
-        text = f"does not divide the model's {shape.layers} layers; use {divisors(shape.layers)}"
-        yield Problem(f"{section}.pipeline={pipeline}", text)
+def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    parallel = config.generation.parallel
+    yield from tensor_problems("generation.parallel", parallel.tensor, shape)
+    if shape.layers % parallel.pipeline:
+        text = f"does not divide the model's {shape.layers} layers; use {listed(divisors(shape.layers))}"
+        yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
     for section, parallel in _trained(config):
-        if parallel.expert != 1:
-            text = "expert parallelism needs a mixture-of-experts model, and only dense ones are supported yet; use 1"
-            yield Problem(f"{section}.parallel.expert={parallel.expert}", text)
         if parallel.sequence and parallel.tensor == 1:
             yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.weight_map import global_entries
+from megatron_grpo.models.weight_map import global_entries, wanted_experts
 
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _LENGTH_BYTES = 8
@@ -29,11 +29,12 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    entries = global_entries(weight_entries(shape), list(range(shape.layers)))
+    entries = global_entries(weight_entries(shape), shape, list(range(shape.layers)))
     wanted = {
-        tensor.name.format(layer=layer): tensor.shape(shape)
+        tensor.name.format(layer=layer, expert=expert): tensor.shape(shape)
         for entry, layer, _ in entries
         if not entry.zero_if_absent
+        for expert in wanted_experts(entry, shape)
         for tensor in entry.hf
     }
     missing = [name for name in wanted if name not in shapes]

@@ -134,16 +134,17 @@ def _loss(shares: list[dict[str, Tensor]]) -> float:
 
 def _whole(rank: PolicyRank) -> dict[str, Tensor]:
     """The weights, under the names and in the shapes of transformers."""
-    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.model, rank.shape, _GATHER_BYTES)
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.chunks, rank.shape, _GATHER_BYTES)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 
 def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     """The gradients likewise: exported in the place of the weights."""
-    weights = [parameter.detach().clone() for parameter in rank.model.parameters()]
-    for parameter in rank.model.parameters():
+    parameters = rank.parameters()
+    weights = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
     gradients = _whole(rank)
-    for parameter, weight in zip(rank.model.parameters(), weights, strict=True):
+    for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
     return gradients

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_grpo.config.schema import ParallelConfig
 
-SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
+SIZES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+}
 """Letters of a layout, and the sizes that they stand for."""
-NOT_YET = {"vp": "virtual pipeline", "ep": "expert", "etp": "expert-tensor"}
 DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2"
 
 
@@ -79,7 +88,9 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def read_layout(name: str) -> NamedLayout:
-    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism.
+    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp is interleaved pipelines.
+
+    Experts are shared by the ranks that there are; without dp there are as many replicas as they need.
 
     Raises:
         UsageError: the name is none.
@@ -89,11 +100,11 @@ def read_layout(name: str) -> NamedLayout:
     parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)
     if not text or found is None or len({letters for letters, _ in parts}) < len(parts):
         raise UsageError(f"layouts={name} is not a layout; write tp2, pp2, cp2, dp2 and their products, as in tp2pp2")
-    for letters, _ in parts:
-        if letters in NOT_YET:
-            raise UsageError(f"layouts={name}: {NOT_YET[letters]} parallelism is not supported yet")
-    sizes = {SIZES[letters]: int(number) for letters, number in parts}
+    sizes: dict[str, Any] = {SIZES[letters]: int(number) for letters, number in parts}
     parallel = ParallelConfig(**sizes, sequence=text.endswith("sp"))
+    if "data" not in sizes:  # as many replicas as the experts need ranks
+        experts = parallel.expert * parallel.expert_tensor
+        parallel = replace(parallel, data=experts // math.gcd(experts, parallel.tensor * parallel.context))
     if parallel.sequence and parallel.tensor == 1:
         raise UsageError(f"layouts={name}: sp needs tp2 or more")
     return NamedLayout(name, parallel)

@@ -66,11 +66,11 @@ def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], Clippe
 
 def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
     """Gradients under the names and in the shapes of transformers: exported the way weights are."""
-    weights = [parameter.detach().clone() for parameter in engine.model.parameters()]
-    for parameter in engine.model.parameters():
+    weights = [parameter.detach().clone() for parameter in engine.parameters()]
+    for parameter in engine.parameters():
         parameter.data.copy_(parameter.main_grad)
     gradients = whole_tensors(engine)
-    for parameter, weight in zip(engine.model.parameters(), weights, strict=True):
+    for parameter, weight in zip(engine.parameters(), weights, strict=True):
         parameter.data.copy_(weight)
     return gradients
 

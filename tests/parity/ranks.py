@@ -35,7 +35,12 @@ class Layout:
     data: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     sequence: bool = False
+    virtual_pipeline: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    count_loss: bool = False
 
     @property
     def ranks(self) -> int:
@@ -52,7 +57,12 @@ class Layout:
         return (
             name
             + f"-cp{self.context}" * (self.context > 1)
+            + f"-vp{self.virtual_pipeline}" * (self.virtual_pipeline > 1)
+            + f"-first{self.first_stage_layers}" * (self.first_stage_layers is not None)
+            + f"-last{self.last_stage_layers}" * (self.last_stage_layers is not None)
+            + "-loss" * self.count_loss
             + f"-ep{self.expert}" * (self.expert > 1)
+            + f"-etp{self.expert_tensor}" * (self.expert_tensor > 1)
             + "-sp" * self.sequence
         )
 

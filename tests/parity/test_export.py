@@ -18,6 +18,7 @@ from megatron_grpo.export import main
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.policy.modeling.build import build_model
+from megatron_grpo.policy.rank.checkpoint import sharded_weights
 from megatron_grpo.run.checkpoint_files import STATE_FILE, complete
 from megatron_grpo.run.manifest import MANIFEST_FILE
 from tests.parity.ranks import Layout, run_on_ranks
@@ -27,9 +28,9 @@ from tests.support.tiny_models import TinyModel
 
 def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
     shape = shape_of_folder(folder)
-    model = build_model(shape, layout.parallel, precision="float32")
-    load_hf_weights(model, shape, folder)
-    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))
+    chunks = build_model(shape, layout.parallel, precision="float32")
+    load_hf_weights(chunks, shape, folder)
+    dist_checkpointing.save({"model": sharded_weights(chunks, None)}, str(output))
 
 
 def make_run(model: TinyModel, run_dir: Path, layout: Layout) -> Path:

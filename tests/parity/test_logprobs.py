@@ -64,8 +64,8 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
     found = []
     for folder in folders:
         shape = shape_of_folder(folder)
-        model = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
-        load_hf_weights(model, shape, folder)
+        (model,) = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
+        load_hf_weights([model], shape, folder)
         logits = megatron_logits(model, microbatches())
         found.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])
     return found

@@ -102,8 +102,8 @@ OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1}
 def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, Tensor]:
     """One AdamW step on the sum of squared logits of this replica's share of TOKENS; the new weights."""
     shape = shape_of_folder(folder)
-    model = build_model(shape, layout.parallel, precision="float32")
-    load_hf_weights(model, shape, folder)
+    (model,) = build_model(shape, layout.parallel, precision="float32")
+    load_hf_weights([model], shape, folder)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
     )
@@ -117,7 +117,7 @@ def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, T
     wrapped(own, torch.arange(own.shape[1]).expand_as(own), None)[..., :VOCAB].square().sum().backward()
     finalize_model_grads([wrapped], num_tokens=torch.ones((), dtype=torch.int) * layout.data)
     assert optimizer.step()[0]
-    return {name: tensor.clone() for name, tensor in iter_hf_tensors(model, shape, 2**20) if tensor is not None}
+    return {name: tensor.clone() for name, tensor in iter_hf_tensors([model], shape, 2**20) if tensor is not None}
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "sharded"])
@@ -134,21 +134,21 @@ def test_optimizer_step(distributed: bool, tiny_models: dict[str, TinyModel]) ->
 
 def save_on_rank(layout: Layout, folder: Path, output: Path) -> None:
     shape = shape_of_folder(folder)
-    model = build_model(shape, layout.parallel, precision="float32")
-    load_hf_weights(model, shape, folder)
+    (model,) = build_model(shape, layout.parallel, precision="float32")
+    load_hf_weights([model], shape, folder)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(output))
 
 
 def load_on_rank(layout: Layout, folder: Path, checkpoint: Path) -> dict[str, Tensor]:
     shape = shape_of_folder(folder)
-    model = build_model(shape, layout.parallel, precision="float32")
+    (model,) = build_model(shape, layout.parallel, precision="float32")
     # Ranks of different replicas read different tensors and exchange them.
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(checkpoint)), parallel_state.get_data_parallel_group()
     )
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint), strategy)
     model.load_state_dict(state["model"])
-    return {name: tensor.clone() for name, tensor in iter_hf_tensors(model, shape, 2**20) if tensor is not None}
+    return {name: tensor.clone() for name, tensor in iter_hf_tensors([model], shape, 2**20) if tensor is not None}
 
 
 def test_checkpoint_loads_in_another_layout(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
         engine = make_engine(layout, path, distributed=False)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         shares = engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
-        for parameter in engine.model.parameters():
+        for parameter in engine.parameters():
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
         reported = sum(float(share["loss"]) for share in shares) if engine.is_reporter else 0.0

@@ -25,10 +25,10 @@ def round_trip(layout: Layout, folders: list[Path], precision: str, gather_bytes
     found = []
     for folder in folders:
         shape = shape_of_folder(folder)
-        model = build_model(shape, layout.parallel, precision=precision)
-        load_hf_weights(model, shape, folder)
-        tensors = list(iter_hf_tensors(model, shape, gather_bytes))
-        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, hf_specs(model, shape), tensors))
+        chunks = build_model(shape, layout.parallel, precision=precision)
+        load_hf_weights(chunks, shape, folder)
+        tensors = list(iter_hf_tensors(chunks, shape, gather_bytes))
+        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, hf_specs(chunks, shape), tensors))
     return found
 
 

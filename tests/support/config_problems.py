@@ -39,7 +39,7 @@ def write_weights(file: Path, config: dict[str, Any]) -> None:
     """A safetensors file with all tensors of a model, in float32; their content is a hole in the file."""
     shape = shape_of_config(config)
     header, end = {}, 0
-    for entry, layer, _ in global_entries(weight_entries(shape), list(range(shape.layers))):
+    for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers))):
         for tensor in entry.hf:
             sizes = tensor.shape(shape)
             begin, end = end, end + 4 * math.prod(sizes)

@@ -81,9 +81,10 @@ def logprobs_of_logits(logits: Tensor, token_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(logprobs, (1, 0))
 
 
-def _qwen3(tied: bool) -> PreTrainedModel:
+def _qwen3(tied: bool, layers: int = 2) -> PreTrainedModel:
     # A head size that is not hidden_size / heads, as in the released models.
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=tied))
+    sizes = {**_SIZES, "num_hidden_layers": layers}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=tied))
 
 
 def _qwen2() -> PreTrainedModel:
@@ -125,12 +126,14 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama_untied": _llama,
     "gemma3": _gemma3,
 }
+SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_deep": lambda: _qwen3(tied=True, layers=7)}
+"""Those that a few tests make for themselves."""
 
 
 def make_tiny_model(name: str, folder: Path) -> TinyModel:
-    """Build one of BUILDERS with every weight random, norms and biases included, and save it to `folder`/`name`."""
+    """Build a model with every weight random, norms and biases included, and save it to `folder`/`name`."""
     torch.manual_seed(sum(name.encode()))
-    model = BUILDERS[name]()
+    model = {**BUILDERS, **SPECIAL}[name]()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:

@@ -27,7 +27,7 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """The weight map of a model, in the order in which tensors are exported."""
-    entries = FAMILIES[shape.family].entries(shape.tied_embeddings)
+    entries = FAMILIES[shape.family].entries(shape)
     return entries if shape.value_head is None else with_value_head(entries, shape)
 
 

@@ -105,7 +105,7 @@ FAMILY = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     read=read,
-    entries=lambda tied: INPUT + ATTENTION + QK_NORM + _NORMS + _MATRICES + OUTPUT_NORM + head(tied),
+    entries=lambda shape: INPUT + ATTENTION + QK_NORM + _NORMS + _MATRICES + OUTPUT_NORM + head(shape.tied_embeddings),
     forward_flops=dense_flops,
     reward_prefix="Gemma3Text",
 )

@@ -170,6 +170,6 @@ FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     read=lambda raw: read_dense(raw, "llama"),
-    entries=lambda tied: INPUT + ATTENTION + MLP + OUTPUT_NORM + head(tied),
+    entries=lambda shape: INPUT + ATTENTION + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
     forward_flops=dense_flops,
 )

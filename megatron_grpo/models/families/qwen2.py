@@ -23,6 +23,6 @@ FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     read=lambda raw: read_dense(raw, "qwen2", qkv_bias=True),
-    entries=lambda tied: INPUT + ATTENTION + QKV_BIAS + MLP + OUTPUT_NORM + head(tied),
+    entries=lambda shape: INPUT + ATTENTION + QKV_BIAS + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
     forward_flops=dense_flops,
 )

@@ -23,6 +23,6 @@ FAMILY = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     read=lambda raw: read_dense(raw, "qwen3", qk_norm=True),
-    entries=lambda tied: INPUT + ATTENTION + QK_NORM + MLP + OUTPUT_NORM + head(tied),
+    entries=lambda shape: INPUT + ATTENTION + QK_NORM + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
     forward_flops=dense_flops,
 )

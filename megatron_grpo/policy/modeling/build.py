@@ -27,12 +27,13 @@ def build_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
-) -> DecoderModel:
-    """A rank's shard of the model on the platform's device, its weights not yet set.
+) -> list[DecoderModel]:
+    """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
+    microbatches pass in turn (virtual pipeline).
 
-    On the last pipeline stage `model(token_ids, position_ids, None)` gives logits [sequences, length, columns], columns
-    being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it. Packed sequences
-    (`PackedSequences`) are given as one sequence, [1, tokens]; with `rows` the model ends in hidden states.
+    The last chunk of the last stage, `chunk(token_ids, position_ids, None)`, gives logits [sequences, length, columns],
+    columns being padded vocabulary / TP; those past the vocabulary have to be left out of every sum over it. Packed
+    sequences (`PackedSequences`) are given as one sequence, [1, tokens]; with `rows` it ends in hidden states.
 
     Args:
         shape: sizes of the model.
@@ -41,24 +42,33 @@ def build_model(
         activation_checkpointing: recompute every layer in the backward pass.
     """
     config = transformer_config(shape, parallel, precision, activation_checkpointing)
+    number = parallel.virtual_pipeline
+    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None) for chunk in range(number)]
+
+
+def _build_chunk(
+    config: TransformerConfig, shape: ModelShape, parallel: ParallelConfig, vp_stage: int | None
+) -> DecoderModel:
+    """One chunk of the rank's shard; vp_stage None: the only one."""
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, shape),
+        transformer_layer_spec=layer_spec(config, shape, vp_stage),
         vocab_size=padded_vocab(shape, parallel.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=vp_stage,
     )
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
     if not uses_transformer_engine(shape):
         model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
     if shape.embedding_scale is not None and model.pre_process:
-        _scale_embeddings(model.embedding, shape.embedding_scale, getattr(torch, precision))
+        _scale_embeddings(model.embedding, shape.embedding_scale, config.params_dtype)
     return model
 
 
@@ -107,8 +117,14 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        account_for_embedding_in_pipeline_split=parallel.count_embedding,
+        account_for_loss_in_pipeline_split=parallel.count_loss,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         bf16=precision == "bfloat16",
         params_dtype=dtype,
@@ -128,7 +144,7 @@ def transformer_config(
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
         **_family_settings(shape),
-        **_platform_settings(shape),
+        **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
     )
 
 
@@ -153,7 +169,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def _platform_settings(shape: ModelShape) -> dict[str, Any]:
+def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any]:
     """Fused kernels where there is a GPU for them, and results that repeat."""
     cuda = current_platform().name == "cuda"
     engine = uses_transformer_engine(shape)
@@ -172,8 +188,9 @@ def _platform_settings(shape: ModelShape) -> dict[str, Any]:
         "persist_layer_norm": False,
         # Needs a CUDA extension from apex.
         "gradient_accumulation_fusion": False,
-        # gloo has no batches of sends and receives.
-        "batch_p2p_comm": cuda,
+        # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
+        # a batch mixes them up.
+        "batch_p2p_comm": cuda and not interleaved,
         "batch_p2p_sync": cuda,
     }
 

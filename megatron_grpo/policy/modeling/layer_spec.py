@@ -47,8 +47,10 @@ def _transformer_engine_found() -> bool:
     return found
 
 
-def layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel builds this pipeline stage's layers from."""
+def layer_spec(
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks."""
     if uses_transformer_engine(shape):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
@@ -62,4 +64,5 @@ def layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | Tra
         attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     if shape.local_rope_theta is not None:
         parts.self_attention.module = LocalOrGlobalSelfAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

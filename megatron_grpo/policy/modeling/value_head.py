@@ -41,11 +41,11 @@ def build_value_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
-) -> DecoderModel:
-    """A rank's shard of the value model, the backbone's weights not yet set, the head's zero.
+) -> list[DecoderModel]:
+    """The chunks of a rank's shard of the value model, the backbone's weights not yet set, the head's zero.
 
-    On the last pipeline stage the model ends in hidden states (`DecoderModel.rows`), which `model.output_layer` makes
-    values of: what is known after each token.
+    The last chunk of the last pipeline stage ends in hidden states (`DecoderModel.rows`), which its `output_layer`
+    makes values of: what is known after each token.
 
     Args:
         shape: sizes of the value model, from `as_value_model`.
@@ -53,7 +53,8 @@ def build_value_model(
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
     """
-    model = build_model(shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing)
-    if model.post_process:
-        model.output_layer = ValueHead(model.config)
-    return model
+    chunks = build_model(shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing)
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config)
+    return chunks

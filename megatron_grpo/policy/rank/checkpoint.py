@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,10 +48,10 @@ def load_rank(rank: ModelRank, folder: str) -> None:
     if common["reference_moved"] and rank.reference is not None:
         state["reference"] = _reference_shards(rank.reference)
     loaded = dist_checkpointing.load(state, folder)
-    rank.model.load_state_dict(loaded["model"])
+    set_weights(rank.chunks, loaded["model"])
     if "reference" in loaded:
         assert rank.reference is not None
-        rank.reference.load_state_dict(loaded["reference"])
+        set_weights(rank.reference, loaded["reference"])
         rank.reference_moved = True
     rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
     if "random" in loaded:
@@ -61,7 +61,7 @@ def load_rank(rank: ModelRank, folder: str) -> None:
 
 def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = rank.model.sharded_state_dict(metadata=metadata)
+    model = sharded_weights(rank.chunks, metadata)
     with _padding_counted_as_content(rank):
         optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
@@ -79,6 +79,24 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     }
 
 
+def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What a distributed checkpoint holds of the weights of a rank, by the number of the chunk.
+
+    Names in the checkpoint are those of the whole model, so that another layout can load it.
+
+    Args:
+        chunks: the rank's shard of the model.
+        metadata: of the checkpoint, which Megatron-Core adds its process groups to.
+    """
+    return {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+
+
+def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    """Put weights in their place that were loaded as `sharded_weights` asks for them."""
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
+
+
 @contextmanager
 def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
     """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
@@ -87,7 +105,9 @@ def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
     only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
     happens whenever its size is not a multiple of the padding.
     """
-    parts = [part for buffer in rank.optimizer.model.buffers for part in (buffer, *buffer.buckets)]
+    # Experts have buffers of their own, as other ranks hold equal weights of theirs.
+    buffers = [one for chunk in rank.optimizer.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
     without_padding = [part.numel_unpadded for part in parts]
     for part in parts:
         part.numel_unpadded = part.grad_data.numel()
@@ -98,9 +118,9 @@ def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
             part.numel_unpadded = numel
 
 
-def _reference_shards(reference: GPTModel) -> dict[str, Any]:
+def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
     """The reference policy's weights, under keys of their own in the checkpoint."""
-    shards: dict[str, Any] = reference.sharded_state_dict(metadata=dict(_METADATA))
+    shards = sharded_weights(reference, dict(_METADATA))
     add_prefix_for_sharding(shards, "reference.")
     return shards
 

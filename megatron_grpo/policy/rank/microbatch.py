@@ -70,10 +70,10 @@ class MicrobatchMaker:
 
         Args:
             batch: the rank's sequences, on the host.
-            indices: which of them.
+            indices: which of them; none: a microbatch of one token that nobody asks about.
             asked: the entry that says which tokens are asked about; without it, all that have one before them.
         """
-        selected = batch.select(indices)
+        selected = batch.select(indices) if indices else _nothing(batch)
         placement = self.place(selected.lengths)
         mask = getattr(selected.fields, asked)
         wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
@@ -82,8 +82,8 @@ class MicrobatchMaker:
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
         assert fields.token_ids is not None
-        flat = token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
         nobody = len(tokens) == 0
+        flat = tokens if nobody else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
         if nobody:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
             rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         at = torch.from_numpy(tokens)
@@ -119,6 +119,12 @@ class MicrobatchMaker:
             sizes=move(torch.from_numpy(sizes)),
             join=joined_over_context if self.parallel.context > 1 else None,
         )
+
+
+def _nothing(batch: TokenBatch) -> TokenBatch:
+    """A sequence of one token with the entries of a batch, all 0: nothing stands before it, so nobody asks about it."""
+    zeros = {name: value.new_zeros(1) for name, value in batch.fields.present().items()}
+    return TokenBatch([1], TokenFields(**zeros))
 
 
 def joined_over_context(values: Tensor) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
@@ -31,21 +34,25 @@ class ModelRank(ABC):
     """A rank's share of a model with one number per token as its output, and of the model's optimizer.
 
     Args:
-        model: the rank's shard of the model, its weights loaded.
+        chunks: the rank's shard of the model, its weights loaded; more than one with a virtual pipeline.
         shape: sizes of the model.
         config: how the model is trained; torch.distributed and Megatron's groups are set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
-    reference: DecoderModel | None = None
+    reference: list[DecoderModel] | None = None
     """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
 
-    def __init__(self, model: DecoderModel, shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
-        self.model, self.shape, self.config = model, shape, config
+    def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
+        self.chunks, self.shape, self.config = chunks, shape, config
         self._maker = MicrobatchMaker(config.parallel, config.packing, shape)
-        self.optimizer = ModelOptimizer(model, config, decay_steps)
+        self.optimizer = ModelOptimizer(chunks, config, decay_steps)
+
+    def parameters(self) -> list[Any]:
+        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @property
     def is_reporter(self) -> bool:
@@ -100,31 +107,36 @@ class ModelRank(ABC):
         Returns:
             The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
         """
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
         self.optimizer.zero_grad()
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
-            values, tokens = self._of_rows(self.model, output, microbatch.tokens)
+            values, tokens = self._of_rows(self.chunks[-1], output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
             # The schedule asks for a token count to average by; `counts` has already done that.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
-        return self._run_schedule(self.optimizer.model, batch, microbatches, "loss_mask", loss_of, forward_only=False)
+        return self._run_schedule(self.optimizer.chunks, batch, microbatches, "loss_mask", loss_of, forward_only=False)
 
     @torch.no_grad()
-    def _forward_tokens(self, model: DecoderModel, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
+    def _forward_tokens(
+        self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
+    ) -> Tensor | None:
         """The output for the sampled tokens of `batch`, or for all if it does not say which are, and 0 for the others:
         [sum(lengths)], float32, on the reporter's host; None elsewhere."""
+        for chunk in chunks:
+            chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
             """[rows, hidden] to a loss and a count of 0, each [], and numbers, [rows], float32, with their places."""
-            values, _ = self._of_rows(model, output, microbatch.tokens)
+            values, _ = self._of_rows(chunks[-1], output, microbatch.tokens)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.flat)
 
-        pieces = self._run_schedule(model, batch, microbatches, "sampled", keep, forward_only=True)
+        pieces = self._run_schedule(chunks, batch, microbatches, "sampled", keep, forward_only=True)
         if not self._has_loss:
             return None
         found = torch.cat([values for values, _ in pieces])
@@ -137,7 +149,7 @@ class ModelRank(ABC):
 
     def _run_schedule(
         self,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         batch: TokenBatch,
         microbatches: Microbatches,
         asked: Literal["loss_mask", "sampled"],
@@ -146,28 +158,45 @@ class ModelRank(ABC):
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; the third value of `finish` per microbatch, on the last stage."""
-        inner = getattr(model, "module", model)
+        padded = [*microbatches, *[[]] * self._empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             """The stage's output for the next microbatch, [1, tokens or rows, ...], and what makes a loss of it."""
             microbatch = next(data)
+            inner = getattr(module, "module", module)
             if inner.post_process:
                 inner.rows = microbatch.rows
             # Positions are those of the packed sequences, which the rotary embedding looks at.
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)
 
+        # Made one at a time, as the schedule asks for them: the places of a whole step need not fit the device.
+        made = (self._maker.make(batch, indices, asked) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            # Made one at a time, as the schedule asks for them: the places of a whole step need not fit the device.
-            data_iterator=(self._maker.make(batch, indices, asked) for indices in microbatches),
-            model=[model],
-            num_microbatches=len(microbatches),
+            data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk has a use for every microbatch
+            model=list(chunks),
+            num_microbatches=len(padded),
             seq_length=1,  # neither is looked at: pipeline stages tell each other the shapes of what they send
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return results
+        return results[: len(microbatches)]
+
+    def _empty_microbatches(self, number: int) -> int:
+        """How many microbatches without tokens have to follow so many.
+
+        Ranks that share experts pass a layer together, so all need as many as the one that has most; and an interleaved
+        pipeline takes groups of as many as it has ranks.
+        """
+        parallel, most = self.config.parallel, number
+        if parallel.expert > 1 or parallel.expert_tensor > 1:
+            numbers = torch.tensor(number, device=current_platform().device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+            most = int(numbers)
+        if parallel.virtual_pipeline > 1:
+            most += -most % parallel.pipeline
+        return most - number
 
 
 def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:

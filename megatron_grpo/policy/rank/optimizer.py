@@ -16,23 +16,28 @@ from megatron_grpo.config.schema import PolicyConfig
 
 
 class ModelOptimizer:
-    """Wraps a model for data-parallel training and steps it.
+    """Wraps the chunks of a model for data-parallel training and steps them.
 
     Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
     step does not depend on how it was split.
     """
 
-    def __init__(self, model: GPTModel, config: PolicyConfig, decay_steps: int) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
         settings = config.optimizer
         half = config.precision == "bfloat16"
-        model.config.finalize_model_grads_func = _sum_model_grads
-        self.model = DistributedDataParallel(
-            config=model.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed
-            ),
-            module=model,
-        )
+        chunks[0].config.finalize_model_grads_func = _sum_model_grads  # all chunks have one configuration
+        self.chunks = [
+            DistributedDataParallel(
+                config=chunk.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed
+                ),
+                module=chunk,
+                # The gradients of the first chunk are the last to come: there is nothing to overlap with them.
+                disable_bucketing=number > 0,
+            )
+            for number, chunk in enumerate(chunks)
+        ]
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -48,7 +53,7 @@ class ModelOptimizer:
         )
         self.optimizer = get_megatron_optimizer(
             optimizer_config,
-            [self.model],
+            self.chunks,
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
@@ -70,7 +75,8 @@ class ModelOptimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients of the previous step."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.distributed import Store
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.megatron_cpu import apply_patches
+from megatron_grpo.platform.pipeline_shapes import let_stages_tell_shapes
 
 
 def initialize_parallel(
@@ -34,6 +35,8 @@ def initialize_parallel(
     """
     assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
     apply_patches()
+    if parallel.virtual_pipeline > 1:
+        let_stages_tell_shapes()
     platform = current_platform()
     # Megatron-Core counts on one hardware queue to order a layer's communication before its computation; it complains
     # about anything else even without a GPU.
@@ -50,8 +53,10 @@ def initialize_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )

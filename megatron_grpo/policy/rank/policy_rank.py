@@ -43,19 +43,19 @@ class PolicyRank(ModelRank):
         super().__init__(self._build(folder, config), shape, config, decay_steps)
         self._offload_reference = reference is not None and reference.offload
         if reference is not None:
-            self.reference = self._build(folder, config).eval().requires_grad_(False)
+            self.reference = [chunk.requires_grad_(False) for chunk in self._build(folder, config)]
             if self._offload_reference:
-                self.reference.to("cpu")
+                self._place_reference("cpu")
 
-    def _build(self, folder: str, config: PolicyConfig) -> DecoderModel:
-        model = build_model(
+    def _build(self, folder: str, config: PolicyConfig) -> list[DecoderModel]:
+        chunks = build_model(
             self.shape,
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
         )
-        load_hf_weights(model, self.shape, folder)
-        return model
+        load_hf_weights(chunks, self.shape, folder)
+        return chunks
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the current weights.
@@ -63,8 +63,7 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        self.model.eval()
-        return self._forward_tokens(self.model, batch, microbatches)
+        return self._forward_tokens(self.chunks, batch, microbatches)
 
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the frozen reference policy.
@@ -74,19 +73,24 @@ class PolicyRank(ModelRank):
         """
         assert self.reference is not None, "the reference policy was not loaded"
         if self._offload_reference:
-            self.reference.to(current_platform().device)
+            self._place_reference(current_platform().device)
         logprobs = self._forward_tokens(self.reference, batch, microbatches)
         if self._offload_reference:
-            self.reference.to("cpu")
+            self._place_reference("cpu")
         return logprobs
+
+    def _place_reference(self, device: torch.device | str) -> None:
+        for chunk in self.reference or ():
+            chunk.to(device)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
-        for moved, weight in zip(self.reference.parameters(), self.model.parameters(), strict=True):
-            moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
+        for reference, chunk in zip(self.reference, self.chunks, strict=True):
+            for moved, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
+                moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
 
     def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:

@@ -24,14 +24,14 @@ class ValueRank(ModelRank):
     """
 
     def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
-        model = build_value_model(
+        chunks = build_value_model(
             shape,
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
         )
-        load_hf_weights(model, shape, folder)
-        super().__init__(model, shape, config, decay_steps)
+        load_hf_weights(chunks, shape, folder)
+        super().__init__(chunks, shape, config, decay_steps)
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.
@@ -39,8 +39,7 @@ class ValueRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        self.model.eval()
-        return self._forward_tokens(self.model, batch, microbatches)
+        return self._forward_tokens(self.chunks, batch, microbatches)
 
     def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to values, [rows], float32: what is known before each token."""

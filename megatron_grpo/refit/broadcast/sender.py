@@ -83,9 +83,9 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
     global _sender
     _sender = None
     place = _place()
-    if not place.gathers or place.tensor != 0:
+    if not place.sends:
         return
-    specs = hf_specs(rank.model, rank.shape)
+    specs = hf_specs(rank.chunks, rank.shape)
     buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
     device = current_platform().device
     write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
@@ -93,10 +93,8 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
 
 
 def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
-    """Send this stage's weights, gathered over its tensor-parallel ranks; what was sent, on the rank that sends."""
-    if not _place().gathers:
-        return None
-    tensors = iter_hf_tensors(rank.model, rank.shape, bucket_bytes)
+    """Send this stage's weights, gathered over its ranks; what was sent, on the rank that sends."""
+    tensors = iter_hf_tensors(rank.chunks, rank.shape, bucket_bytes)
     try:
         return _sender.send(tensors, version) if _sender is not None else None
     finally:
@@ -111,9 +109,8 @@ class _Place:
 
     stage: int
     stages: int
-    tensor: int
-    gathers: bool
-    """Whether the rank takes part in gathering. Data- and context-parallel ranks hold equal weights: the first does."""
+    sends: bool
+    """Whether the rank is the first of its stage, which is given the whole tensors."""
 
 
 def _place() -> _Place:
@@ -123,6 +120,6 @@ def _place() -> _Place:
     return _Place(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor=parallel_state.get_tensor_model_parallel_rank(),
-        gathers=parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+        sends=parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
     )

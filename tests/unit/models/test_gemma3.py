@@ -80,7 +80,7 @@ def test_the_table_has_every_tensor_once_in_its_shape() -> None:
     shape = shape_of_config(model.config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})
     found = [
         (part.name, part.shape)
-        for entry, layer, _ in global_entries(weight_entries(shape), list(range(shape.layers)))
+        for entry, layer, _ in global_entries(weight_entries(shape), shape, list(range(shape.layers)))
         if not entry.copy
         for part in entry.slices(shape, layer, 0, 1)
     ]

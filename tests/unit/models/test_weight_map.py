@@ -107,7 +107,7 @@ def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str,
 
 
 def test_stage_numbers_its_layers_from_its_own_first() -> None:
-    found = list(global_entries(weight_entries(SHAPE), [2, 3]))
+    found = list(global_entries(weight_entries(SHAPE), SHAPE, [2, 3]))
     per_layer = [(layer, position) for e, layer, position in found if "{layer}" in e.megatron[0]]
     assert per_layer == sorted(per_layer)
     assert set(per_layer) == {(2, 0), (3, 1)}

@@ -55,7 +55,7 @@ def problems_of(*overrides: str) -> dict[str, str]:
             "ppo.adv_estimator.gae_lambda=0.5",
             "takes rewards as they are",
         ),
-        (PPO, ["value.parallel.tensor=3"], "value.parallel.tensor=3", "use 1 or 2"),
+        (PPO, ["value.parallel.tensor=3"], "value.parallel.tensor=3", "use 1, 2 or 4"),
         (PPO, ["value.parallel.sequence=true"], "value.parallel.sequence=True", "needs value.parallel.tensor > 1"),
         (PPO, ["value.train_global_batch_samples=100"], "value.train_global_batch_samples=100", "256 samples"),
         (

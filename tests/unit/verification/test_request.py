@@ -45,8 +45,6 @@ def test_a_request_says_what_is_verified() -> None:
         ("layouts=[tp2,xx]", "layouts=xx is not a layout"),
         ("layouts=tp2tp2", "layouts=tp2tp2 is not a layout"),
         ("layouts=tp0", "layouts=tp0 is not a layout"),
-        ("layouts=ep2", "expert parallelism is not supported yet"),
-        ("layouts=pp2vp2", "virtual pipeline parallelism is not supported yet"),
         ("layouts=cp2sp", "sp needs tp2 or more"),
         ("packing=maybe", "packing=maybe is not true, false or both"),
         ("shrink=1", "shrink=1 is not true or false"),
@@ -67,8 +65,11 @@ def test_what_means_nothing_is_said_so(argument: str, text: str, capsys: pytest.
     [
         (["model=tiny:gpt7"], "use tiny: and one of qwen3, qwen2, llama, gemma3"),
         (["model=/nowhere"], "model=/nowhere has no config.json"),
-        (["layouts=tp3"], "layouts=tp3: 3 does not divide the model's 4 attention heads"),
-        (["layouts=pp3"], "layouts=pp3: 3 does not divide the model's 4 layers"),
+        (["layouts=tp3"], "layouts=tp3: tensor=3 does not divide the model's 4 attention heads"),
+        (["layouts=pp3"], "layouts=pp3: pipeline=3 does not divide the model's 4 layers"),
+        (["layouts=vp2"], "layouts=vp2: virtual_pipeline=2 needs parallel.pipeline > 1"),
+        (["layouts=pp2vp4"], "layouts=pp2vp4: virtual_pipeline=4 does not divide the 2 layers of a pipeline rank"),
+        (["layouts=ep2"], "layouts=ep2: expert=2 the model has no experts"),
         (["layouts=dp4", "sequences=3"], "sequences=3 do not give each of 4 data-parallel replicas one"),
     ],
 )
