@@ -29,7 +29,7 @@ python -m megatron_grpo.verify [key=value ...] [--json]
 Runs the same tokens through each layout in float32 on this machine, and compares with transformers. Exit code 1 when
 something is past its tolerance.
 
-  model      a folder in Hugging Face format, or tiny:qwen3, tiny:qwen2, tiny:llama
+  model      a folder in Hugging Face format, or tiny:qwen3, tiny:qwen2, tiny:llama, tiny:gemma3
   shrink     true: a small random model of the folder's own configuration (false)
   layouts    such as [tp2,tp2sp,pp2,cp2dp2] ({DEFAULT_LAYOUTS})
   packing    true, false or both (true)

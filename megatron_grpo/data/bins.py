@@ -20,10 +20,18 @@ class Cost:
     per_token: float
     per_pair: float
     """Of a pair of a query and a key that it sees: what makes long sequences cost more than their length."""
+    window: int | None = None
+    """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
+    per_windowed_pair: float = 0.0
+    """Of a pair in the layers with a window."""
 
     def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """[sequences], int64, of lengths to [sequences], float64."""
-        return self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
+        cost = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
+        if self.window is None:
+            return cost
+        within = np.minimum(lengths, self.window)
+        return cost + self.per_windowed_pair * (within * (within + 1) / 2 + self.window * (lengths - within))
 
 
 OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)

@@ -23,3 +23,5 @@ class Family:
     """The weight map of a model, in the order of export."""
     forward_flops: Callable[[ModelShape, Sequence[int]], float]
     """Floating-point operations of a forward pass over sequences of these lengths."""
+    reward_prefix: str | None = None
+    """How names of its reward models' classes begin, before "For"; None: as that of the language model does."""

@@ -71,6 +71,22 @@ class ModelShape:
     max_positions: int
     qkv_bias: bool
     qk_norm: bool
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight instead of by weight."""
+    post_norms: bool = False
+    """What attention and feed-forward give is normalised before it is added to the residual stream."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gate in the feed-forward; gelu_tanh: GeLU in its approximation by tanh."""
+    softmax_scale: float | None = None
+    """Factor of the product of a query and a key; None: 1 / sqrt(head_dim)."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings, rounded to their dtype; None: they are taken as they are."""
+    window: int | None = None
+    """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
+    windowed: tuple[bool, ...] = ()
+    """[layers]: whether a layer has the window; empty: none has."""
+    local_rope_theta: float | None = None
+    """rope_theta of the layers with a window, without scaling; None: they rotate as the others."""
     experts: ExpertShape | None = None
     """The mixture of experts; None: every layer is dense."""
     latent: LatentShape | None = None

@@ -55,6 +55,24 @@ class NonFiniteGradientError(RunError):
         self.sequences = sequences
 
 
+def cost_of(shape: ModelShape) -> Cost:
+    """What a sequence costs in a model of these sizes, in floating-point operations of a forward pass.
+
+    Read off the family's count, which is linear in tokens and in the pairs of both kinds of layers.
+    """
+
+    def of(length: int) -> float:
+        return forward_flops(shape, [length])
+
+    every_pair = of(2) - 2 * of(1)  # two tokens of one sequence see three pairs, those of two sequences see two
+    window = shape.window
+    if window is None:
+        return Cost(per_token=of(1) - every_pair, per_pair=every_pair)
+    # Past the window each token sees one more than the token before it only in layers without one.
+    per_pair = of(window + 2) - 2 * of(window + 1) + of(window)
+    return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
+
+
 class TrainedModel(ABC):
     """A model in training, spread over many processes, that looks like one."""
 
@@ -66,9 +84,7 @@ class TrainedModel(ABC):
     @property
     def cost(self) -> Cost:
         """What a sequence costs to compute, in floating-point operations of a forward pass."""
-        one, two = forward_flops(self.shape, [1]), forward_flops(self.shape, [2])
-        per_pair = two - 2 * one  # two tokens of one sequence see three pairs, those of two sequences see two
-        return Cost(per_token=one - per_pair, per_pair=per_pair)
+        return cost_of(self.shape)
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -36,21 +38,32 @@ SMALL: dict[str, Any] = {
 }
 """Sizes of a small model; the vocabulary is odd, so that it has to be padded in every tensor-parallel layout."""
 
-SMALL_EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
 """Sizes of a small mixture of experts."""
 
-TINY: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: Qwen3Config(**SMALL),
-    "qwen2": lambda: Qwen2Config(**SMALL),
-    "llama": lambda: LlamaConfig(**SMALL),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **SMALL_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
-    "mixtral": lambda: MixtralConfig(**SMALL, **SMALL_EXPERTS, sliding_window=None),
+WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
+"""Of a small model that has windows: shorter than sequences, and with every second layer seeing everything."""
+
+GEMMA3: dict[str, Any] = {
+    # The second half is not the first: a pipeline stage has to know which layers it holds.
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW["sliding_window"],
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
 }
-"""Configurations of small models, by family; of qwen3_moe one layer has no experts."""
+TINY: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "gemma3": partial(Gemma3TextConfig, **GEMMA3),
+    # One layer has no experts.
+    "qwen3_moe": partial(Qwen3MoeConfig, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "mixtral": partial(MixtralConfig, **EXPERTS, sliding_window=None),
+}
+"""Configurations of families, given sizes."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -69,18 +82,20 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _made(TINY[family](), folder, seed)
+        return _made(TINY[family](**SMALL), folder, seed)
     path = Path(model)
     if not (path / "config.json").is_file():
         raise UsageError(f"model={model} has no config.json; give a model's folder, or tiny: and a family")
     if not shrink:
         return path
     raw = json.loads((path / "config.json").read_text())
-    small = {**SMALL, **SMALL_EXPERTS, "num_experts": SMALL_EXPERTS["num_local_experts"]}
+    small = {**SMALL, **EXPERTS, "num_experts": EXPERTS["num_local_experts"]}
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
     per_layer = {
-        name: value[: SMALL["num_hidden_layers"]]
+        # One of each kind, before more of the first.
+        name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers
     }
@@ -90,11 +105,14 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 
 def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """A model with every weight random, norms and biases included."""
+    """A model with every weight random, norms (around what theirs start from, 1 or 0) and biases included."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0.0, 0.1)
+            if "norm" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+            else:
+                parameter.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return folder

@@ -47,7 +47,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
     started = {}
     for seed, (name, layout) in enumerate(POLICY_LAYOUTS.items(), start=1):
         path = make_model(folder / name, seed=seed)
-        started[name] = (_start_policy(path, layout), Oracle(path))
+        started[name] = (start_policy(path, layout), Oracle(path))
     for policy, _ in started.values():
         policy.wait_ready()
     yield started
@@ -64,7 +64,7 @@ def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGener
 def test_generation_equals_transformers_after_each_refit(
     generation: VllmGeneration, base: Path, policies: dict[str, tuple[MegatronPolicy, Oracle]]
 ) -> None:
-    _assert_serves(generation, Oracle(base), version=0)
+    assert_serves(generation, Oracle(base), version=0)
     for version, (policy, oracle) in enumerate(policies.values(), start=1):
         transport = BroadcastTransport(policy, generation, REFIT)
         transport.connect()
@@ -72,7 +72,7 @@ def test_generation_equals_transformers_after_each_refit(
         assert report.version == version
         assert report.buckets > 4
         assert report.tensors == 2 * 11 + 2, "11 tensors a layer, the (tied) embedding and the last norm"
-        _assert_serves(generation, oracle, version)
+        assert_serves(generation, oracle, version)
 
 
 def test_a_corrupted_bucket_is_refused_and_the_next_refit_heals(
@@ -88,7 +88,7 @@ def test_a_corrupted_bucket_is_refused_and_the_next_refit_heals(
     with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
         _generate(generation)
     transport.publish(12)
-    _assert_serves(generation, oracle, version=12)
+    assert_serves(generation, oracle, version=12)
 
 
 def test_a_killed_engine_process_ends_the_refit_quickly(
@@ -107,7 +107,7 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
     assert time.monotonic() - began < 20
 
 
-def _start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
+def start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
     settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
         shape=shape_of_folder(path),
@@ -127,7 +127,7 @@ def _generate(generation: VllmGeneration) -> list[GenerationOutput]:
     return generate(generation, requests, SamplingSettings(max_new_tokens=TOKENS, temperature=0.0))
 
 
-def _assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> None:
+def assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> None:
     for prompt, output in zip(PROMPTS, _generate(generation), strict=True):
         token_ids = output.token_ids.tolist()
         assert token_ids == oracle.greedy(prompt, TOKENS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,13 @@ import ray
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
@@ -28,10 +34,16 @@ MAX_LENGTH = 64
 START_S = 300.0
 
 
-def make_model(path: Path, seed: int) -> Path:
-    """A random Qwen3 with two layers, and a tokenizer of one token per letter."""
+def gemma3(**sizes: object) -> PretrainedConfig:
+    """A Gemma-3 with one layer of either kind, whose window is shorter than the tests' sequences."""
+    types = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(layer_types=types, sliding_window=6, query_pre_attn_scalar=24, **sizes)
+
+
+def make_model(path: Path, seed: int, family: Callable[..., PretrainedConfig] = Qwen3Config) -> Path:
+    """A random model with two layers, and a tokenizer of one token per letter."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config = family(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -46,7 +58,7 @@ def make_model(path: Path, seed: int) -> Path:
         eos_token_id=EOS,
         dtype=torch.float32,
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -43,6 +43,7 @@ def make_engine(
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
+    activation_checkpointing: bool = False,
 ) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
@@ -51,6 +52,7 @@ def make_engine(
         optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
         packing=packing,
+        activation_checkpointing=activation_checkpointing,
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
@@ -74,11 +76,13 @@ def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
 
 
 def gradients_on_rank(
-    layout: Layout, models: list[TinyModel], packing: bool = True
+    layout: Layout, models: list[TinyModel], packing: bool = True, activation_checkpointing: bool = False
 ) -> list[tuple[dict[str, Tensor], float]]:
     found = []
     for model in models:
-        engine = make_engine(layout, model, distributed=False, packing=packing)
+        engine = make_engine(
+            layout, model, distributed=False, packing=packing, activation_checkpointing=activation_checkpointing
+        )
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)

@@ -108,3 +108,17 @@ def test_llama3_rope_scaling_changes_the_logprobs(tiny_models: dict[str, TinyMod
     half = rotary.inv_freq.shape[0]
     rotary.inv_freq = 1.0 / 10000.0 ** (torch.arange(half) / half)
     assert (model(ids).logits - scaled).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("change", ["the window", "the local frequencies"])
+def test_gemma3_layers_with_a_window_are_not_as_the_others(change: str, tiny_models: dict[str, TinyModel]) -> None:
+    """Guards the tests above: with every layer alike they would fail."""
+    model = tiny_models["gemma3"].load()
+    ids = microbatches()[1]
+    logits = model(ids).logits
+    if change == "the window":
+        model.config.sliding_window = 100
+    else:
+        rotary = model.model.rotary_emb
+        rotary.sliding_attention_inv_freq = rotary.full_attention_inv_freq
+    assert (model(ids).logits - logits).abs().max() > 1e-2

@@ -42,6 +42,12 @@ def test_gradients_equal_transformers(layout: Layout, tiny_models: dict[str, Tin
     expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, models), models, tolerance=1e-4)
 
 
+def test_recomputed_activations_do_not_change_the_gradients(tiny_models: dict[str, TinyModel]) -> None:
+    models, layout = list(tiny_models.values()), Layout(tensor=2, sequence=True)
+    by_rank = run_on_ranks(layout, gradients_on_rank, models, True, True)
+    expect_gradients_of_transformers(by_rank, models, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("layout", TRAINING_LAYOUTS, ids=str)
 def test_optimizer_steps_equal_torch_adamw(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     """Clipping, warm-up, decay of matrices only, with the optimizer state sharded over data-parallel ranks."""
@@ -98,8 +104,9 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
         ("qwen3_tied", {}, {"atol": 2e-6, "rtol": 1e-4}),
         ("llama_untied", {"distributed": False}, {"atol": 2e-6, "rtol": 1e-4}),
         ("qwen2_tied", {"precision": "bfloat16"}, {"atol": 2e-2, "rtol": 2e-2}),
+        ("gemma3", {}, {"atol": 2e-6, "rtol": 1e-4}),
     ],
-    ids=["distributed", "replicated", "bfloat16"],
+    ids=["distributed", "replicated", "bfloat16", "gemma3"],
 )
 def test_a_loaded_checkpoint_continues_exactly_and_in_other_layouts(
     name: str,

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, LlamaForTokenClassification, PreTrainedModel, Qwen3ForSequenceClassification
+from transformers import (
+    AutoConfig,
+    Gemma3TextForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedModel,
+    Qwen3ForSequenceClassification,
+)
 
 from megatron_grpo.config.ppo_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
@@ -23,6 +29,11 @@ from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel
 
+SOURCES = {
+    "qwen3_tied": Qwen3ForSequenceClassification,
+    "llama_untied": LlamaForTokenClassification,
+    "gemma3": Gemma3TextForSequenceClassification,
+}
 VALUE_LAYOUTS = [*LAYOUTS, Layout(data=2)]
 CLIP = 0.5
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_eps=1e-2)
@@ -46,7 +57,7 @@ def reward_models(
 ) -> dict[str, RewardModel]:
     folder = tmp_path_factory.mktemp("reward_models")
     made = {}
-    for source, kind in (("qwen3_tied", Qwen3ForSequenceClassification), ("llama_untied", LlamaForTokenClassification)):
+    for source, kind in SOURCES.items():
         torch.manual_seed(11)
         model = kind(AutoConfig.from_pretrained(tiny_models[source].path, num_labels=1))
         with torch.no_grad():

@@ -12,11 +12,15 @@ from megatron_grpo import verify
 from megatron_grpo.verification import compare
 
 
-def test_layouts_of_a_tiny_model_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify.main(["layouts=[tp2sp,cp2dp2]", "packing=both", "steps=2", "--json"]) == 0
+@pytest.mark.parametrize(
+    ("model", "layouts"), [("qwen3", ["tp2sp", "cp2dp2"]), ("gemma3", ["pp2cp2"])], ids=["qwen3", "gemma3"]
+)
+def test_layouts_of_a_tiny_model_pass(model: str, layouts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"model=tiny:{model}", f"layouts=[{','.join(layouts)}]", "packing=both", "steps=2", "--json"]
+    assert verify.main(arguments) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["layout"], row["packed"]) for row in rows] == [
-        (layout, packed) for layout in ("tp1", "tp2sp", "cp2dp2") for packed in (True, False)
+        (layout, packed) for layout in ("tp1", *layouts) for packed in (True, False)
     ]
     for row in rows:
         assert row["passed"]

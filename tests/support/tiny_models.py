@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -102,11 +104,27 @@ def _llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, rope_parameters=scaling))
 
 
+def _gemma3() -> PreTrainedModel:
+    config = Gemma3TextConfig(
+        **_SIZES,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,  # shorter than most of the tests' sequences
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    )
+    return Gemma3ForCausalLM(config)
+
+
 BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_tied": lambda: _qwen3(tied=True),
     "qwen3_untied": lambda: _qwen3(tied=False),
     "qwen2_tied": _qwen2,
     "llama_untied": _llama,
+    "gemma3": _gemma3,
 }
 SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_deep": lambda: _qwen3(tied=True, layers=7)}
 """Those that a few tests make for themselves."""
@@ -119,7 +137,7 @@ def make_tiny_model(name: str, folder: Path) -> TinyModel:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))  # to 1, or to 0 in Gemma
             else:
                 parameter.normal_(0.0, 0.2)
     path = folder / name

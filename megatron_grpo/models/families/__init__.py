@@ -9,16 +9,18 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.config_json import read_config_json, section
-from megatron_grpo.models.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_grpo.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.value_head import with_value_head
 from megatron_grpo.models.weight_map import WeightEntry
 
-FAMILIES = {
-    family.name: family for family in (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY)
-}
+_ALL = (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, gemma3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY)
+FAMILIES = {family.name: family for family in _ALL}
 """By name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+_BY_REWARD_PREFIX = {
+    family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
+}
 
 _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Ends of architectures whose output is a score."""
@@ -58,8 +60,7 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     """
     architecture = _architecture(raw)
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
-    base = architecture.split("For")[0] + "ForCausalLM" if scores else architecture
-    family = _BY_ARCHITECTURE.get(base)
+    family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
     if family is None:
         raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
     if scores:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.models.config_json import number, section, size
@@ -90,7 +90,6 @@ def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_n
     """
     _refuse_unsupported(raw, family)
     rope = section(raw, "rope_parameters", "rope_scaling")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     groups = size(raw, "num_key_value_heads", heads)
     if heads % groups:
@@ -108,7 +107,7 @@ def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_n
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=number(rope, "rope_theta", number(raw, "rope_theta", 10000.0)),
-        rope_scaling=None if rope_type == "default" else dict(rope),
+        rope_scaling=None if _rope_type(rope) == "default" else dict(rope),
         max_positions=size(raw, "max_position_embeddings", 0),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -120,7 +119,8 @@ def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
     Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
     included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
-    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens.
+    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in a layer with a
+    window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
 
     Args:
         shape: sizes of the model.
@@ -131,8 +131,17 @@ def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     keys_and_values = 2 * shape.key_value_heads * shape.head_dim
     layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
     weights = shape.layers * layer + shape.hidden * shape.vocab
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return 2.0 * weights * sum(lengths) + 4.0 * shape.layers * queries * pairs
+    windowed = sum(shape.windowed)
+    pairs = (shape.layers - windowed) * sum(map(_pairs, lengths))
+    if shape.window is not None:
+        window = shape.window
+        pairs += windowed * sum(_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+    return 2.0 * weights * sum(lengths) + 4.0 * queries * pairs
+
+
+def _pairs(length: int) -> int:
+    """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
+    return length * (length + 1) // 2
 
 
 def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
@@ -144,13 +153,17 @@ def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
         if raw.get(key):
             raise ValueError(f"{key}=true is not supported for {family}")
     rope = section(raw, "rope_parameters", "rope_scaling")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = _rope_type(rope)
     if rope_type not in ("default", "linear", "llama3"):
         raise ValueError(f"rope_type={rope_type} is not supported; default, linear and llama3 are")
     for key in _ROPE_FACTORS.get(rope_type, ()):
         if rope.get(key) is None:
             raise ValueError(f"rope_type={rope_type} needs {key}")
         number(rope, key, 1.0)
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 FAMILY = Family(

@@ -10,6 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_grpo.policy.modeling.packed_sequences import AttentionGroup, PackedSequences
@@ -21,10 +23,13 @@ class TorchCoreAttention(torch.nn.Module):
     Context-parallel ranks gather each other's keys and values, and attend with the queries that they hold.
     """
 
-    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
-        self.window: int | None = None
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int | None = config.window_size[0] + 1 if windowed else None
         """Tokens that each token sees, itself included; None: all before it."""
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
@@ -61,16 +66,18 @@ class TorchCoreAttention(torch.nn.Module):
             # In one message. Backward adds up what every rank's queries say of a key, and hands each rank its own.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        sequences = packed_seq_params
-        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in sequences.groups]
+        calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
+        assert calls is not None, "the microbatch was made for a model without windows"
+        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (out if sequences.out is None else out[sequences.out])[:, None].flatten(2)
+        return (out if calls.out is None else out[calls.out])[:, None].flatten(2)
 
     def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
         """One attention call: [tokens, heads, head_dim] each, to [parts * most queries, heads, value_dim]."""
         queries = query[group.queries].transpose(1, 2)
         keys, values = (tensor[group.keys].transpose(1, 2) for tensor in (key, value))
-        mask = None if group.square and self.window is None else self._mask(group)
+        sees_all = self.window is None or group.keys.shape[1] <= self.window
+        mask = None if group.square and sees_all else self._mask(group)
         return self._attend(queries, keys, values, mask).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, group: AttentionGroup) -> Tensor:
@@ -101,3 +108,21 @@ class TorchCoreAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+class LocalOrGlobalSelfAttention(SelfAttention):
+    """Self-attention that rotates queries and keys by one of two embeddings, as its layer has a window or has none."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **named: Any
+    ) -> Any:
+        """Megatron-Core's, with one of two rotary embeddings.
+
+        Args:
+            hidden_states: [length, sequences, hidden], any float type; with sequence parallelism this rank's tokens.
+            attention_mask: ignored by the core attention.
+            rotary_pos_emb: [2, length, 1, 1, head_dim], float32: `GlobalAndLocalRotary`.
+            named: passed on.
+        """
+        rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)

@@ -8,17 +8,18 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.shape import ExpertShape, ModelShape
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.experts import mark_experts
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
-from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
+from megatron_grpo.policy.modeling.rotary import GlobalAndLocalRotary, RotaryAtPositions
 
 
 def build_model(
@@ -66,9 +67,31 @@ def _build_chunk(
     mark_experts(model)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
-    if not uses_transformer_engine():
-        model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
+    if not uses_transformer_engine(shape):
+        model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
+    if shape.embedding_scale is not None and model.pre_process:
+        _scale_embeddings(model.embedding, shape.embedding_scale, config.params_dtype)
     return model
+
+
+def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape) -> RotaryAtPositions | GlobalAndLocalRotary:
+    everywhere = RotaryAtPositions(rotary)
+    if shape.local_rope_theta is None:
+        return everywhere
+    local = RotaryEmbedding(
+        shape.head_dim,
+        rotary_percent=1.0,
+        rotary_base=shape.local_rope_theta,
+        use_cpu_initialization=current_platform().name == "cpu",
+        cp_group=rotary.cp_group,
+    )
+    return GlobalAndLocalRotary(everywhere, RotaryAtPositions(local))
+
+
+def _scale_embeddings(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:
+    """Multiply what an embedding gives, [length, sequences, hidden], by a factor that is rounded to its dtype first."""
+    rounded = float(torch.tensor(scale, dtype=dtype))
+    embedding.register_forward_hook(lambda _module, _given, embedded: embedded * rounded)
 
 
 def transformer_config(
@@ -90,7 +113,6 @@ def transformer_config(
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
@@ -120,16 +142,18 @@ def transformer_config(
         variable_seq_lengths=True,
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
         moe_token_dispatcher_type="alltoall",
-        **_expert_settings(shape.experts),
+        **_expert_settings(shape),
         recompute_granularity="full" if activation_checkpointing else None,
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
-        **_platform_settings(interleaved=parallel.virtual_pipeline > 1),
+        **_family_settings(shape),
+        **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
     )
 
 
-def _expert_settings(experts: ExpertShape | None) -> dict[str, Any]:
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     """Megatron-Core's settings for a mixture of experts, without the losses and updates that `ExpertRouter` owns."""
+    experts = shape.experts
     if experts is None:
         return {}
     return {
@@ -148,7 +172,7 @@ def _expert_settings(experts: ExpertShape | None) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_grouped_gemm": uses_transformer_engine(shape),
     }
 
 
@@ -156,10 +180,27 @@ def _leave_as_is(weight: Tensor) -> None:
     """Initialisation of weights that are about to be loaded: does nothing to a weight of any shape [...] and dtype."""
 
 
-def _platform_settings(*, interleaved: bool) -> dict[str, Any]:
+def _family_settings(shape: ModelShape) -> dict[str, Any]:
+    """What not all families do alike."""
+    return {
+        "activation_func": {"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
+        "softmax_scale": shape.softmax_scale,
+        # Megatron-Core counts the tokens before and after the own one, and marks the layers that have the window.
+        "window_size": None if shape.window is None else (shape.window - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in shape.windowed] or None,
+    }
+
+
+def gelu_tanh(gate: Tensor) -> Tensor:
+    """x Phi(x) in its approximation by tanh (Hendrycks and Gimpel 2016), [...], in the dtype of `gate`."""
+    return F.gelu(gate, approximate="tanh")
+
+
+def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any]:
     """Fused kernels where there is a GPU for them, and results that repeat."""
     cuda = current_platform().name == "cuda"
-    engine = uses_transformer_engine()
+    engine = uses_transformer_engine(shape)
     if cuda:
         # Read by Transformer Engine, which refuses deterministic_mode without it.
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -167,7 +208,7 @@ def _platform_settings(*, interleaved: bool) -> dict[str, Any]:
         # Deterministic anyway on CPU, where the flag would only choose a slower embedding.
         "deterministic_mode": cuda,
         "apply_rope_fusion": engine,
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         # Not used; the default value warns that it is deprecated.

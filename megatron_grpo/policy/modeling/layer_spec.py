@@ -17,16 +17,31 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.policy.modeling.attention import TorchCoreAttention
+from megatron_grpo.policy.modeling.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
 from megatron_grpo.policy.modeling.experts import DecoderLayer, ExpertRouter
-from megatron_grpo.policy.modeling.norm import RMSNorm
+from megatron_grpo.policy.modeling.norm import NormedRowParallelLinear, RMSNorm
 
 logger = logging.getLogger(__name__)
 
 
+def uses_transformer_engine(shape: ModelShape) -> bool:
+    """Whether a model's layers come from Transformer Engine: from where that is, if it can express them."""
+    if not _transformer_engine_found():
+        return False
+    if shape.post_norms or shape.local_rope_theta is not None:
+        _say_beyond_transformer_engine(shape.family)
+        return False
+    return True
+
+
 @cache
-def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine; says so once when a GPU has to do without it."""
+def _say_beyond_transformer_engine(family: str) -> None:
+    logger.warning("Transformer Engine's layers do not express %s: its layers are plain torch, which is slower", family)
+
+
+@cache
+def _transformer_engine_found() -> bool:
+    """Whether there is a GPU with Transformer Engine; says so once when a GPU has to do without it."""
     if current_platform().name == "cpu":
         return False
     found = importlib.util.find_spec("transformer_engine") is not None
@@ -39,18 +54,18 @@ def layer_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks."""
-    if shape.experts is None and uses_transformer_engine():
+    if shape.experts is None and uses_transformer_engine(shape):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     dense = _one_layer(shape, experts=None)
     with_experts = dense if shape.experts is None else _one_layer(shape, experts=shape.experts.count)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm())
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(shape))
 
 
-def _output_norm() -> type[torch.nn.Module]:
-    if not uses_transformer_engine():
+def _output_norm(shape: ModelShape) -> type[torch.nn.Module]:
+    if not uses_transformer_engine(shape):
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm  # here: it is of no use without the package
 
@@ -60,19 +75,28 @@ def _output_norm() -> type[torch.nn.Module]:
 
 def _one_layer(shape: ModelShape, *, experts: int | None) -> ModuleSpec:
     """The spec of one layer, with so many experts; None: with one feed-forward network."""
-    if uses_transformer_engine():
+    if uses_transformer_engine(shape):
         layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
     else:
-        layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = TorchCoreAttention
-        if shape.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        layer = _torch_layer(shape, experts)
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
         # Stored as Transformer Engine's layers store it, where no matrix that follows takes the norm in.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return layer
+
+
+def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = TorchCoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.post_norms:
+        attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if shape.local_rope_theta is not None:
+        parts.self_attention.module = LocalOrGlobalSelfAttention
     return layer

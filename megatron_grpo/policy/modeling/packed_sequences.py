@@ -19,6 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.policy.modeling.membership import Membership
+
 LEAST_FILL = 0.75
 """Sequences share an attention call as long as the shortest has this share of the longest's tokens."""
 
@@ -34,20 +36,20 @@ class AttentionGroup:
     keys: Tensor
     """[parts, most keys], int64: places of the keys among the tokens of all context-parallel ranks, rank by rank."""
     first: Tensor
-    """[parts], int64: position in its sequence of a part's first query. The first key has position 0."""
+    """[parts], int64: how many tokens a part's first query stands behind its first key. That has position 0, unless a
+    window hides the beginning of the sequence."""
     square: bool
-    """Whether every part is a whole sequence: as many queries as keys, from position 0 on."""
+    """Whether every part begins with its sequence: as many queries as keys, from position 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
-    """Which sequences tokens belong to, in the order in which the layers between attention calls hold them."""
+class AttentionCalls:
+    """The attention calls of one layer, for all tokens of a microbatch on this rank."""
 
-    sequence: Tensor
-    """[tokens], int64: number of the token's sequence in the microbatch; padding belongs to one behind the last."""
-    weight: Tensor
-    """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
-    sequences: int
+    groups: list[AttentionGroup]
+    out: Tensor | None
+    """[tokens of this rank], int64: each token's place in the outputs of all groups, one after the other; None: as it
+    is."""
 
 
 @dataclass
@@ -60,12 +62,41 @@ class PackedSequences(PackedSeqParams):
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
-    groups: list[AttentionGroup] = field(default_factory=list)
     membership: Membership | None = None
-    """Of this rank's tokens, or of its part of them under sequence parallelism."""
-    out: Tensor | None = None
-    """[tokens of this rank], int64: each token's place in the outputs of all groups, one after the other; None: as it
-    is."""
+    """Of this rank's tokens, or of its part of them under sequence parallelism; None: no layer asks."""
+    calls: AttentionCalls | None = None
+    """Of layers in which a token sees everything before it."""
+    windowed_calls: AttentionCalls | None = None
+    """Of layers with a window; None: the model has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Parts of sequences whose queries are next to each other on this rank, as are the keys that these see."""
+
+    queries: Ints
+    """[parts]: number of queries."""
+    keys: Ints
+    """[parts]: number of keys; the last has the position of the last query."""
+    first_query: Ints
+    """[parts]: place of the first query among this rank's tokens."""
+    first_key: Ints
+    """[parts]: place of the first key among the tokens of all ranks, in the order of the sequences."""
+
+    def within(self, window: int) -> _Parts:
+        """The same, cut so that nothing is computed of keys that no query of a part sees through the window.
+
+        A part of at most `window` queries has fewer than twice as many keys, however long its sequence is.
+        """
+        blocks = -(-self.queries // window)
+        part = np.repeat(np.arange(len(blocks)), blocks)
+        begin = (np.arange(len(part)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * window
+        queries = np.minimum(window, self.queries[part] - begin)
+        position = self.keys[part] - self.queries[part] + begin  # of the first query, the first key's being 0
+        hidden = np.maximum(position - window + 1, 0)
+        return _Parts(
+            queries, position + queries - hidden, self.first_query[part] + begin, self.first_key[part] + hidden
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +177,30 @@ def lay_out(
     return Placement(source, positions, owner * len(here) + slot, widths, tokens, rank, size)
 
 
-def attention_groups(placement: Placement) -> tuple[list[AttentionGroup], Tensor | None]:
-    """The attention calls of a microbatch on this rank, and where each token's output is among theirs.
-
-    Returns:
-        The groups; and [tokens of this rank], int64, or None when the outputs of the only group are in their order.
-    """
+def _parts(placement: Placement) -> _Parts:
+    """Every sequence; with context parallelism, the two chunks of each that this rank has."""
     columns = np.cumsum(placement.widths) - placement.widths
     size, rank = placement.size, placement.rank
     if size == 1:
-        begins, queries, keys, owners = columns, placement.widths, placement.widths, np.arange(len(columns))
-    else:
-        chunk = placement.widths // (2 * size)
-        begins = np.concatenate([columns // size, columns // size + chunk])
-        queries = np.concatenate([chunk, chunk])
-        keys = np.concatenate([(rank + 1) * chunk, (2 * size - rank) * chunk])
-        owners = np.tile(np.arange(len(columns)), 2)
+        return _Parts(placement.widths, placement.widths, columns, columns)
+    chunk = placement.widths // (2 * size)
+    return _Parts(
+        queries=np.concatenate([chunk, chunk]),
+        keys=np.concatenate([(rank + 1) * chunk, (2 * size - rank) * chunk]),
+        first_query=np.concatenate([columns // size, columns // size + chunk]),
+        first_key=np.tile(columns, 2),
+    )
+
+
+def attention_calls(placement: Placement, window: int | None = None) -> AttentionCalls:
+    """The attention calls of a microbatch on this rank.
+
+    Args:
+        placement: where its tokens stand.
+        window: tokens that each token sees, itself included; None: all before it.
+    """
+    parts = _parts(placement) if window is None else _parts(placement).within(window)
+    begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first: neighbours are of like length, so that little of a rectangle is padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
     out = np.empty(placement.local_tokens, dtype=np.int64)
@@ -171,7 +210,7 @@ def attention_groups(placement: Placement) -> tuple[list[AttentionGroup], Tensor
         members = order[begin:end]
         most_queries, most_keys = int(queries[members].max()), int(keys[members[0]])
         query = np.minimum(np.arange(most_queries), queries[members, None] - 1) + begins[members, None]
-        key = np.minimum(np.arange(most_keys), keys[members, None] - 1) + columns[owners[members], None]
+        key = np.minimum(np.arange(most_keys), keys[members, None] - 1) + parts.first_key[members, None]
         own = queries[members]
         nth = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
         row_starts = done + np.arange(len(members)) * most_queries
@@ -182,40 +221,27 @@ def attention_groups(placement: Placement) -> tuple[list[AttentionGroup], Tensor
                 queries=torch.from_numpy(query),
                 keys=torch.from_numpy(placement.places[key]),
                 first=torch.from_numpy(keys[members] - queries[members]),
-                square=size == 1,
+                square=placement.size == 1 and bool((keys[members] == queries[members]).all()),
             )
         )
         begin = end
     if done == len(out) and np.array_equal(out, np.arange(done)):
-        return groups, None
-    return groups, torch.from_numpy(out)
-
-
-def membership(placement: Placement, *, part: int = 0, parts: int = 1) -> Membership:
-    """Which sequences this rank's tokens belong to.
-
-    Args:
-        placement: where the tokens stand.
-        part: which part of them this rank holds under sequence parallelism.
-        parts: in how many parts they are split.
-    """
-    each = placement.local_tokens // parts
-    source = placement.source[part * each : (part + 1) * each]
-    count = len(placement.lengths)
-    sequence = np.searchsorted(np.cumsum(placement.lengths), source, side="right")
-    sequence = np.where(source < 0, count, sequence)
-    weight = np.append(1.0 / np.maximum(placement.lengths, 1), 0.0)[sequence].astype(np.float32)
-    return Membership(torch.from_numpy(sequence), torch.from_numpy(weight), count)
+        return AttentionCalls(groups, None)
+    return AttentionCalls(groups, torch.from_numpy(out))
 
 
 def packed_sequences(
-    placement: Placement, transformer_engine: bool, members: Membership | None = None
+    placement: Placement,
+    transformer_engine: bool,
+    window: int | None = None,
+    members: Membership | None = None,
 ) -> PackedSequences:
     """What the layers are told of a microbatch.
 
     Args:
         placement: where its tokens stand.
         transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
+        window: tokens that each token sees in the layers with a window, itself included; None: no layer has one.
         members: which sequences the tokens belong to; None: no layer asks.
     """
     if transformer_engine:
@@ -231,13 +257,12 @@ def packed_sequences(
             max_seqlen_kv=longest,
             membership=members,
         )
-    groups, out = attention_groups(placement)
     return PackedSequences(
         qkv_format="sbhd",
         positions=torch.from_numpy(placement.positions),
-        groups=groups,
+        calls=attention_calls(placement),
+        windowed_calls=None if window is None else attention_calls(placement, window),
         membership=members,
-        out=out,
     )
 
 
@@ -249,8 +274,10 @@ def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> Packe
             return move(value)
         if isinstance(value, AttentionGroup):
             return AttentionGroup(move(value.queries), move(value.keys), move(value.first), value.square)
+        if isinstance(value, AttentionCalls):
+            return AttentionCalls([all_moved(one) for one in value.groups], all_moved(value.out))
         if isinstance(value, Membership):
             return Membership(move(value.sequence), move(value.weight), value.sequences)
-        return [all_moved(one) for one in value] if isinstance(value, list) else value
+        return value
 
     return PackedSequences(**{name: all_moved(value) for name, value in vars(sequences).items()})

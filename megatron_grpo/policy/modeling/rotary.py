@@ -47,3 +47,26 @@ class RotaryAtPositions(torch.nn.Module):
             return self.rotary(positions)
         frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
         return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
+
+
+class GlobalAndLocalRotary(torch.nn.Module):
+    """Two rotary embeddings at once: for layers that see everything, and for those with a window."""
+
+    def __init__(self, everywhere: RotaryAtPositions, local: RotaryAtPositions) -> None:
+        super().__init__()
+        self.everywhere, self.local = everywhere, local
+
+    def get_rotary_seq_len(self, *given: Any) -> Any:
+        """What `forward` is called with; `given` is what Megatron-Core's method takes."""
+        return self.everywhere.get_rotary_seq_len(*given)
+
+    def forward(self, positions: Tensor | int, **_: Any) -> Tensor:
+        """Angles of the rotations, of which a layer takes those of its kind.
+
+        Args:
+            positions: [tokens], int64; or a length, for positions from 0 on.
+
+        Returns:
+            [2, tokens, 1, 1, head_dim], float32: of layers that see everything, then of those with a window.
+        """
+        return torch.stack([self.everywhere(positions), self.local(positions)])

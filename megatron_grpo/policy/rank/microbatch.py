@@ -16,14 +16,14 @@ from torch import Tensor
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.segments import Segments
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.layer_spec import uses_transformer_engine
+from megatron_grpo.policy.modeling.membership import membership
 from megatron_grpo.policy.modeling.packed_sequences import (
-    Membership,
     PackedSequences,
     Placement,
     lay_out,
-    membership,
     moved,
     packed_sequences,
 )
@@ -57,6 +57,8 @@ class MicrobatchMaker:
     parallel: ParallelConfig
     packing: bool
     """Whether sequences are padded only to what the layout needs, rather than to the longest of the microbatch."""
+    shape: ModelShape
+    """Sizes of the model, which say how its attention looks at sequences."""
 
     def place(self, lengths: Sequence[int]) -> Placement:
         """Where the tokens of sequences of these lengths stand on this rank."""
@@ -100,26 +102,24 @@ class MicrobatchMaker:
         real = torch.from_numpy(placement.source >= 0)
         ids[real] = fields.token_ids[torch.from_numpy(placement.source[placement.source >= 0])].long()
         move = _to_device()
-        members = self._members(placement, real=bool(indices))
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(
-                packed_sequences(placement, uses_transformer_engine(), self._members(placement, real=bool(indices))),
-                move,
-            ),
+            sequences=moved(self._packed(placement, real=bool(indices)), move),
             rows=move(torch.from_numpy(rows)),
             tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
             segments=self._segments(selected, wanted, tokens, move),
             flat=flat,
         )
 
-    def _members(self, placement: Placement, *, real: bool) -> Membership:
-        """Which sequences this rank's tokens belong to; of a microbatch that is not real all of them are padding."""
-        part, parts = 0, 1
-        if self.parallel.sequence:
-            part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
-        members = membership(placement, part=part, parts=parts)
-        return members if real else replace(members, weight=torch.zeros_like(members.weight))
+    def _packed(self, placement: Placement, *, real: bool) -> PackedSequences:
+        """What the layers are told of tokens; `real`: whether they are some of the batch's."""
+        members = None
+        if self.shape.experts is not None:
+            part, parts = 0, 1
+            if self.parallel.sequence:
+                part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
+            members = membership(placement, part=part, parts=parts, real=real)
+        return packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window, members)
 
     def _segments(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
@@ -35,6 +36,7 @@ class ModelRank(ABC):
 
     Args:
         chunks: the rank's shard of the model, its weights loaded; more than one with a virtual pipeline.
+        shape: sizes of the model.
         config: how the model is trained; torch.distributed and Megatron's groups are set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
@@ -44,10 +46,10 @@ class ModelRank(ABC):
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
 
-    def __init__(self, chunks: list[DecoderModel], config: PolicyConfig, decay_steps: int) -> None:
-        self.chunks, self.config = chunks, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing)
-        self.routing = StepRouting(chunks, config.moe) if chunks[0].config.num_moe_experts else None
+    def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
+        self.chunks, self.shape, self.config = chunks, shape, config
+        self._maker = MicrobatchMaker(config.parallel, config.packing, shape)
+        self.routing = None if shape.experts is None else StepRouting(chunks, config.moe)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
     def parameters(self) -> list[Any]:

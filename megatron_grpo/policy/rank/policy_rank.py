@@ -40,7 +40,7 @@ class PolicyRank(ModelRank):
         decay_steps: int,
     ) -> None:
         self.shape, self.temperature = shape, temperature
-        super().__init__(self._build(folder, config), config, decay_steps)
+        super().__init__(self._build(folder, config), shape, config, decay_steps)
         self._offload_reference = reference is not None and reference.offload
         if reference is not None:
             self.reference = [chunk.requires_grad_(False) for chunk in self._build(folder, config)]

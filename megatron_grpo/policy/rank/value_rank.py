@@ -31,8 +31,7 @@ class ValueRank(ModelRank):
             activation_checkpointing=config.activation_checkpointing,
         )
         load_hf_weights(chunks, shape, folder)
-        self.shape = shape
-        super().__init__(chunks, config, decay_steps)
+        super().__init__(chunks, shape, config, decay_steps)
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.

@@ -87,7 +87,7 @@ def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3"])
 def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
     shape = replace(SHAPE, family=family, ffn_hidden=12)
     for of in weight_entries(shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,8 +91,11 @@ def test_attention_is_that_of_each_sequence(
 
     placed = ranks(lengths, size)
     sources = torch.from_numpy(np.concatenate([one.source for one in placed])).clamp(min=0)
-    attention = TorchCoreAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
-    attention.window = window
+    windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": [0, 1]}
+    config: Any = SimpleNamespace(context_parallel_size=1, **windows)
+    attention = TorchCoreAttention(config, layer_number=2)
+    assert attention.window == window
+    assert TorchCoreAttention(config, layer_number=1).window is None
     if size > 1:
         attention._context = "the ranks"  # type: ignore[assignment]
         both = torch.cat([key, value], dim=-1)[sources][:, None]
@@ -101,7 +105,10 @@ def test_attention_is_that_of_each_sequence(
     for one in placed:
         source = torch.from_numpy(one.source)
         q, k, v = (tensor[source.clamp(min=0)][:, None] for tensor in (query, key, value))
-        out = attention(q, k, v, None, packed_seq_params=packed_sequences(one, transformer_engine=False))
+        packed = packed_sequences(one, transformer_engine=False, window=window)
+        out = attention(q, k, v, None, packed_seq_params=packed)
+        if window is not None:
+            assert all(group.keys.shape[1] < 2 * window for group in packed.windowed_calls.groups)
         assert out.shape == (one.local_tokens, 1, HEADS * HEAD_DIM)
         actual = actual.index_put((source[source >= 0],), out[source >= 0, 0])
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)

@@ -63,7 +63,7 @@ def test_what_means_nothing_is_said_so(argument: str, text: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["model=tiny:gpt7"], "use tiny: and one of qwen3, qwen2, llama"),
+        (["model=tiny:gpt7"], "use tiny: and one of qwen3, qwen2, llama, gemma3"),
         (["model=/nowhere"], "model=/nowhere has no config.json"),
         (["layouts=tp3"], "layouts=tp3: tensor=3 does not divide the model's 4 attention heads"),
         (["layouts=pp3"], "layouts=pp3: pipeline=3 does not divide the model's 4 layers"),
