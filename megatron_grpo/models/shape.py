@@ -48,6 +48,8 @@ class LatentShape:
     """Of a head's query and key, the part that is rotated; all heads share the key's."""
     value_dim: int
     """Length of a head's value."""
+    rope_interleaved: bool
+    """Whether the numbers that are rotated against each other stand side by side, rather than half a vector apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,9 @@ def compare(
 
 
 def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> float:
-    """Infinite when a tensor is missing, or not finite."""
+    """Infinite when a tensor is missing, or not finite. What no gradient moves is exported too, and not looked at."""
     gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
-    if gradients.keys() != truth.keys():
+    if not truth.keys() <= gradients.keys():
         return float("inf")
     errors = torch.stack([(gradients[n] - truth[n]).norm() / truth[n].norm() for n in truth])
     return float(errors.max()) if bool(errors.isfinite().all()) else float("inf")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -41,6 +40,20 @@ SMALL: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
 """Sizes of a small mixture of experts."""
 
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": SMALL["num_attention_heads"],
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Sizes of small latent attention; one group of experts of two holds a token's."""
+
 WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
 """Of a small model that has windows: shorter than sequences, and with every second layer seeing everything."""
 
@@ -54,16 +67,31 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
 }
-TINY: dict[str, Callable[..., PretrainedConfig]] = {
-    "qwen3": Qwen3Config,
-    "qwen2": Qwen2Config,
-    "llama": LlamaConfig,
-    "gemma3": partial(Gemma3TextConfig, **GEMMA3),
-    # One layer has no experts.
-    "qwen3_moe": partial(Qwen3MoeConfig, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
-    "mixtral": partial(MixtralConfig, **EXPERTS, sliding_window=None),
+DEEPSEEK: dict[str, Any] = {
+    **EXPERTS,
+    **LATENT,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 1024,
+    },
 }
-"""Configurations of families, given sizes."""
+TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
+    # One layer has no experts.
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": None}),
+    "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
+}
+"""Configurations of families, and what they have beside `SMALL`."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -82,14 +110,17 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         family = model.removeprefix("tiny:")
         if family not in TINY:
             raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        return _made(TINY[family](**SMALL), folder, seed)
+        config, own = TINY[family]
+        return _made(config(**{**SMALL, **own}), folder, seed)
     path = Path(model)
     if not (path / "config.json").is_file():
         raise UsageError(f"model={model} has no config.json; give a model's folder, or tiny: and a family")
     if not shrink:
         return path
     raw = json.loads((path / "config.json").read_text())
-    small = {**SMALL, **EXPERTS, "num_experts": EXPERTS["num_local_experts"]}
+    count = EXPERTS["num_local_experts"]
+    small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
+    small |= LATENT if "kv_lora_rank" in raw else {}
     sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
@@ -109,6 +140,9 @@ def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))

@@ -71,7 +71,9 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     experts = shape_of_folder(folder).experts
     asked = {} if experts is None else {"output_router_logits": True}
-    weights = _as_stored({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    stored = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    weights = _as_stored({name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)})
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.config_json import read_config_json, section
-from megatron_grpo.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_grpo.models.families import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.value_head import with_value_head
 from megatron_grpo.models.weight_map import WeightEntry
 
-_ALL = (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, gemma3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY)
+_ALL = (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, gemma3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
 """By name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from megatron_grpo.models.config_json import size
 from megatron_grpo.models.families.llama import dense_flops
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import HFTensor, WeightEntry, only_in
@@ -50,10 +52,22 @@ def _names(matrix: str) -> tuple[str, str]:
     return experts + "local_experts.{expert}." + matrix + ".weight", experts + matrix + ".weight{expert}"
 
 
-def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass: a token passes its own experts, the shared one and the router.
+def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
+    """Experts of a token, from the contents of a config.json.
 
-    Counted as `dense_flops` counts, layer kind by layer kind.
+    Raises:
+        ValueError: the number is missing, or larger than the number of experts.
+    """
+    top_k = size(raw, "num_experts_per_tok")
+    if top_k > count:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
+    return top_k
+
+
+def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """What layers with experts compute beyond dense ones in a forward pass, in floating-point operations.
+
+    A token passes its own experts, the shared one and the router; not the feed-forward network of a dense layer.
 
     Args:
         shape: sizes of the model.
@@ -62,5 +76,15 @@ def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     assert shape.experts is not None
     experts = shape.experts
     width = experts.top_k * experts.ffn_hidden + experts.shared_ffn_hidden
-    per_token = 3 * (width - shape.ffn_hidden) + experts.count  # beyond a dense layer's, in units of hidden
-    return dense_flops(shape, lengths) + 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
+    per_token = 3 * (width - shape.ffn_hidden) + experts.count  # in units of hidden
+    return 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
+
+
+def dense_and_expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass, counted as `dense_flops` counts.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence.
+    """
+    return dense_flops(shape, lengths) + expert_flops(shape, lengths)

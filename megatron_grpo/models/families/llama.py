@@ -12,7 +12,11 @@ from megatron_grpo.models.weight_map import HFTensor, WeightEntry
 
 EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 
-_ROPE_FACTORS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE_FACTORS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 """What scales the frequencies, by rope_type."""
 
 _LAYER = "decoder.layers.{layer}."
@@ -76,7 +80,14 @@ def head(tied: bool) -> tuple[WeightEntry, ...]:
     return (WeightEntry(("output_layer.weight",), (tensor,), axis=0, merge="vocab", copy=tied),)
 
 
-def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> ModelShape:
+def read_dense(
+    raw: dict[str, Any],
+    family: str,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
+) -> ModelShape:
     """Sizes of a dense decoder from a config.json, with the RoPE settings as transformers 4 or 5 spells them.
 
     Args:
@@ -84,11 +95,12 @@ def read_dense(raw: dict[str, Any], family: str, *, qkv_bias: bool = False, qk_n
         family: name of the model family that is read.
         qkv_bias: whether the query, key and value projections have biases.
         qk_norm: whether every query and key head is normalised.
+        rope_types: kinds of rotary embeddings that the family has.
 
     Raises:
         ValueError: one of the model's options has no support, or a size is missing or none.
     """
-    _refuse_unsupported(raw, family)
+    _refuse_unsupported(raw, family, rope_types)
     rope = section(raw, "rope_parameters", "rope_scaling")
     heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
     groups = size(raw, "num_key_value_heads", heads)
@@ -132,19 +144,19 @@ def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
     weights = shape.layers * layer + shape.hidden * shape.vocab
     windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(_pairs, lengths))
+    pairs = (shape.layers - windowed) * sum(map(causal_pairs, lengths))
     if shape.window is not None:
         window = shape.window
-        pairs += windowed * sum(_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+        pairs += windowed * sum(causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
     return 2.0 * weights * sum(lengths) + 4.0 * queries * pairs
 
 
-def _pairs(length: int) -> int:
+def causal_pairs(length: int) -> int:
     """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
     return length * (length + 1) // 2
 
 
-def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
+def _refuse_unsupported(raw: dict[str, Any], family: str, rope_types: tuple[str, ...]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={raw['hidden_act']} is not supported; only silu is")
     if raw.get("use_sliding_window"):
@@ -154,8 +166,9 @@ def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
             raise ValueError(f"{key}=true is not supported for {family}")
     rope = section(raw, "rope_parameters", "rope_scaling")
     rope_type = _rope_type(rope)
-    if rope_type not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type={rope_type} is not supported; default, linear and llama3 are")
+    if rope_type not in rope_types:
+        *most, last = rope_types
+        raise ValueError(f"rope_type={rope_type} is not supported; {', '.join(most)} and {last} are")
     for key in _ROPE_FACTORS.get(rope_type, ()):
         if rope.get(key) is None:
             raise ValueError(f"rope_type={rope_type} needs {key}")

@@ -7,9 +7,8 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.config_json import size
-from megatron_grpo.models.families.experts import expert_flops, expert_layer
+from megatron_grpo.models.families.experts import chosen_experts, dense_and_expert_flops, expert_layer
 from megatron_grpo.models.families.llama import ATTENTION, INPUT, OUTPUT_NORM, head, read_dense
-from megatron_grpo.models.families.qwen3_moe import chosen_experts
 from megatron_grpo.models.family import Family
 from megatron_grpo.models.shape import ExpertShape, ModelShape
 
@@ -32,5 +31,5 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     read=_read,
     entries=lambda shape: INPUT + ATTENTION + EXPERTS + OUTPUT_NORM + head(shape.tied_embeddings),
-    forward_flops=expert_flops,
+    forward_flops=dense_and_expert_flops,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.models.config_json import size
-from megatron_grpo.models.families.experts import expert_flops, expert_layer
+from megatron_grpo.models.families.experts import chosen_experts, dense_and_expert_flops, expert_layer
 from megatron_grpo.models.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, head, read_dense
 from megatron_grpo.models.families.qwen3 import QK_NORM
 from megatron_grpo.models.family import Family
@@ -16,18 +16,6 @@ from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.weight_map import only_in
 
 EXPERTS = expert_layer("model.layers.{layer}.mlp.", "gate_proj", "up_proj", "down_proj")
-
-
-def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
-    """Experts of a token.
-
-    Raises:
-        ValueError: the number is missing, or larger than the number of experts.
-    """
-    top_k = size(raw, "num_experts_per_tok")
-    if top_k > count:
-        raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
-    return top_k
 
 
 def _layers_with_experts(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
@@ -63,5 +51,5 @@ FAMILY = Family(
     entries=lambda shape: (
         INPUT + ATTENTION + QK_NORM + only_in("dense", *MLP) + EXPERTS + OUTPUT_NORM + head(shape.tied_embeddings)
     ),
-    forward_flops=expert_flops,
+    forward_flops=dense_and_expert_flops,
 )

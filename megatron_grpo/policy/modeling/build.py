@@ -19,6 +19,7 @@ from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.experts import mark_experts
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.policy.modeling.rope_scaling import scaled_rope_frequencies
 from megatron_grpo.policy.modeling.rotary import GlobalAndLocalRotary, RotaryAtPositions
 
 
@@ -221,27 +222,3 @@ def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any
         "batch_p2p_comm": cuda and not interleaved,
         "batch_p2p_sync": cuda,
     }
-
-
-def scaled_rope_frequencies(shape: ModelShape) -> Tensor:
-    """Inverse frequencies of scaled rotary embeddings, computed by transformers so that they are exactly its own.
-
-    Returns:
-        [head_dim / 2], float32.
-    """
-    # Imported here because it takes seconds and only models with scaled frequencies need it.
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    assert shape.rope_scaling is not None
-    scaling = {**shape.rope_scaling, "rope_theta": shape.rope_theta}
-    rope_type = scaling.get("rope_type") or scaling.get("type")
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.attention_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters={**scaling, "rope_type": rope_type},
-    )
-    frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    return frequencies.float()

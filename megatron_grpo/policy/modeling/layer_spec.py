@@ -19,7 +19,9 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
 from megatron_grpo.policy.modeling.experts import DecoderLayer, ExpertRouter
+from megatron_grpo.policy.modeling.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.policy.modeling.norm import NormedRowParallelLinear, RMSNorm
+from megatron_grpo.policy.modeling.rope_scaling import rope_factor
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ def uses_transformer_engine(shape: ModelShape) -> bool:
     """Whether a model's layers come from Transformer Engine: from where that is, if it can express them."""
     if not _transformer_engine_found():
         return False
-    if shape.post_norms or shape.local_rope_theta is not None:
+    if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
         _say_beyond_transformer_engine(shape.family)
         return False
     return True
@@ -87,10 +89,18 @@ def _one_layer(shape: ModelShape, *, experts: int | None) -> ModuleSpec:
     return layer
 
 
+def _latent_attention(shape: ModelShape) -> ModuleSpec:
+    scales = {"softmax_scale": shape.softmax_scale, "rope_factor": rope_factor(shape)}
+    return ModuleSpec(LatentAttention, params={"latent": shape.latent, **scales}, submodules=LatentAttentionParts())
+
+
 def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if shape.latent is not None:
+        parts.self_attention = _latent_attention(shape)
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = TorchCoreAttention
     if shape.qk_norm:
