@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def make_engine(
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
+    logprob_kernel: Literal["fused", "chunked", "auto"] = "auto",
 ) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
@@ -51,6 +53,7 @@ def make_engine(
         optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
         packing=packing,
+        logprob_kernel=logprob_kernel,
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
@@ -74,11 +77,14 @@ def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
 
 
 def gradients_on_rank(
-    layout: Layout, models: list[TinyModel], packing: bool = True
+    layout: Layout,
+    models: list[TinyModel],
+    packing: bool = True,
+    logprob_kernel: Literal["fused", "chunked", "auto"] = "auto",
 ) -> list[tuple[dict[str, Tensor], float]]:
     found = []
     for model in models:
-        engine = make_engine(layout, model, distributed=False, packing=packing)
+        engine = make_engine(layout, model, distributed=False, packing=packing, logprob_kernel=logprob_kernel)
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)
