@@ -7,8 +7,8 @@
   optimizer steps, packed and padded, are those of transformers and torch, on one device.
 - `image` needs Ray, vLLM and Transformer Engine too: what runs through them.
 
-Exits with 1 when a test or a measurement failed. `--rehearse` goes without a GPU through all of the first part that a CPU
-can run, with the kernels in Triton's interpreter and small sizes: it checks this check, and no GPU.
+Exits with 1 when a test or a measurement failed. `--rehearse` goes through all of the first part that a CPU can run,
+with the kernels in Triton's interpreter and small sizes: it checks this check, and no GPU.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_a_gpu_gets_the_fused_kernel_by_itself() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["fused", "chunked"])
 def test_memory_is_an_eighth_of_what_whole_logits_take(kernel: str) -> None:
-    """2458 tokens, those in the loss of 8192, and 152 thousand entries: logits of all 8192 in float32 and two copies."""
+    """Of 8192 tokens, 2458 in the loss: a plain implementation holds float32 logits of all, and two copies of them."""
     tokens, vocab, hidden = 2458, 151_936, 1024
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
