@@ -25,7 +25,7 @@ NOT_MEASURED = "Triton compiles for GPUs alone, and the time of its interpreter 
 
 def measure(
     values: Tensor, block: tuple[int, int], quantise: Callable[..., Any], dequantise: Callable[..., Any]
-) -> Any:
+) -> dict[str, float]:
     """Gigabytes a second there and back, of [rows, columns] in blocks."""
     size = values.numel() * values.element_size() / 1e9
     quantised, scales = quantise(values, block)

@@ -42,5 +42,5 @@ def ask_the_fused_head(layout: Layout, model: TinyModel) -> None:
 
 def test_the_key_reaches_the_kernel(tiny_models: dict[str, TinyModel]) -> None:
     """Which says so, as no rank of this layout interprets Triton."""
-    with pytest.raises(RuntimeError, match="use policy.logprob_kernel=chunked"):
+    with pytest.raises(RuntimeError, match=r"use policy\.logprob_kernel=chunked"):
         run_on_ranks(Layout(), ask_the_fused_head, tiny_models["qwen3_tied"])
