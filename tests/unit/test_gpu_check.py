@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py says when it checked nothing, and sums up what it checked; a made-up part has every outcome."""
+"""benchmarks/gpu_check.py says when it checked nothing, and sums up what it checked."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def test_every_outcome_of_a_part_is_told(script: ModuleType, monkeypatch: pytest
     monkeypatch.setattr(script, "ROOT", tmp_path)
     found = script.run_tests("made_up", dict(os.environ))
     assert (found["exit_code"], found["passed"], found["failed"], found["skipped"]) == (1, 1, 2, 1)
-    assert found["seconds"].keys() == {
-        f"test_made_up::test_{name}" for name in ("right", "wrong", "without_its_fixture")
-    }
+    assert found["seconds"].keys() == {"test_made_up::test_right", *found["failures"]}
     assert "one is not two" in found["failures"]["test_made_up::test_wrong"]
     assert "no such file" in found["failures"]["test_made_up::test_without_its_fixture"]
 
