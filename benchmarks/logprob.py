@@ -1,9 +1,16 @@
-"""Measures log-probabilities of the tokens in the loss, in chunks and from logits that are held whole; prints JSON.
+"""Measures log-probabilities of the tokens in the loss by every way through the head; prints JSON.
 
     python benchmarks/logprob.py [--tokens 8192] [--vocab 151936] [--hidden 1024] [--in-loss 0.3] [--dtype float32]
 
-Each way runs forward and backward in a process of its own: `peak_gib` is what its memory grew by. `materialised` makes
-logits of every token and takes the logarithm of their softmax, as a plain implementation does.
+Each way runs forward and backward in a process of its own: `peak_gib` is what its memory grew by.
+
+- `materialised` makes logits of every token and takes the logarithm of their softmax, as a plain implementation does.
+- `chunked` and `fused` are the kernels (policy.logprob_kernel), which give entropies too.
+- `compiled` is torch.compile's cross-entropy of the tokens in the loss alone, without entropies.
+- `products` is the floor: the matrix products alone that a way without all logits makes, four as the logits are made
+  twice, of the tokens in the loss, by the vendor's library.
+
+The last three are timed on a CUDA device, and null elsewhere.
 """
 
 from __future__ import annotations
@@ -12,44 +19,106 @@ import argparse
 import json
 import multiprocessing
 import resource
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from clock import seconds
 from header import header
+from torch import Tensor
 
 from megatron_grpo_kernels.logprob import linear_logprobs
 
-WAYS = ("materialised", "chunked")
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""[tokens, hidden], [vocab, hidden], any float type, targets [tokens], int64, mask [tokens], bool; to the loss, []."""
+
+
+def materialised(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    logprobs = (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return -(logprobs * mask).sum()
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return -linear_logprobs(hidden[mask], weight, targets[mask], kernel="chunked")[0].sum()
+
+
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return -linear_logprobs(hidden[mask], weight, targets[mask], kernel="fused")[0].sum()
+
+
+@torch.compile
+def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).float(), targets, reduction="sum")
+
+
+def compiled(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    loss: Tensor = _cross_entropy(hidden[mask], weight, targets[mask])
+    return loss
+
+
+WAYS: dict[str, Loss] = {"materialised": materialised, "chunked": chunked, "fused": fused, "compiled": compiled}
+ON_CUDA = {
+    "fused": "Triton compiles for GPUs alone, and the time of its interpreter says nothing",
+    "compiled": "what the fused kernel is compared with, so where that is",
+    "products": "the floor of the fused kernel, so where that is",
+}
+"""Ways that are measured on a CUDA device alone, and why."""
+
+
+COMPARED = (
+    ("chunked", "materialised"),
+    ("fused", "materialised"),
+    ("fused", "chunked"),
+    ("fused", "compiled"),
+    ("fused", "products"),
+)
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds and memory of one forward and backward pass."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Seconds and memory of one forward and backward pass, and what it found."""
+    device = _device()
+    hidden, weight, targets, mask = _problem(options, device)
+    if way == "products":
+        rows, head = hidden[mask].detach(), weight.detach()
+        grad = torch.ones(len(rows), options.vocab, device=device, dtype=rows.dtype)
+        return {"seconds": seconds(lambda: _products(rows, head, grad), device)}
+    found: dict[str, Tensor] = {}
+
+    def step() -> None:
+        loss = WAYS[way](hidden, weight, targets, mask)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        found["loss"], found["grad_norm"] = loss.detach(), torch.stack([one.float().norm() for one in gradients]).norm()
+
+    before = _memory(device)
+    time = seconds(step, device)
+    return {
+        "seconds": time,
+        "peak_gib": (_memory(device) - before) / 2**30,
+        **{name: value.item() for name, value in found.items()},
+    }
+
+
+def _problem(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states and the head's weight, targets, and which tokens are in the loss."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
     hidden = torch.randn(options.tokens, options.hidden, generator=generator).to(device, dtype).requires_grad_()
     weight = (0.02 * torch.randn(options.vocab, options.hidden, generator=generator)).to(device, dtype).requires_grad_()
     targets = torch.randint(0, options.vocab, (options.tokens,), generator=generator).to(device)
-    mask = (torch.rand(options.tokens, generator=generator) < options.in_loss).to(device)
-    _synchronize(device)
-    before, began = _memory(device), time.perf_counter()
-    if way == "materialised":
-        logprobs = (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        loss = -(logprobs * mask).sum()
-    else:
-        loss = -linear_logprobs(hidden[mask], weight, targets[mask])[0].sum()
-    loss.backward()
-    _synchronize(device)
-    seconds = time.perf_counter() - began
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    return {
-        "seconds": seconds,
-        "peak_gib": (_memory(device) - before) / 2**30,
-        "loss": loss.item(),
-        "grad_norm": float(torch.stack([hidden.grad.float().norm(), weight.grad.float().norm()]).norm()),
-    }
+    return hidden, weight, targets, (torch.rand(options.tokens, generator=generator) < options.in_loss).to(device)
+
+
+def _products(hidden: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Logits twice, and what a gradient of them, [tokens, vocab], becomes for the hidden states and for the weight."""
+    for _ in range(2):
+        hidden @ weight.t()
+    grad @ weight
+    grad.t() @ hidden
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _memory(device: torch.device) -> float:
@@ -57,11 +126,6 @@ def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -72,12 +136,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     found: dict[str, Any] = {}
-    for way in WAYS:
+    left_out = {} if _device().type == "cuda" else ON_CUDA
+    for way in (*WAYS, "products"):
+        if way in left_out:
+            found[way] = None
+            continue
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found[way] = pool.apply(measure, (way, options))
-    plain, chunked = found["materialised"], found["chunked"]
-    ratios = {f"{name}_ratio": chunked[name] / plain[name] for name in ("seconds", "peak_gib", "loss", "grad_norm")}
-    print(json.dumps({**header("logprob"), **vars(options), **found, **ratios}, indent=2))
+    ratios = {
+        f"{one}_to_{other}": {name: found[one][name] / found[other][name] for name in found[one].keys() & found[other]}
+        for one, other in COMPARED
+        if found[one] and found[other]
+    }
+    result = {**header("logprob"), **vars(options), **found, "ratios": ratios, "not_measured": left_out}
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

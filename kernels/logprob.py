@@ -1,21 +1,20 @@
 """From hidden states to log-probabilities and entropies, without ever holding the logits of all tokens.
 
-The vocabulary may be split over ranks. Logits are made for some tokens at a time, in the forward pass and again in the
-backward pass: memory is that of one chunk, for a third more arithmetic than keeping [tokens, vocabulary].
+The vocabulary may be split over ranks. How the logits of a rank are gone through is a matter of the kernel:
+`chunked_logprob` in torch, `fused_logprob` in Triton; both make them again in the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import importlib.util
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_NUMBERS = 2**26
-"""Logits that are held at once when nobody says how many tokens: 256 MiB of float32. With fewer, adding up the weight's
-gradient chunk by chunk takes longer than the products."""
+from megatron_grpo_kernels.chunked_logprob import ChunkedLogprobs
+from megatron_grpo_kernels.logprob_terms import Asked, Head, LogprobKernel, Statistics
 
 
 def linear_logprobs(
@@ -27,6 +26,7 @@ def linear_logprobs(
     columns: int | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float = 1.0,
+    kernel: Literal["fused", "chunked", "auto"] = "auto",
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of a target under softmax(scale * weight @ hidden), and the entropy of that distribution.
@@ -41,99 +41,80 @@ def linear_logprobs(
         columns: rows that are real entries, the others being padding that takes no part; None: all.
         group: ranks that hold the other parts of the vocabulary; None: there are none.
         scale: factor of the logits, one over the temperature.
-        chunk_tokens: tokens whose logits are held at once; None: as many as make `CHUNK_NUMBERS` logits.
+        kernel: "fused" in Triton, "chunked" in torch, "auto": fused for tensors on CUDA where Triton is installed.
+        chunk_tokens: tokens whose logits the chunked kernel holds at once; None: as many as make 2**26 logits.
 
     Returns:
         Log-probabilities and entropies, both [tokens], float32. Gradients flow to the hidden states and the weight;
         that of the hidden states is this rank's part, which adds up over the group.
+
+    Raises:
+        ValueError: the fused kernel is asked for and cannot run on these tensors.
     """
     real = weight.shape[0] if columns is None else columns
-    chunk = chunk_tokens or max(1, CHUNK_NUMBERS // max(real, 1))
-    both: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden, weight, targets, start, real, group, scale, chunk)
+    way = _kernel(kernel, hidden, chunk_tokens)
+    both: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden, weight, targets - start, real, group, scale, way)
     return both
 
 
+def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> LogprobKernel:
+    """The kernel of this name for hidden states [tokens, hidden], any float type."""
+    if name == "auto":
+        name = "fused" if hidden.is_cuda and importlib.util.find_spec("triton") is not None else "chunked"
+    if name == "chunked":
+        return ChunkedLogprobs(chunk_tokens)
+    # Imported here: Triton decides at its import whether kernels are compiled or interpreted, and may not be installed.
+    from megatron_grpo_kernels.fused_logprob import FusedLogprobs
+
+    return FusedLogprobs()
+
+
 class _LinearLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies from hidden states, with gradients, chunk by chunk (`linear_logprobs`)."""
+    """Log-probabilities and entropies from hidden states, with gradients (`linear_logprobs`)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        start: int,
+        local: Tensor,
         columns: int,
         group: dist.ProcessGroup | None,
         scale: float,
-        chunk: int,
+        kernel: LogprobKernel,
     ) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] and [rows, hidden], any float type, with targets [tokens], int64, to [tokens], float32."""
-        tokens = len(targets)
-        local = targets - start
-        # A target of another rank reads column 0 here, and is masked: no index may leave the rank's columns.
-        here = (local >= 0) & (local < columns)
-        index = local.clamp(0, max(columns - 1, 0))[:, None]
-        highest = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=hidden.device)
-        sums = torch.zeros(3, tokens, dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(tokens, chunk if columns else 0):
-            z = _logits(hidden[rows], weight[:columns], scale)
-            highest[rows] = z.amax(dim=1)
-            sums[2, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
-            below = z.sub_(highest[rows, None])  # relative to the highest logit no exponential overflows
-            weights = below.exp()
-            sums[0, rows] = weights.sum(dim=1)
-            sums[1, rows] = torch.linalg.vecdot(weights, below)
+        """[tokens, hidden] and [rows, hidden], any float type, with rows [tokens], int64, to [tokens], float32."""
+        head = Head(hidden, weight, columns, local, scale)
+        found = kernel.statistics(head) if len(local) and columns else _of_nothing(local)
+        highest, sums = found.highest, found.sums
         if group is not None:
-            top = highest.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            shift = torch.where(highest.isfinite(), highest - top, torch.zeros_like(top))  # none of a rank of padding
-            factor = torch.where(highest.isfinite(), shift.exp(), torch.zeros_like(top))
-            sums[1] = (sums[1] + sums[0] * shift) * factor
-            sums[0] *= factor
+            highest = highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            sums = found.relative_to(highest)
             dist.all_reduce(sums, group=group)
-            highest = top
         log_sum = sums[0].log()
         logsumexp, entropy = highest + log_sum, log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, weight, logsumexp, entropy, here, index)
-        ctx.columns, ctx.scale, ctx.chunk = columns, scale, chunk
+        ctx.save_for_backward(hidden, weight, local, logsumexp, entropy)
+        ctx.columns, ctx.scale, ctx.kernel = columns, scale, kernel
         ctx.set_materialize_grads(False)  # few losses ask for the entropy's
         return sums[2] - logsumexp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of log-probabilities and entropies, [tokens], float32, to those of hidden states and weight.
-
-        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
-        """
-        hidden, weight, logsumexp, entropy, here, index = ctx.saved_tensors
+        """Gradients of log-probabilities and entropies, [tokens], float32, to those of hidden states and weight."""
+        hidden, weight, local, logsumexp, entropy = ctx.saved_tensors
         of_logprobs, of_entropy = grad_outputs
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(logsumexp)
-        real = weight[: ctx.columns]
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for rows in _chunks(len(logsumexp), ctx.chunk if ctx.columns else 0):
-            logp = _logits(hidden[rows], real, ctx.scale).sub_(logsumexp[rows, None])
-            coefficient = of_logprobs[rows, None]
-            # In place: each tensor of a chunk is as large as all that the layers hold for its tokens.
-            if of_entropy is None:
-                grad = logp.exp_().mul_(-coefficient)
-            else:
-                factor = (logp + entropy[rows, None]).mul_(-of_entropy[rows, None]).sub_(coefficient)
-                grad = logp.exp_().mul_(factor)
-            grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
-            grad = grad.mul_(ctx.scale).to(weight.dtype)
-            grad_hidden[rows] = grad @ real
-            grad_weight[: ctx.columns].addmm_(grad.t().float(), hidden[rows].float())
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        if len(local) and ctx.columns:
+            head = Head(hidden, weight, ctx.columns, local, ctx.scale)
+            both = ctx.kernel.gradients(head, Asked(logsumexp, entropy, of_logprobs, of_entropy))
+        else:
+            both = torch.zeros_like(hidden), torch.zeros_like(weight)
+        return *both, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """[tokens, hidden] and [columns, hidden], any float type, to [tokens, columns], float32."""
-    return (hidden @ weight.t()).float().mul_(scale)
-
-
-def _chunks(total: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size`; none at all of a size of 0."""
-    return (slice(start, min(start + size, total)) for start in range(0, total, size)) if size else iter(())
+def _of_nothing(local: Tensor) -> Statistics:
+    """Those of tokens, [tokens], over no vocabulary entries: this rank has nothing but padding."""
+    empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
+    return Statistics(torch.full_like(empty[0], -torch.inf), empty)

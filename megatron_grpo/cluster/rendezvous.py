@@ -6,7 +6,6 @@ import os
 import socket
 from datetime import timedelta
 
-import ray
 from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.ray_settings import LOCAL_MARKER
@@ -14,7 +13,11 @@ from megatron_grpo.cluster.ray_settings import LOCAL_MARKER
 
 def node_address() -> str:
     """The address at which this node's sockets are reached by the run's other processes: loopback if all are here."""
-    return "127.0.0.1" if LOCAL_MARKER in os.environ else str(ray.util.get_node_ip_address())
+    if LOCAL_MARKER in os.environ:
+        return "127.0.0.1"
+    import ray  # here: the stores below are used where there is no Ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:

@@ -157,8 +157,13 @@ class PolicyConfig(Section):
     """Most tokens of a microbatch, padding included, in passes that only compute log-probabilities; null:
     microbatch_tokens."""
 
+    logprob_kernel: Literal["fused", "chunked", "auto"] = "auto"
+    """How hidden states become log-probabilities: fused in Triton, in chunks of tokens in torch; auto: fused on GPUs
+    where Triton is installed."""
+
     logprob_chunk_size: Positive | None = None
-    """Tokens whose logits are held at once; smaller needs less memory, null: as many as make 256 MiB of float32."""
+    """Tokens whose logits the chunked kernel holds at once; smaller needs less memory, null: as many as make 256 MiB of
+    float32."""
 
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""

@@ -41,6 +41,7 @@ def examine_machine(config: Config) -> MachineReport:
         *_ray(config),
         *_driver_gpu(config),
         *_packages(config),
+        *_kernels(config),
         *model_problems(config),
         *files,
         *folder_problems(config),
@@ -92,6 +93,20 @@ def _driver_gpu(config: Config) -> Iterator[Problem]:
     if config.ppo.calculate_advantages_on_gpu and not visible_gpus():
         text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
         yield Problem("ppo.calculate_advantages_on_gpu=True", text)
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    if config.policy.logprob_kernel != "fused":
+        return
+    subject = "policy.logprob_kernel=fused"
+    if config.cluster.ray_address is None and importlib.util.find_spec("triton") is None:
+        yield Problem(subject, "needs the triton package: pip install triton, or use chunked or auto")
+    elif config.cluster.gpus_per_node == 0 and os.environ.get("TRITON_INTERPRET") != "1":
+        text = (
+            "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 in "
+            "the environment to have it interpreted, slowly, as tests do"
+        )
+        yield Problem(subject, text)
 
 
 def _packages(config: Config) -> Iterator[Problem]:

@@ -1,22 +1,30 @@
-"""Everything here needs a CUDA GPU and says so when there is none."""
+"""Everything here needs a CUDA GPU and says so when there is none, unless it is to be rehearsed without one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.support.fake_rollouts import fake_ray
-
-__all__ = ["fake_ray"]
+REHEARSED = "GPU_CHECK_REHEARSED"
+"""Environment variable: what can run on a CPU does, kernels in Triton's interpreter."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if REHEARSED not in os.environ or item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tensors of the kernels' tests are."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module")

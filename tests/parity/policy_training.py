@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def make_engine(
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
-    activation_checkpointing: bool = False,
+    **settings: Any,
 ) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
@@ -52,7 +53,7 @@ def make_engine(
         optimizer=replace(optimizer, distributed=distributed),
         max_grad_norm=MAX_GRAD_NORM,
         packing=packing,
-        activation_checkpointing=activation_checkpointing,
+        **settings,
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 
@@ -76,13 +77,12 @@ def whole_gradients(engine: PolicyRank) -> dict[str, Tensor]:
 
 
 def gradients_on_rank(
-    layout: Layout, models: list[TinyModel], packing: bool = True, activation_checkpointing: bool = False
+    layout: Layout, models: list[TinyModel], packing: bool = True, settings: dict[str, Any] | None = None
 ) -> list[tuple[dict[str, Tensor], float]]:
+    """Gradients and their norm of every model; `settings` are further keys of the policy."""
     found = []
     for model in models:
-        engine = make_engine(
-            layout, model, distributed=False, packing=packing, activation_checkpointing=activation_checkpointing
-        )
+        engine = make_engine(layout, model, distributed=False, packing=packing, **(settings or {}))
         share, microbatches, loss_fn, counts = train_arguments(layout)
         engine.compute_gradients(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
         gradients = whole_gradients(engine)

@@ -44,7 +44,7 @@ def test_gradients_equal_transformers(layout: Layout, tiny_models: dict[str, Tin
 
 def test_recomputed_activations_do_not_change_the_gradients(tiny_models: dict[str, TinyModel]) -> None:
     models, layout = list(tiny_models.values()), Layout(tensor=2, sequence=True)
-    by_rank = run_on_ranks(layout, gradients_on_rank, models, True, True)
+    by_rank = run_on_ranks(layout, gradients_on_rank, models, True, {"activation_checkpointing": True})
     expect_gradients_of_transformers(by_rank, models, tolerance=1e-4)
 
 

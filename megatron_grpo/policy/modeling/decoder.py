@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -49,7 +49,14 @@ class DecoderModel(GPTModel):
 
 
 def row_logprobs(
-    model: DecoderModel, vocab: int, hidden: Tensor, targets: Tensor, *, temperature: float, chunk_tokens: int | None
+    model: DecoderModel,
+    vocab: int,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    kernel: Literal["fused", "chunked", "auto"],
+    chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens after hidden states, and entropies of the distributions that they are drawn from.
 
@@ -59,7 +66,8 @@ def row_logprobs(
         hidden: [rows, hidden], the model's float type.
         targets: [rows], int64.
         temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
-        chunk_tokens: tokens whose logits are held at once; None: the kernel's choice.
+        kernel: how the logits are gone through: "fused" in Triton, "chunked" in torch, "auto": fused where it can be.
+        chunk_tokens: tokens whose logits the chunked kernel holds at once; None: its own choice.
 
     Returns:
         Both [rows], float32, differentiable.
@@ -75,5 +83,6 @@ def row_logprobs(
         columns=max(0, min(columns, vocab - start)),
         group=group if dist.get_world_size(group) > 1 else None,
         scale=1.0 / temperature if temperature > 0 else 1.0,
+        kernel=kernel,
         chunk_tokens=chunk_tokens,
     )

@@ -101,6 +101,7 @@ class PolicyRank(ModelRank):
             hidden,
             given(tokens.token_ids),
             temperature=self.temperature,
+            kernel=self.config.logprob_kernel,
             chunk_tokens=self.config.logprob_chunk_size,
         )
         return logprobs, replace(tokens, entropy=entropy)

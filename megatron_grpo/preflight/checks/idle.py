@@ -151,6 +151,14 @@ _CHECKS: tuple[_Check, ...] = (
         "needs value.optimizer.decay_style=linear or cosine",
     ),
     (
+        ("policy.logprob_chunk_size",),
+        lambda config: (
+            config.policy.logprob_kernel == "fused"
+            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus_per_node > 0)
+        ),
+        "is for policy.logprob_kernel=chunked",
+    ),
+    (
         ("checkpointing.keep_top_k", "checkpointing.save_period"),
         lambda config: not config.checkpointing.enabled,
         "needs checkpointing.enabled=true",

@@ -89,6 +89,17 @@ def test_a_tracker_that_is_not_installed(given: list[str], monkeypatch: pytest.M
     assert "pip install wandb" in problems_of([*given, "logger.wandb.enabled=true"])["logger.wandb.enabled=True"]
 
 
+def test_fused_kernels_need_a_gpu_or_the_interpreter(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    extra, subject = [*given, "policy.logprob_kernel=fused"], "policy.logprob_kernel=fused"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    text = problems_of(extra)[subject]
+    assert "cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1" in text
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    load_config(extra)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in problems_of(extra)[subject]
+
+
 def test_too_few_rows(given: list[str], rows: Path) -> None:
     ((subject, text),) = problems_of([*given, "grpo.num_prompts_per_step=41"]).items()
     assert subject == f"data.train_path={rows}"

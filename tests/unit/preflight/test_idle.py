@@ -61,6 +61,16 @@ def test_a_setting_whose_switch_is_off(override: str, switch: str | None) -> Non
     assert text == (f"needs {switch}" if switch else "there is no reference policy")
 
 
+def test_chunks_are_of_the_chunked_kernel() -> None:
+    size = "policy.logprob_chunk_size=64"
+    of_gpus = ["+exp=qwen3_8b_8gpu", "data.train_path=/nowhere"]
+    assert size not in idle("+exp=quickstart", size)
+    assert size not in idle(*of_gpus, size, "policy.logprob_kernel=chunked")
+    for kernel in ("auto", "fused"):
+        found = idle(*of_gpus, size, f"policy.logprob_kernel={kernel}")
+        assert found[size] == "is for policy.logprob_kernel=chunked"
+
+
 def test_reinforce_is_what_ratios_of_1_are_anyway() -> None:
     subject = "loss_fn.disable_ppo_ratio=True"
     assert "give more" not in idle("+exp=quickstart", "+variant=rloo")[subject]

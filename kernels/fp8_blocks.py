@@ -1,0 +1,93 @@
+"""FP8 with a scale for each block, as vLLM loads it: weights in blocks of 128x128, activations of 1x128.
+
+w ~ q * scale_inv, where q is float8_e4m3fn, and scale_inv, float32, the largest size in the block over 448. Checkpoints
+name the second `<weight>_scale_inv` (those of DeepSeek-V3 began it: DeepSeek-AI 2024, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WEIGHT_BLOCK, ACTIVATION_BLOCK = (128, 128), (1, 128)
+"""Rows and columns that share a scale. The last blocks of a row or column may be smaller."""
+
+LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal number of float32: what is below is flushed to zero by some devices, and cannot be divided by."""
+
+
+def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Round to FP8, ties to even, on the device of the values: in Triton on CUDA where it is installed, else in torch.
+
+    A block that holds a number which is not finite becomes NaN as a whole, scale and all. One that is zero, or whose
+    largest number is below 448 * 2^-126, becomes zeros with a scale of 1.
+
+    Args:
+        values: [rows, columns], any float type.
+        block: `WEIGHT_BLOCK` or `ACTIVATION_BLOCK`.
+
+    Returns:
+        [rows, columns], float8_e4m3fn; and [ceil(rows / block rows), ceil(columns / block columns)], float32.
+    """
+    assert values.ndim == 2, f"blocks lie in matrices, and this is {list(values.shape)}"
+    if _in_triton(values):
+        from megatron_grpo_kernels.fp8_kernels import quantise_in_triton
+
+        return quantise_in_triton(values, block)
+    return quantise_in_torch(values, block)
+
+
+def dequantise(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """What `quantise` gave, as numbers again: multiplied in float32, then rounded to the dtype.
+
+    Args:
+        quantised: [rows, columns], float8_e4m3fn.
+        scale_inv: [ceil(rows / block rows), ceil(columns / block columns)], float32.
+        block: `WEIGHT_BLOCK` or `ACTIVATION_BLOCK`.
+        dtype: float type of the result.
+
+    Returns:
+        [rows, columns].
+    """
+    assert scale_inv.shape == scales_shape(quantised.shape, block), f"{list(scale_inv.shape)} scales do not fit"
+    if _in_triton(quantised):
+        from megatron_grpo_kernels.fp8_kernels import dequantise_in_triton
+
+        return dequantise_in_triton(quantised, scale_inv, block, dtype)
+    return dequantise_in_torch(quantised, scale_inv, block, dtype)
+
+
+def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """`quantise` in torch, on any device: what the kernel has to equal, bit by bit."""
+    rows, columns = values.shape
+    across, along = scales_shape(values.shape, block)
+    padded = F.pad(values.float(), (0, along * block[1] - columns, 0, across * block[0] - rows))
+    blocks = padded.view(across, block[0], along, block[1])
+    largest = blocks.abs().amax(dim=(1, 3))  # NaN if one is
+    scale = largest / LARGEST
+    scale = torch.where(scale < SMALLEST_SCALE, 1.0, scale).masked_fill(~largest.isfinite(), torch.nan)
+    quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return quantised.view_as(padded)[:rows, :columns].contiguous(), scale
+
+
+def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """`dequantise` in torch, on any device: what the kernel has to equal, bit by bit."""
+    rows, columns = quantised.shape
+    of_numbers = scale_inv.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (quantised.float() * of_numbers).to(dtype)
+
+
+def scales_shape(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks a matrix of [rows, columns] has, in each direction."""
+    rows, columns = shape
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def _in_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None

@@ -1,0 +1,67 @@
+"""Blockwise FP8 by its definition: in loops over blocks and numbers, from a table of all that float8_e4m3fn can say."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TABLE = [mantissa / 8 * 2.0**-6 for mantissa in range(8)] + [
+    (1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)
+][:-1]
+"""Sizes by their bits, from 0 to 448: 1111 111 is NaN."""
+
+
+def nearest(size: float) -> int:
+    """Bits of the number nearest to one of 0 to 448, or a little more; of two as near, that with even bits."""
+    above = bisect.bisect_left(TABLE, size)
+    if above == len(TABLE):
+        return above - 1
+    below = max(above - 1, 0)
+    distance = (size - TABLE[below], TABLE[above] - size)
+    if distance[0] == distance[1]:
+        return below if below % 2 == 0 else above
+    return below if distance[0] < distance[1] else above
+
+
+def quantise(values: Tensor, block: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Bits of [rows, columns], -1 for NaN, and scales by block, NaN for one that holds what is not finite."""
+    array = values.float().numpy()
+    rows, columns = array.shape
+    bits = np.zeros(array.shape, np.int64)
+    scales = np.zeros((math.ceil(rows / block[0]), math.ceil(columns / block[1])), np.float32)
+    for down, across in np.ndindex(*scales.shape):
+        top, left = down * block[0], across * block[1]
+        part = array[top : top + block[0], left : left + block[1]]
+        target = bits[top : top + block[0], left : left + block[1]]
+        if not all(math.isfinite(value) for value in part.flat):
+            scales[down, across], target[:] = np.nan, -1
+            continue
+        scale = np.float32(max(abs(value) for value in part.flat)) / np.float32(448)
+        scale = scale if scale >= 2.0**-126 else np.float32(1)
+        scales[down, across] = scale
+        for place in np.ndindex(*part.shape):
+            sign = 0x80 if math.copysign(1, part[place]) < 0 else 0
+            target[place] = nearest(abs(float(part[place] / scale))) | sign
+    return bits, scales
+
+
+def dequantise(bits: NDArray[np.int64], scales: NDArray[np.float32], block: tuple[int, int]) -> Tensor:
+    """[rows, columns], float32."""
+    found = np.zeros(bits.shape, np.float32)
+    for place in np.ndindex(*bits.shape):
+        scale = scales[place[0] // block[0], place[1] // block[1]]
+        code = int(bits[place])
+        size = math.nan if code == -1 or code & 0x7F == 0x7F else TABLE[code & 0x7F]
+        found[place] = np.float32(-size if code & 0x80 else size) * scale
+    return torch.from_numpy(found)
+
+
+def bits_of(quantised: Tensor) -> NDArray[np.int64]:
+    """Bits of float8_e4m3fn numbers, -1 for NaN of either sign."""
+    bits = quantised.cpu().view(torch.uint8).long()
+    return torch.where(bits & 0x7F == 0x7F, -1, bits).numpy()

@@ -1,0 +1,139 @@
+"""Log-probabilities, entropies and gradients of one head by any kernel, and from whole logits in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo_kernels.logprob import linear_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A head's problem, made from a seed; sizes that are no multiples of a kernel's tile, unless told otherwise."""
+
+    dtype: str = "float32"
+    tokens: int = 150
+    hidden: int = 70
+    vocab: int = 300
+    padding: int = 20
+    """Rows of the weight after the vocabulary."""
+    scale: float = 1.4
+    entropy: bool = True
+    """Whether the entropy is in the loss."""
+    start: int = 0
+    """Vocabulary entry of the first row; those before it are nobody's, and take no part."""
+    spread: float = 0.3
+    """Standard deviation of the weight; logits get sqrt(hidden) times that."""
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[tokens, hidden]; [vocab + padding, hidden]; targets, [tokens], int64; and [2, tokens]: the loss is the sum
+        of these times log-probabilities and entropies."""
+        generator = torch.Generator().manual_seed(3)
+        dtype = getattr(torch, self.dtype)
+        hidden = torch.randn(self.tokens, self.hidden, generator=generator).to(dtype)
+        weight = (self.spread * torch.randn(self.vocab + self.padding, self.hidden, generator=generator)).to(dtype)
+        targets = torch.randint(0, self.vocab, (self.tokens,), generator=generator) + self.start
+        return hidden, weight, targets, torch.randn(2, self.tokens, generator=generator)
+
+
+@dataclass(slots=True)
+class Results:
+    """What a kernel gives, on the host."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    of_hidden: Tensor
+    """Gradient of the hidden states."""
+    of_weight: Tensor
+    """Gradient of the weight."""
+
+
+def by_kernel(case: Case, kernel: str, device: str = "cpu") -> Results:
+    """By the kernel of this name."""
+    hidden, weight, targets, factors = (tensor.to(device) for tensor in case.tensors())
+    hidden.requires_grad_(), weight.requires_grad_()
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, start=case.start, columns=case.vocab, scale=case.scale, kernel=kernel
+    )
+    return _results(case, hidden, weight, factors, logprobs, entropy)
+
+
+def by_float64(case: Case) -> Results:
+    """By torch's categorical distribution over whole logits."""
+    hidden, weight, targets, factors = (
+        tensor.double() if tensor.is_floating_point() else tensor for tensor in case.tensors()
+    )
+    hidden.requires_grad_(), weight.requires_grad_()
+    distribution = torch.distributions.Categorical(logits=hidden @ weight[: case.vocab].t() * case.scale)
+    logprobs, entropy = distribution.log_prob(targets - case.start), distribution.entropy()
+    return _results(case, hidden, weight, factors, logprobs, entropy)
+
+
+def by_ranks(rank: int, case: Case, kernel: str, port: int, columns: tuple[int, int]) -> Results:
+    """As two gloo ranks find it, this rank's rows of the weight's gradient and its part of the hidden states'.
+
+    Args:
+        rank: of the calling process.
+        port: free one on loopback, at which the ranks meet.
+        columns: vocabulary entries of each; a rank has as many padding rows as the case says.
+    """
+    hidden, weight, targets, factors = case.tensors()
+    start = sum(columns[:rank])
+    own = weight[start : start + columns[rank] + case.padding].clone().requires_grad_()
+    hidden.requires_grad_()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            own,
+            targets,
+            start=start,
+            columns=columns[rank],
+            group=dist.group.WORLD,
+            scale=case.scale,
+            kernel=kernel,
+        )
+        return _results(case, hidden, own, factors, logprobs, entropy)
+    finally:
+        dist.destroy_process_group()
+
+
+def expect_equal(actual: Results, expected: Results, dtype: str) -> None:
+    """Values to float32's rounding; gradients, relative to their norm, to that of the dtype that they are given in."""
+    for name in ("logprobs", "entropy"):
+        found = getattr(actual, name)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), getattr(expected, name), atol=2e-5, rtol=1e-5)
+    # bfloat16 rounds the gradient of the logits and of the results; the interpreter cuts off instead.
+    tolerance = {"float32": 2e-5, "bfloat16": 6e-3}[dtype]
+    for name in ("of_hidden", "of_weight"):
+        found, wanted = getattr(actual, name), getattr(expected, name)
+        assert found.dtype == getattr(torch, dtype)
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+def _results(case: Case, hidden: Tensor, weight: Tensor, factors: Tensor, logprobs: Tensor, entropy: Tensor) -> Results:
+    loss = (factors[0] * logprobs).sum()
+    if case.entropy:
+        loss = loss + (factors[1] * entropy).sum()
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
+    return Results(*(tensor.detach().cpu() for tensor in (logprobs, entropy, of_hidden, of_weight)))
+
+
+CASES = {
+    "float32": Case(),
+    "bfloat16": Case(dtype="bfloat16"),
+    "whole tiles": Case(dtype="bfloat16", tokens=256, hidden=128, vocab=384, padding=0, scale=1.0),
+    "smaller than a tile": Case(tokens=3, hidden=5, vocab=7, padding=0),
+    "no entropy in the loss": Case(entropy=False, padding=0),
+    "one token": Case(tokens=1, scale=0.5),
+    "far apart": Case(spread=20.0),
+    "a start": replace(Case(), start=1000),
+}
+"""What every kernel is tried on, on every device."""

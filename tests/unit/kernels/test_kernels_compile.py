@@ -1,0 +1,79 @@
+"""The Triton kernels compile to machine code of GPUs, on a machine without one: the interpreter checks no types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_grpo_kernels import fp8_kernels, fused_logprob
+from megatron_grpo_kernels.fp8_blocks import ACTIVATION_BLOCK, LARGEST, SMALLEST_SCALE, WEIGHT_BLOCK
+
+GPUS = pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H100"])
+FLOAT32, INDEX = "*fp32", "i32"
+
+
+def shared_memory(kernel: Any, signature: dict[str, str], settings: dict[str, Any], capability: int) -> int:
+    """Bytes of a block of the grid, of a kernel compiled for [..] pointers that 16 divides."""
+    settings = dict(settings)
+    options = {name: settings.pop(name) for name in ("num_warps", "num_stages") if name in settings}
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    assert {name for name, kind in signature.items() if kind == "constexpr"} == settings.keys()
+    pointers = {
+        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
+    source = ASTSource(kernel, signature, settings, pointers)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.asm["cubin"]
+    return int(compiled.metadata.shared)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns that 3.10 may have another default
+
+
+@GPUS
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fused_logprobs(dtype: str, even: bool, capability: int) -> None:
+    tile = fused_logprob._SINGLE if dtype == "fp32" else fused_logprob._HALF
+    settings = {
+        "TOKENS": tile.tokens,
+        "COLUMNS": tile.columns,
+        "WIDTH": tile.width,
+        "EVEN": even,
+        "WIDEN": False,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    numbers = dict.fromkeys(("tokens", "all_columns", "width", "columns_of_split"), INDEX) | {"scale": "fp32"}
+    inputs = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "local": "*i64"} | numbers
+    reduce = inputs | {"highest": FLOAT32, "sums": FLOAT32}
+    differentiate = inputs | dict.fromkeys(("logsumexp", "entropy", "of_logprobs", "of_entropy"), FLOAT32)
+    # What a block may have on every GPU since 2020, less what the system takes.
+    most = 99 * 1024
+    assert shared_memory(fused_logprob._reduce_logits, reduce, settings, capability) <= most
+    for of_entropy in (True, False):
+        held = shared_memory(
+            fused_logprob._differentiate_logits,
+            differentiate | {"grad": f"*{dtype}"},
+            settings | {"OF_ENTROPY": of_entropy},
+            capability,
+        )
+        assert held <= most
+
+
+@GPUS
+@pytest.mark.parametrize("block", [WEIGHT_BLOCK, ACTIVATION_BLOCK], ids=["weight", "activation"])
+def test_fp8_blocks(block: tuple[int, int], capability: int) -> None:
+    settings = fp8_kernels._settings(block)
+    signature = {"values": "*bf16", "bits": "*u8", "scales": FLOAT32, "rows": INDEX, "columns": INDEX}
+    limits = {"SMALLEST": SMALLEST_SCALE, "LARGEST": LARGEST}
+    shared_memory(fp8_kernels._quantise, signature, settings | limits, capability)
+    shared_memory(fp8_kernels._dequantise, signature, settings, capability)
