@@ -56,6 +56,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: config.algorithm == "ppo",
         "it needs algorithm=ppo",
     ),
+    (
+        "moe_load_highest moe_load_lowest moe_aux_loss moe_z_loss",
+        lambda config: False,
+        "it needs a mixture-of-experts model",
+    ),
     ("kl", lambda config: False, "it is reported as kl_penalty, and under this name for those who know TRL"),
     ("completion_length", lambda config: False, "it is reported as response_length too, which ranks"),
 )

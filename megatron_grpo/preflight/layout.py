@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.config.schema import Config, MoeConfig, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import known_value_shape
 from megatron_grpo.preflight.splits import divisors, listed, tensor_problems, training_split_problems
@@ -18,6 +18,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
     yield from _batch(config)
     if shape is not None:
         yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
+        yield from _routing(config.policy.moe, shape)
         yield from _generation(config, shape)
         yield from _value_model(config, shape)
 
@@ -36,6 +37,19 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
     if shape.vocab < policy.vocab:
         text = f"has {shape.vocab} tokens, and the policy, whose tokens it reads, {policy.vocab}"
         yield Problem(f"value.model.path={config.value.model.path}", text)
+
+
+def _routing(moe: MoeConfig, shape: ModelShape) -> Iterator[Problem]:
+    given = {
+        "aux_loss_coeff": moe.aux_loss_coeff,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "bias_update_rate": moe.bias_update_rate,
+    }
+    for name, value in given.items():
+        if value and shape.experts is None:
+            yield Problem(f"policy.moe.{name}={value:g}", "the model has no experts; use 0")
+        elif value and name == "bias_update_rate" and shape.experts is not None and not shape.experts.selection_bias:
+            yield Problem(f"policy.moe.{name}={value:g}", "the model chooses experts without a bias; use 0")
 
 
 def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:

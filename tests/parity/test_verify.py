@@ -13,7 +13,15 @@ from megatron_grpo.verification import compare
 
 
 @pytest.mark.parametrize(
-    ("model", "layouts"), [("qwen3", ["tp2sp", "cp2dp2"]), ("gemma3", ["pp2cp2"])], ids=["qwen3", "gemma3"]
+    ("model", "layouts"),
+    [
+        ("qwen3", ["tp2sp", "cp2dp2"]),
+        ("gemma3", ["pp2cp2"]),
+        ("qwen3_moe", ["pp2vp2", "ep2"]),
+        ("mixtral", ["tp2ep2"]),
+        ("deepseek_v3", ["tp2", "ep2etp2"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_layouts_of_a_tiny_model_pass(model: str, layouts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"model=tiny:{model}", f"layouts=[{','.join(layouts)}]", "packing=both", "steps=2", "--json"]

@@ -12,15 +12,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megatron_grpo.models.families import shape_of_folder
@@ -126,7 +132,33 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama_untied": _llama,
     "gemma3": _gemma3,
 }
-SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_deep": lambda: _qwen3(tied=True, layers=7)}
+_EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _deepseek_v3() -> PreTrainedModel:
+    config = DeepseekV3Config(
+        **{**_SIZES, **_EXPERTS, "num_key_value_heads": 4},
+        q_lora_rank=None,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        head_dim=4,
+        v_head_dim=6,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    )
+    return DeepseekV3ForCausalLM(config)
+
+
+SPECIAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_deep": lambda: _qwen3(tied=True, layers=7),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=False)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, **_EXPERTS)),
+    "deepseek_v3": _deepseek_v3,
+}
 """Those that a few tests make for themselves."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ class ExpertRouter(TopKRouter):
 
     def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         """The weights, [tokens, experts], whose backward pass also begins that of the losses of the logits."""
-        level = self._level(logits.float(), membership) * self.aux_loss_coeff / self.sequences_in_step
+        sigmoid = self.score_function == "sigmoid"
+        level = load_level(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
+        level = level * self.aux_loss_coeff / self.sequences_in_step
         squares = logits.float().logsumexp(dim=1).square()
         z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
         both = torch.stack([level, z_loss]).detach()
@@ -85,26 +88,44 @@ class ExpertRouter(TopKRouter):
         with_losses: Tensor = MoEAuxLossAutoScaler.apply(probs, level + z_loss)
         return with_losses
 
-    def _level(self, logits: Tensor, membership: Membership) -> Tensor:
-        """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20), this rank's share of it, [].
 
-        f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of
-        its normalised score. f has no gradient, so that ranks which share a sequence need only add up f.
-        """
-        scores = logits.softmax(dim=1)
-        if self.score_function == "sigmoid":
-            scores = logits.sigmoid()
-            scores = scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
-        weight = membership.weight[:, None]
-        with torch.no_grad():
-            best = torch.zeros_like(scores).scatter_(1, scores.topk(self.topk, dim=1).indices, 1.0)
-            shares = scores.new_zeros(membership.sequences + 1, self.num_experts)
-            shares.index_add_(0, membership.sequence, best * weight)
-            group = parallel_state.get_tensor_and_context_parallel_group()
-            if group.size() > 1:
-                dist.all_reduce(shares, group=group)
-            load = shares[membership.sequence] * (self.num_experts / self.topk)
-        return (scores * load * weight).sum()
+def load_level(
+    logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20), this rank's share of it.
+
+    f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of its
+    normalised score. f has no gradient, so that ranks which share a sequence need only add up f.
+
+    Args:
+        logits: [tokens, experts], float32.
+        members: which sequences the tokens belong to.
+        top_k: experts of a token.
+        sigmoid: whether scores are sigmoids of the logits, rather than their softmax.
+        join: [sequences + 1, experts] of this rank's part to the sum over all parts.
+
+    Returns:
+        [], float32; 1 for each sequence whose tokens chose all experts equally often.
+    """
+    scores = logits.softmax(dim=1)
+    if sigmoid:
+        scores = logits.sigmoid()
+        scores = scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
+    weight = members.weight[:, None]
+    with torch.no_grad():
+        best = torch.zeros_like(scores).scatter_(1, scores.topk(top_k, dim=1).indices, 1.0)
+        shares = scores.new_zeros(members.sequences + 1, scores.shape[1])
+        shares.index_add_(0, members.sequence, best * weight)
+        load = join(shares)[members.sequence] * (scores.shape[1] / top_k)
+    return (scores * load * weight).sum()
+
+
+def _over_parts(shares: Tensor) -> Tensor:
+    """[...], float32: the sum over the ranks that hold parts of the same sequences."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(shares, group=group)
+    return shares
 
 
 class DecoderLayer(TransformerLayer):

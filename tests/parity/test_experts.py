@@ -1,0 +1,111 @@
+"""Experts on real ranks: checkpoints into and out of every layout, biases, and what a step tells about the routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.schema import MoeConfig
+from tests.parity.policy_training import make_engine, train_arguments
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.parity.test_training import load_on_rank, save_on_rank
+from tests.parity.training import fetched, merged, whole_tensors
+from tests.support.tiny_models import TinyModel, make_tiny_model
+
+MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01, bias_update_rate=0.125)
+SHARED = Layout(expert=2, data=2)
+LAYOUTS = [
+    Layout(),
+    SHARED,
+    Layout(tensor=2, sequence=True, expert=2),
+    Layout(pipeline=2),
+    Layout(expert=2, expert_tensor=2, data=4),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny_model("deepseek_v3", tmp_path_factory.mktemp("experts"))
+
+
+def step_on_rank(layout: Layout, model: TinyModel) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+    """What a step reports, how often each expert was chosen by layer, and the weights after it."""
+    engine = make_engine(layout, model, moe=MOE)
+    share, microbatches, loss_fn, counts = train_arguments(layout)
+    told = engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
+    chosen = engine.routing.counts()
+    layers = [router.layer_number - 1 for router in engine.routing.routers]
+    metrics = next((one for one in told.metrics or [] if "moe_aux_loss" in one), {})
+    return metrics, {f"{layer}": row for layer, row in zip(layers, chosen, strict=True)}, whole_tensors(engine)
+
+
+@pytest.fixture(scope="module")
+def alone(model: TinyModel) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+    return run_on_ranks(Layout(), step_on_rank, model)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_a_step_tells_the_same_of_its_experts_in_every_layout(layout: Layout, model: TinyModel, alone: Any) -> None:
+    by_rank = run_on_ranks(layout, step_on_rank, model)
+    told = [metrics for metrics, _, _ in by_rank if metrics]
+    assert len(told) == 1, "metrics are added up over ranks: one tells them"
+    for name in ("moe_load_highest", "moe_load_lowest", "moe_aux_loss", "moe_z_loss"):
+        assert told[0][name] == pytest.approx(alone[0][name], rel=1e-5), name
+    for _, chosen, _ in by_rank:
+        for layer, counts in chosen.items():
+            assert torch.equal(counts, alone[1][layer])
+    weights = merged([tensors for _, _, tensors in by_rank])
+    for name, tensor in alone[2].items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_step_moves_the_bias_of_each_expert_towards_those_that_are_chosen_too_rarely(
+    model: TinyModel, alone: Any
+) -> None:
+    metrics, chosen, weights = alone
+    start = model.tensors()
+    assert set(chosen) == {"1"}, "the first layer has no experts"
+    for layer, counts in chosen.items():
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        moved = [0.125 if count < float(counts.mean()) else -0.125 for count in counts.tolist()]
+        assert torch.equal(weights[name], start[name] + torch.tensor(moved))
+        assert metrics["moe_load_highest"] == pytest.approx(float(counts.max() / counts.mean()))
+        assert metrics["moe_load_lowest"] == pytest.approx(float(counts.min() / counts.mean()))
+        lengths = train_arguments(Layout())[0].lengths
+        assert counts.sum() == 2 * sum(lengths), "every real token chooses two, and padding none"
+
+
+def test_padding_is_not_counted(model: TinyModel, alone: Any) -> None:
+    _, chosen, _ = run_on_ranks(Layout(context=2), step_on_rank, model)[0]
+    assert torch.equal(chosen["1"], alone[1]["1"])
+
+
+def test_a_checkpoint_goes_into_and_out_of_shared_experts(model: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    settings = {"moe": MOE}
+    expected = merged(run_on_ranks(SHARED, save_on_rank, model, tmp_path / "checkpoint", settings))
+    assert any(name.endswith("e_score_correction_bias") for name in expected)
+    for layout in (SHARED, *LAYOUTS[:1], *LAYOUTS[2:]):
+        actual = merged(run_on_ranks(layout, load_on_rank, model, tmp_path / "checkpoint", settings))
+        exactness = {"atol": 0.0, "rtol": 0.0} if layout == SHARED else {"atol": 2e-6, "rtol": 1e-4}
+        for key, tensor in expected.items():
+            torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
+
+
+def recomputed_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
+    engine = make_engine(layout, model, moe=MOE, activation_checkpointing=True)
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+def test_recomputed_activations_count_tokens_once(model: TinyModel, alone: Any) -> None:
+    """The layers of one microbatch are computed again after those of the next have passed."""
+    layout = replace(Layout(), pipeline=2)
+    weights = merged(run_on_ranks(layout, recomputed_on_rank, model))
+    for name, tensor in alone[2].items():
+        torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
