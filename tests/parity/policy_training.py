@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +44,16 @@ def make_engine(
     precision: str = "float32",
     optimizer: OptimizerConfig = OPTIMIZER,
     packing: bool = True,
+    **settings: Any,
 ) -> PolicyRank:
+    """The policy's part on this rank; `settings` are further keys of policy.*."""
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
         precision=precision,
         optimizer=replace(optimizer, distributed=distributed),
-        max_grad_norm=MAX_GRAD_NORM,
         packing=packing,
+        **({"max_grad_norm": MAX_GRAD_NORM} | settings),
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 

@@ -61,7 +61,7 @@ def load_rank(rank: ModelRank, folder: str) -> None:
 
 def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = sharded_weights(rank.chunks, metadata)
+    model = sharded_weights(rank.whole_chunks(), metadata)
     with _padding_counted_as_content(rank):
         optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {

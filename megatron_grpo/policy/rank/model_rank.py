@@ -48,9 +48,19 @@ class ModelRank(ABC):
         self._maker = MicrobatchMaker(config.parallel, config.packing)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
+    def whole_chunks(self) -> list[DecoderModel]:
+        """The chunks with all weights as the last optimizer step made them; collective over data-parallel ranks.
+
+        Whatever reads weights outside of training goes through here: after a step, ranks may still lack those that
+        others have updated (policy.overlap_param_gather).
+        """
+        self.optimizer.finish_gathering()
+        return self.chunks
+
     def parameters(self) -> list[Any]:
-        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`."""
-        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`.
+        Collective as `whole_chunks` is."""
+        return [parameter for chunk in self.whole_chunks() for parameter in chunk.parameters()]
 
     @property
     def is_reporter(self) -> bool:
@@ -111,6 +121,7 @@ class ModelRank(ABC):
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
+            self.optimizer.finish_gathering()  # the head's weight is read without a call that would
             values, tokens = self._of_rows(self.chunks[-1], output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.

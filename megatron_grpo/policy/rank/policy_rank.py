@@ -12,6 +12,7 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.megatron_fields import transformer_fields
 from megatron_grpo.policy.modeling.build import build_model
 from megatron_grpo.policy.modeling.decoder import DecoderModel, row_logprobs
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
@@ -53,6 +54,7 @@ class PolicyRank(ModelRank):
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
+            fields=transformer_fields(config),
         )
         load_hf_weights(chunks, self.shape, folder)
         return chunks
@@ -63,7 +65,7 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        return self._forward_tokens(self.chunks, batch, microbatches)
+        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the frozen reference policy.
@@ -88,7 +90,7 @@ class PolicyRank(ModelRank):
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
-        for reference, chunk in zip(self.reference, self.chunks, strict=True):
+        for reference, chunk in zip(self.reference, self.whole_chunks(), strict=True):
             for moved, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
                 moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
