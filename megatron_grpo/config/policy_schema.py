@@ -9,7 +9,6 @@ from pydantic import Field
 
 from megatron_grpo.config.section import MISSING, NonNegative, Positive, Seconds, Section
 
-
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 

@@ -1,4 +1,4 @@
-"""The settings that Megatron-Core's classes have beside those of model and layout: speed, memory, and what is passed on."""
+"""Fields of Megatron-Core's classes beside those of model and layout: speed, memory, and what users pass on."""
 
 from __future__ import annotations
 

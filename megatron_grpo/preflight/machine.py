@@ -96,7 +96,10 @@ def _driver_gpu(config: Config) -> Iterator[Problem]:
 
 def _packages(config: Config) -> Iterator[Problem]:
     wanted = {
-        "policy.gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", config.policy.gradient_accumulation_fusion),
+        "policy.gradient_accumulation_fusion": (
+            "fused_weight_gradient_mlp_cuda",
+            config.policy.gradient_accumulation_fusion,
+        ),
         "policy.optimizer.precision_aware": ("transformer_engine", config.policy.optimizer.precision_aware),
         "value.optimizer.precision_aware": ("transformer_engine", config.value.optimizer.precision_aware),
     }

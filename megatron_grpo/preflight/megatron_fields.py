@@ -1,4 +1,4 @@
-"""Checks of the fields that are passed on to Megatron-Core: their names and types, and that the run leaves them free."""
+"""Checks of the fields that users pass on to Megatron-Core: names and types, and that the run leaves them free."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.preflight.megatron_owned import CLASSES, OWNED
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.megatron_classes import megatron_fields
+from megatron_grpo.preflight.megatron_owned import CLASSES, OWNED
 
 
 def megatron_field_problems(config: Config) -> Iterator[Problem]:

@@ -73,7 +73,8 @@ OWNED: dict[str, dict[str, str]] = {
             _FSDP,
         ),
         **_all(
-            "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag", "weights are exported and published in policy.precision"
+            "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+            "weights are exported and published in policy.precision",
         ),
     },
     "megatron_optimizer": {

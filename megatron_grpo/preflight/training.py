@@ -8,6 +8,8 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, OptimizerConfig
 from megatron_grpo.models.shape import ModelShape
 
+_OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
+"""Modules whose output is dropped too, for which Megatron-Core calls functions of Transformer Engine."""
 _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
@@ -36,8 +38,11 @@ def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Problem
         yield Problem(key, "policy.activation_checkpointing=true recomputes whole layers; choose one of them")
     if len(set(modules)) < len(modules):
         yield Problem(key, "names a module twice")
-    if "moe_act" in modules and config.cluster.gpus_per_node == 0:
-        yield Problem(key, "moe_act is part of grouped multiplications, which need GPUs; use moe")
+    engine = [module for module in modules if module in _OF_TRANSFORMER_ENGINE]
+    if engine and config.cluster.gpus_per_node == 0:
+        yield Problem(
+            key, f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
+        )
     if shape is None:
         return
     lacking = [module for module in modules if module in _OF_EXPERTS and shape.experts is None]
@@ -54,7 +59,10 @@ def _overlap(config: Config) -> Iterator[Problem]:
     reduces = config.cluster.gpus_per_node > 0 if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
     if not reduces:
         yield Problem("policy.overlap_param_gather=True", "needs policy.overlap_grad_reduce=true")
-    trained = [("policy", policy.optimizer), *([("value", config.value.optimizer)] if config.loop.has_value_model else [])]
+    trained = [
+        ("policy", policy.optimizer),
+        *([("value", config.value.optimizer)] if config.loop.has_value_model else []),
+    ]
     for section, optimizer in trained:
         if not optimizer.distributed:
             yield Problem("policy.overlap_param_gather=True", f"needs {section}.optimizer.distributed=true")
