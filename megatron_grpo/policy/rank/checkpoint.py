@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,8 +61,7 @@ def load_rank(rank: ModelRank, folder: str) -> None:
 def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
     model = sharded_weights(rank.whole_chunks(), metadata)
-    with _padding_counted_as_content(rank):
-        optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -95,27 +93,6 @@ def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     """Put weights in their place that were loaded as `sharded_weights` asks for them."""
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)])
-
-
-@contextmanager
-def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
-    """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
-
-    It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and
-    only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
-    happens whenever its size is not a multiple of the padding.
-    """
-    # Experts have buffers of their own, as other ranks hold equal weights of theirs.
-    buffers = [one for chunk in rank.optimizer.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
-    without_padding = [part.numel_unpadded for part in parts]
-    for part in parts:
-        part.numel_unpadded = part.grad_data.numel()
-    try:
-        yield
-    finally:
-        for part, numel in zip(parts, without_padding, strict=True):
-            part.numel_unpadded = numel
 
 
 def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.policy.rank.optimizer_settings import Overlap, adam_config, ddp_config
+from megatron_grpo.policy.rank.optimizer_shards import shard_by_boxes
 
 
 class ModelOptimizer:
@@ -51,6 +52,7 @@ class ModelOptimizer:
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
+        shard_by_boxes(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = OptimizerParamScheduler(
