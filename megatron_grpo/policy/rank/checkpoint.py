@@ -6,26 +6,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.policy.rank.background_write import BackgroundWrite
 from megatron_grpo.policy.rank.model_rank import ModelRank
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_rank(rank: ModelRank, folder: str) -> None:
-    """Write this rank's part to an existing, empty folder; collective over all ranks of the model."""
+def save_rank(rank: ModelRank, folder: str, *, background: bool = False) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all ranks of the model.
+
+    What replicas hold equally is shared out: each writes a part. Of the optimizer a rank writes what it alone holds.
+
+    Args:
+        background: return when the rank may go on; `rank.writing` is what has to be finished then.
+    """
+    assert rank.writing is None, "one checkpoint is written at a time"
     state = _sharded_state(rank, is_loading=False)
     state["random"] = _random_state_shard()
     if rank.reference_moved and rank.reference is not None:
         state["reference"] = _reference_shards(rank.reference)
-    dist_checkpointing.save(state, folder, content_metadata=_METADATA)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+    request = dist_checkpointing.save(
+        state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
+    )
+    if request is not None:
+        rank.writing = BackgroundWrite(request)
 
 
 def load_rank(rank: ModelRank, folder: str) -> None:
@@ -46,7 +68,7 @@ def load_rank(rank: ModelRank, folder: str) -> None:
         state["random"] = _random_state_shard()
     if common["reference_moved"] and rank.reference is not None:
         state["reference"] = _reference_shards(rank.reference)
-    loaded = dist_checkpointing.load(state, folder)
+    loaded = _load(state, folder)
     set_weights(rank.chunks, loaded["model"])
     if "reference" in loaded:
         assert rank.reference is not None
@@ -56,6 +78,21 @@ def load_rank(rank: ModelRank, folder: str) -> None:
     if "random" in loaded:
         torch.set_rng_state(loaded["random"]["torch"])
         get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
+
+
+def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What `state` asks for. Replicas read a part each of what all of them need, and tell each other."""
+    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
+    common = {name: state.pop(name) for name in ("model", "reference") if name in state}
+    loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
+    # Nobody else needs what a rank asks for of the optimizer.
+    return loaded | dist_checkpointing.load(state, folder)
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold equal weights."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_grpo.losses.interface import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
+from megatron_grpo.policy.rank.background_write import BackgroundWrite
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
 
@@ -42,6 +43,8 @@ class ModelRank(ABC):
     """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
+    writing: BackgroundWrite | None = None
+    """What is being written of a checkpoint in the background."""
 
     def __init__(self, chunks: list[DecoderModel], config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.config = chunks, config

@@ -1,9 +1,9 @@
 """What a checkpoint holds of the distributed optimizer: from each rank its own part, cut along the parameters' rows.
 
-Megatron-Core shards optimizer state as ranges of flat buffers, whose bounds depend on the layout. A range of a parameter
-is a few boxes of the parameter: the end of a row, whole rows, the beginning of one. Under the parameter's name and shape
-these are what Megatron-Core's "fully_reshardable" checkpoints hold, which any layout loads; but nobody gathers anything:
-a rank writes, and asks for, the boxes of its own ranges.
+Megatron-Core shards optimizer state as ranges of flat buffers, whose bounds depend on the layout. A range of a
+parameter is a few boxes of the parameter: the end of a row, whole rows, the beginning of one. Under the parameter's
+name and shape these are what Megatron-Core's "fully_reshardable" checkpoints hold, which any layout loads; but nobody
+gathers anything: a rank writes, and asks for, the boxes of its own ranges.
 """
 
 from __future__ import annotations

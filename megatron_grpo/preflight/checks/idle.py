@@ -151,7 +151,7 @@ _CHECKS: tuple[_Check, ...] = (
         "needs value.optimizer.decay_style=linear or cosine",
     ),
     (
-        ("checkpointing.keep_top_k", "checkpointing.save_period"),
+        ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
         lambda config: not config.checkpointing.enabled,
         "needs checkpointing.enabled=true",
     ),
