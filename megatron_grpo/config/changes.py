@@ -13,7 +13,7 @@ def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
     """Leaves of a section that are not at their defaults, with their values."""
     defaults = dict(leaves(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
     for key, value in leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
-        if value != defaults[key]:
+        if key not in defaults or value != defaults[key]:  # fields that are passed on have no default here
             yield key, value
 
 

@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 
+FREE_TYPE = "true or false, number, text or list"
+"""Type of a key that is passed to Megatron-Core, whose own type preflight checks."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -122,6 +124,9 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
             text = docs.get(field.name) or inspect.getdoc(hint) or ""
             walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
             below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
+        elif hint == dict[str, Any]:
+            key = Key(f"{name}.<field>", FREE_TYPE, "as Megatron-Core has it", "The field of this name.")
+            below.append(Group(name, docs.get(field.name, ""), (key,)))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", docs.get(field.name, ""), kind())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_grpo.config.section import MISSING, NonNegative, Positive, Seconds, Section
+
+RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
 @dataclass(kw_only=True)
@@ -111,6 +113,14 @@ class OptimizerConfig(Section):
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
 
+    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the optimizer state, and of its update, that is in host memory: 0 none, 1 all. Needs GPUs."""
+
+    precision_aware: bool = False
+    """Let Transformer Engine's Adam hold moments and main weights, in the types that policy.megatron_optimizer gives
+    (exp_avg_dtype, exp_avg_sq_dtype, main_params_dtype, main_grads_dtype; float32 by default). Needs GPUs with
+    Transformer Engine, and distributed=true."""
+
 
 @dataclass(kw_only=True)
 class MoeConfig(Section):
@@ -170,6 +180,35 @@ class PolicyConfig(Section):
 
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
+
+    recompute_modules: list[RecomputeModule] = field(default_factory=list)
+    """Parts of each layer whose activations are recomputed, when activation_checkpointing does not recompute all:
+    core_attn, mlp, layernorm; of a mixture of experts moe, moe_act, shared_experts; of latent attention mla_up_proj."""
+
+    deterministic: bool = False
+    """Use only kernels whose results repeat to the bit; slower on GPUs. On a CPU results repeat anyway."""
+
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over data-parallel ranks while the backward pass goes on; null: on GPUs."""
+
+    overlap_param_gather: bool | None = None
+    """Gather the weights that data-parallel ranks have updated while the next forward pass of training goes on; null:
+    where overlap_grad_reduce is and optimizer.distributed, which it needs."""
+
+    gradient_accumulation_fusion: bool | None = None
+    """Add the gradients of matrices to their sums within the multiplication that makes them; needs GPUs and apex's
+    extension fused_weight_gradient_mlp_cuda. null: where they are there."""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-Core's TransformerConfig, for whatever has no key of its own here; the value model has
+    them too."""
+
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-Core's DistributedDataParallelConfig; the value model has them too."""
+
+    megatron_optimizer: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron-Core's OptimizerConfig; the value model has them too. Types of tensors are written
+    bfloat16, float16, float32."""
 
     threads: Positive | None = None
     """CPU threads of each rank; null: the machine's cores shared out evenly. Not used on GPUs."""

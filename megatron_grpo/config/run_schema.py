@@ -40,6 +40,10 @@ class CheckpointingConfig(Section):
     save_period: Positive = 10
     """Steps between checkpoints; the last step is always saved."""
 
+    async_save: bool = False
+    """Write while the run goes on: a save waits until what is trained is copied in memory, and for the save before it.
+    Takes that much more host memory."""
+
     keep_top_k: Positive | None = None
     """Checkpoints kept, best by metric_name first; the newest is always kept. null keeps all."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import queue
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.results_file import ResultsFile
 from megatron_grpo.platform.uneven_gloo import allow_uneven_parts
 
 CUDA_MODULES = {
@@ -271,6 +271,9 @@ def _patch_optimizer_loading() -> None:
                 if not self.optimizer.state[parameter]:
                     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        if not self.optimizer.state:  # that of the experts on a stage without any
+            groups = [{**group, "params": [], "step": 0} for group in self.optimizer.param_groups]
+            return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
         state: dict[str, Any] = original_state(self)
         return state
 
@@ -280,13 +283,13 @@ def _patch_optimizer_loading() -> None:
 
 
 def _patch_checkpoints() -> None:
-    """Saves are synchronous: the results of the writers are read by the process that put them into the queue.
+    """The results of writers go through a file.
 
-    The original's queue lives in a spawned process, so that it could be shared with a background saver without forking
-    a CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
+    The original's queue lives in a spawned process, so that it can be shared with a background saver without forking a
+    CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
     """
     writer = _module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._get_write_results_queue = queue.SimpleQueue
+    writer._get_write_results_queue = ResultsFile
 
     sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     original_init_data = sharded_tensor.init_data

@@ -105,8 +105,24 @@ class TrainedModel(ABC):
         """
 
     @abstractmethod
-    def save_checkpoint(self, folder: str) -> None:
-        """Write weights, optimizer, schedule and random state to an existing, empty folder."""
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
+        """Write weights, optimizer, schedule and random state to an existing, empty folder.
+
+        Args:
+            background: only begin to, and return as soon as the model may change; `finish_checkpoint` has to follow.
+        """
+
+    @abstractmethod
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait for a checkpoint that is written in the background."""
+
+    @abstractmethod
+    def finish_checkpoint(self) -> None:
+        """Complete a checkpoint that is written in the background.
+
+        Raises:
+            RunError: a rank could not write its part.
+        """
 
     @abstractmethod
     def load_checkpoint(self, folder: str) -> None:

@@ -15,6 +15,8 @@ from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
+from megatron_grpo.preflight.megatron_fields import megatron_field_problems
+from megatron_grpo.preflight.training import training_problems
 
 
 @dataclass(slots=True)
@@ -84,7 +86,13 @@ def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
         shape = known_shape(config)
-        others = [*layout_problems(config, shape), *length_problems(config, shape), *config_problems(config)]
+        others = [
+            *layout_problems(config, shape),
+            *length_problems(config, shape),
+            *config_problems(config),
+            *training_problems(config, shape),
+            *megatron_field_problems(config),
+        ]
         problems += [
             problem
             for problem in others

@@ -110,5 +110,16 @@ def _kernels(config: Config) -> Iterator[Problem]:
 
 
 def _packages(config: Config) -> Iterator[Problem]:
+    wanted = {
+        "policy.gradient_accumulation_fusion": (
+            "fused_weight_gradient_mlp_cuda",
+            config.policy.gradient_accumulation_fusion,
+        ),
+        "policy.optimizer.precision_aware": ("transformer_engine", config.policy.optimizer.precision_aware),
+        "value.optimizer.precision_aware": ("transformer_engine", config.value.optimizer.precision_aware),
+    }
+    for key, (package, asked) in wanted.items():
+        if asked and config.cluster.ray_address is None and importlib.util.find_spec(package) is None:
+            yield Problem(f"{key}=True", f"needs the package {package}, which is not installed here; leave it out")
     if config.logger.wandb.enabled and importlib.util.find_spec("wandb") is None:
         yield Problem("logger.wandb.enabled=True", "needs the wandb package: pip install wandb, or set it to false")

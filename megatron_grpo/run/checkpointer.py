@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import CheckpointingConfig, Config
@@ -24,6 +25,9 @@ from megatron_grpo.run.checkpoint_files import (
 )
 from megatron_grpo.run.directory import VALUE_FOLDER
 from megatron_grpo.run.manifest import MANIFEST_FILE, CheckpointError, sync
+
+if TYPE_CHECKING:
+    from megatron_grpo.run.background_save import PendingSave
 
 _DAMAGED = "damaged_step_"
 
@@ -39,6 +43,8 @@ class Checkpointer:
             look_only: whether `find` only says which checkpoints it would set aside.
         """
         self.config, self._look_only = config, look_only
+        self.pending: PendingSave | None = None
+        """The checkpoint that is being written while the run goes on."""
         self.folder = run_dir / "checkpoints"
 
     def find(self, stop: Event | None = None) -> Path | None:
@@ -95,11 +101,21 @@ class Checkpointer:
             state: what the driver needs to continue (JSON).
             loader_state: state of the training data loader.
         """
-        temporary = self.folder / f".writing_step_{step}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        temporary = self.begin(step)
         yield temporary
         complete(temporary, step, state, loader_state)
+        self.publish(step, temporary)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for checkpoint `step`, under a name that no other process writes to: a writer of a run that
+        was killed may still be at work in its own."""
+        temporary = self.folder / f".writing_step_{step}_{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def publish(self, step: int, temporary: Path) -> None:
+        """Give a folder that is complete the name of checkpoint `step`, and remove those beyond keep_top_k."""
         self._remove(step)
         temporary.rename(self.path(step))
         sync(self.folder)

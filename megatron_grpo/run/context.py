@@ -42,9 +42,13 @@ class GRPORun:
     state: GRPOSaveState
     """How far the run has come."""
 
-    def save_models(self, folder: Path) -> None:
-        """Write what is trained into the folder of a checkpoint."""
-        _save(self.policy, folder / POLICY_FOLDER)
+    def models(self) -> list[TrainedModel]:
+        """What is trained."""
+        return [self.policy]
+
+    def save_models(self, folder: Path, *, background: bool = False) -> None:
+        """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
+        _save(self.policy, folder / POLICY_FOLDER, background)
 
 
 @dataclass(kw_only=True)
@@ -54,11 +58,14 @@ class PPORun(GRPORun):
     value: ValueInterface
     value_loss_fn: MseValueLossFn
 
-    def save_models(self, folder: Path) -> None:
-        super().save_models(folder)
-        _save(self.value, folder / VALUE_FOLDER)
+    def models(self) -> list[TrainedModel]:
+        return [self.policy, self.value]
+
+    def save_models(self, folder: Path, *, background: bool = False) -> None:
+        super().save_models(folder, background=background)
+        _save(self.value, folder / VALUE_FOLDER, background)
 
 
-def _save(model: TrainedModel, folder: Path) -> None:
+def _save(model: TrainedModel, folder: Path, background: bool) -> None:
     folder.mkdir()
-    model.save_checkpoint(str(folder))
+    model.save_checkpoint(str(folder), background=background)

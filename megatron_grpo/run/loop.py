@@ -11,6 +11,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.rollouts.failures import reasons
+from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
@@ -29,6 +30,14 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
         RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
         RunError: a step failed, in the words of the algorithm's step.
     """
+    try:
+        _train_steps(run, step)
+    except RunError:
+        _finish_saving_before_the_end(run)
+        raise
+
+
+def _train_steps(run: GRPORun, step: StepFunction) -> None:
     limits, state = run.config.loop, run.state
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
@@ -47,6 +56,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
+        advance_saving(run)
     _finish_training(run, metrics)
 
 
@@ -146,16 +156,28 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
 def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
     step = run.state["total_steps"]
-    if step == 0 or not run.config.checkpointing.enabled or step in run.checkpointer.steps():
+    if step == 0 or not run.config.checkpointing.enabled:
         return
     try:
-        save_checkpoint(run, metrics, snapshot)
+        finish_saving(run)
+        if step not in run.checkpointer.steps():
+            save_checkpoint(run, metrics, snapshot)
+            finish_saving(run)
     except RunError as error:
         run.logger.note(f"step {step} could not be saved: {error}")
 
 
+def _finish_saving_before_the_end(run: GRPORun) -> None:
+    """Complete what is being saved when a failure ends the run; that failure is the one to report."""
+    try:
+        finish_saving(run)
+    except RunError as error:
+        run.logger.note(f"what was being saved could not be completed: {error}")
+
+
 def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
     """Validate and save after the last step, whose metrics these are, unless that step did."""
+    finish_saving(run)
     step, saved = run.state["total_steps"], run.checkpointer.steps()
     validated: dict[str, float] = {}
     if run.config.loop.val_at_end and run.state.get("val_step") != step:
@@ -168,6 +190,7 @@ def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
         return
     if step not in saved:
         save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
+        finish_saving(run)
     elif validated:
         save_validation(run, validated)
 

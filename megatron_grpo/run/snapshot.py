@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.run.background_save import begin_saving
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.save_state import GRPOSaveState
 
@@ -35,7 +36,7 @@ def snapshot_of(run: GRPORun) -> Snapshot:
 
 
 def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
-    """Write everything a resumed run needs as checkpoints/step_N.
+    """Write everything a resumed run needs as checkpoints/step_N; with checkpointing.async_save, begin to.
 
     Args:
         metrics: metrics of the last step, which rank the checkpoint.
@@ -49,6 +50,10 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
     groups = run.rollouts.fetch(snapshot.waiting)
     rows = [[trajectory.to_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
+    if run.config.checkpointing.async_save:
+        begin_saving(run, step, state, snapshot.loader)
+        run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
+        return
     try:
         with run.checkpointer.writing(step, state, snapshot.loader) as folder:
             run.save_models(folder)

@@ -135,7 +135,7 @@ def _loss(shares: list[dict[str, Tensor]]) -> float:
 
 def _whole(rank: PolicyRank) -> dict[str, Tensor]:
     """The weights, under the names and in the shapes of transformers."""
-    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.chunks, rank.shape, _GATHER_BYTES)
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape, _GATHER_BYTES)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

@@ -46,14 +46,14 @@ def make_engine(
     packing: bool = True,
     **settings: Any,
 ) -> PolicyRank:
+    """The policy's part on this rank; `settings` are further keys of policy.*."""
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
         precision=precision,
         optimizer=replace(optimizer, distributed=distributed),
-        max_grad_norm=MAX_GRAD_NORM,
         packing=packing,
-        **settings,
+        **({"max_grad_norm": MAX_GRAD_NORM} | settings),
     )
     return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
 

@@ -187,7 +187,7 @@ def _serve(number: int, connection: Connection) -> None:
                     timeout_s=START_TIMEOUT_S,
                 )
             answer = (True, function(layout, *args))
-        except Exception:  # noqa: BLE001  # whatever a test raises is reported to it
+        except BaseException:  # noqa: BLE001  # whatever a test raises is reported to it
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
 

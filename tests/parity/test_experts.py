@@ -97,15 +97,18 @@ def test_a_checkpoint_goes_into_and_out_of_shared_experts(model: TinyModel, tmp_
             torch.testing.assert_close(actual[key], tensor, **exactness, msg=lambda m, w=f"{layout} {key}": f"{w}: {m}")
 
 
-def recomputed_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
-    engine = make_engine(layout, model, moe=MOE, activation_checkpointing=True)
+def recomputed_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> dict[str, Tensor]:
+    engine = make_engine(layout, model, moe=MOE, **settings)
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
 
-def test_recomputed_activations_count_tokens_once(model: TinyModel, alone: Any) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"activation_checkpointing": True}, {"recompute_modules": ["moe"]}], ids=["layers", "experts"]
+)
+def test_recomputed_activations_count_tokens_once(settings: dict[str, Any], model: TinyModel, alone: Any) -> None:
     """The layers of one microbatch are computed again after those of the next have passed."""
     layout = replace(Layout(), pipeline=2)
-    weights = merged(run_on_ranks(layout, recomputed_on_rank, model))
+    weights = merged(run_on_ranks(layout, recomputed_on_rank, model, settings))
     for name, tensor in alone[2].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")

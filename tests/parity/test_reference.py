@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.hf_weights import iter_hf_tensors
 from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
@@ -22,7 +23,7 @@ from tests.support.tiny_models import TinyModel
 ALPHA = 0.6
 
 
-def make_engine(layout: Layout, model: TinyModel) -> PolicyRank:
+def make_engine(layout: Layout, model: TinyModel, *, offload: bool = False) -> PolicyRank:
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,
@@ -30,7 +31,7 @@ def make_engine(layout: Layout, model: TinyModel) -> PolicyRank:
         optimizer=replace(OPTIMIZER, warmup_steps=0),
     )
     folder = str(model.path)
-    reference = ReferenceConfig()
+    reference = ReferenceConfig(offload=offload)
     return PolicyRank(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
 
 
@@ -128,3 +129,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing(layout: Layout, tiny_mode
         assert not any(map(math.isfinite, losses))
         assert recovered
     assert any(losses for _, _, losses, _ in by_rank)
+
+
+def offloaded_on_rank(layout: Layout, model: TinyModel) -> tuple[bool, int]:
+    """Whether an offloaded reference gives the numbers of one that is not, also once it has moved; and how often the
+    files of weights were opened."""
+    opened: list[str] = []
+    original = HFFolderReader.__init__
+
+    def counting(self: HFFolderReader, folder: str | Path) -> None:
+        opened.append(str(folder))
+        original(self, folder)
+
+    HFFolderReader.__init__ = counting  # type: ignore[method-assign]
+    try:
+        engines = [make_engine(layout, model, offload=offload) for offload in (False, True)]
+    finally:
+        HFFolderReader.__init__ = original  # type: ignore[method-assign]
+    batch, microbatches, _, _ = train_arguments(layout)
+    found = []
+    for engine in engines:
+        before = engine.reference_logprobs(batch, microbatches)
+        engine.train(*train_arguments(layout))
+        engine.sync_reference(ALPHA)
+        found.append((before, engine.reference_logprobs(batch, microbatches), reference_tensors(engine)))
+    one, other = found
+    same = all(one[2][name].equal(other[2][name]) for name in one[2])
+    for a, b in zip(one[:2], other[:2], strict=True):
+        same = same and (a is b is None or (a is not None and b is not None and a.equal(b)))
+    moved = one[0] is None or (one[1] is not None and not one[0].equal(one[1]))
+    return same and moved, len(opened)
+
+
+def test_an_offloaded_reference_gives_the_same_numbers_and_reads_nothing(tiny_models: dict[str, TinyModel]) -> None:
+    by_rank = run_on_ranks(Layout(pipeline=2), offloaded_on_rank, tiny_models["qwen3_tied"])
+    assert by_rank == [(True, 2), (True, 2)]

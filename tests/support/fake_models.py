@@ -62,10 +62,17 @@ class FakeModel(TrainedModel):
     def output(self, tokens: TokenFields) -> Tensor:
         """The model's number for every token of rectangles, [sequences, length]."""
 
-    def save_checkpoint(self, folder: str) -> None:
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
         raise NotImplementedError
 
-    load_checkpoint = save_checkpoint
+    def checkpoint_is_written(self) -> bool:
+        raise NotImplementedError
+
+    def finish_checkpoint(self) -> None:
+        raise NotImplementedError
+
+    def load_checkpoint(self, folder: str) -> None:
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         raise NotImplementedError

@@ -17,7 +17,15 @@ from megatron_grpo.data.planning import planner
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.interface import NonFiniteGradientError, StepShare, TrainedModel, TrainResult
-from megatron_grpo.policy.rank.actor import RankActor, RankPlace, RankSettings, load_checkpoint, save_checkpoint
+from megatron_grpo.policy.rank.actor import (
+    RankActor,
+    RankPlace,
+    RankSettings,
+    checkpoint_is_written,
+    finish_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 
 class RankGroup(TrainedModel):
@@ -97,8 +105,14 @@ class RankGroup(TrainedModel):
     def device_name(self) -> str:
         return self._places[0].device_name
 
-    def save_checkpoint(self, folder: str) -> None:
-        self._gather(self.submit(save_checkpoint, folder), "checkpoint")
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
+        self._gather(self.submit(save_checkpoint, folder, background), "checkpoint")
+
+    def checkpoint_is_written(self) -> bool:
+        return all(self._gather(self.submit(checkpoint_is_written), "looking after a checkpoint"))
+
+    def finish_checkpoint(self) -> None:
+        self._gather(self.submit(finish_checkpoint), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
         self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")

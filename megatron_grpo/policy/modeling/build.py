@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.megatron_fields import made
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.experts import mark_experts
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
@@ -29,6 +30,7 @@ def build_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
     microbatches pass in turn (virtual pipeline).
@@ -42,8 +44,9 @@ def build_model(
         parallel: the layout that `initialize_parallel` was called with.
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
+        fields: of Megatron-Core's TransformerConfig (`transformer_fields`), in place of the defaults here.
     """
-    config = transformer_config(shape, parallel, precision, activation_checkpointing)
+    config = transformer_config(shape, parallel, precision, activation_checkpointing, fields or {})
     number = parallel.virtual_pipeline
     return [_build_chunk(config, shape, parallel, chunk if number > 1 else None) for chunk in range(number)]
 
@@ -100,10 +103,11 @@ def transformer_config(
     parallel: ParallelConfig,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool,
+    fields: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Megatron-Core's settings for a dense decoder without dropout."""
+    """Megatron-Core's settings for a dense decoder without dropout; `fields` are the user's, which count more."""
     dtype = getattr(torch, precision)
-    return TransformerConfig(
+    ours: dict[str, Any] = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn_hidden,
@@ -150,6 +154,7 @@ def transformer_config(
         **_family_settings(shape),
         **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
     )
+    return made(TransformerConfig, ours, fields)
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
@@ -199,15 +204,10 @@ def gelu_tanh(gate: Tensor) -> Tensor:
 
 
 def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any]:
-    """Fused kernels where there is a GPU for them, and results that repeat."""
+    """Fused kernels where there is a GPU for them."""
     cuda = current_platform().name == "cuda"
     engine = uses_transformer_engine(shape)
-    if cuda:
-        # Read by Transformer Engine, which refuses deterministic_mode without it.
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     return {
-        # Deterministic anyway on CPU, where the flag would only choose a slower embedding.
-        "deterministic_mode": cuda,
         "apply_rope_fusion": engine,
         "bias_activation_fusion": cuda and shape.activation == "silu",
         "bias_dropout_fusion": False,
@@ -215,7 +215,7 @@ def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any
         # Not used; the default value warns that it is deprecated.
         "cuda_graph_scope": [],
         "persist_layer_norm": False,
-        # Needs a CUDA extension from apex.
+        # Needs a CUDA extension from apex; policy.gradient_accumulation_fusion looks for it.
         "gradient_accumulation_fusion": False,
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
         # a batch mixes them up.

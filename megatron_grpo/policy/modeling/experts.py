@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
@@ -134,6 +134,23 @@ class DecoderLayer(TransformerLayer):
     Layers are also called anew in the backward pass, when other microbatches have passed since: the sequences come with
     the call, and are never those of the microbatch before.
     """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if self.is_moe_layer and self.mlp.moe_layer_recompute:
+            # Megatron-Core would compute the experts again with whatever sequences the router has seen last.
+            self.mlp.moe_layer_recompute = False
+            self._experts, self.mlp.forward = self.mlp.forward, self._recomputed_experts
+
+    def _recomputed_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
+        """What the experts give for [tokens, 1, hidden]; in training, without keeping what they compute on the way."""
+        router, members = self.mlp.router, self.mlp.router.membership
+
+        def compute(hidden: Tensor) -> Any:
+            router.membership = members
+            return self._experts(hidden, *args, **keywords)
+
+        return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
         """What Megatron-Core's layer takes and gives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,7 @@ def build_value_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> list[DecoderModel]:
     """The chunks of a rank's shard of the value model, the backbone's weights not yet set, the head's zero.
 
@@ -52,8 +54,11 @@ def build_value_model(
         parallel: the layout that `initialize_parallel` was called with.
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
+        fields: of Megatron-Core's TransformerConfig (`transformer_fields`), in place of the defaults of `build_model`.
     """
-    chunks = build_model(shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing)
+    chunks = build_model(
+        shape, parallel, precision=precision, activation_checkpointing=activation_checkpointing, fields=fields
+    )
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk.config)

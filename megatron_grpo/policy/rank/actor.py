@@ -158,13 +158,27 @@ class RankActor:
         return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
 
 
-def save_checkpoint(rank: Any, folder: str) -> None:
-    """Write this rank's part of a checkpoint; runs on every rank."""
+def save_checkpoint(rank: Any, folder: str, background: bool) -> None:
+    """Write this rank's part of a checkpoint, or begin to in the background; runs on every rank."""
     from megatron_grpo.policy.rank.checkpoint import save_rank
     from megatron_grpo.policy.rank.checkpoint_errors import errors_told
 
     with errors_told(f"{folder} cannot be written"):
-        save_rank(rank, folder)
+        save_rank(rank, folder, background=background)
+
+
+def checkpoint_is_written(rank: Any) -> bool:
+    """Whether this rank's part of a checkpoint in the background is written, or given up."""
+    return rank.writing is None or bool(rank.writing.is_over)
+
+
+def finish_checkpoint(rank: Any) -> None:
+    """Complete a checkpoint that was begun in the background; runs on every rank."""
+    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
+
+    writing, rank.writing = rank.writing, None
+    with errors_told("a checkpoint cannot be written"):
+        writing.finish()
 
 
 def load_checkpoint(rank: Any, folder: str) -> None:

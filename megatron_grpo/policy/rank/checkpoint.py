@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.policy.rank.background_write import BackgroundWrite
 from megatron_grpo.policy.rank.model_rank import ModelRank
 
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_rank(rank: ModelRank, folder: str) -> None:
-    """Write this rank's part to an existing, empty folder; collective over all ranks of the model."""
+def save_rank(rank: ModelRank, folder: str, *, background: bool = False) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all ranks of the model.
+
+    What replicas hold equally is shared out: each writes a part. Of the optimizer a rank writes what it alone holds.
+
+    Args:
+        background: return when the rank may go on; `rank.writing` is what has to be finished then.
+    """
+    assert rank.writing is None, "one checkpoint is written at a time"
     state = _sharded_state(rank, is_loading=False)
     state["random"] = _random_state_shard()
     if rank.reference_moved and rank.reference is not None:
         state["reference"] = _reference_shards(rank.reference)
-    dist_checkpointing.save(state, folder, content_metadata=_METADATA)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+    request = dist_checkpointing.save(
+        state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
+    )
+    if request is not None:
+        rank.writing = BackgroundWrite(request)
 
 
 def load_rank(rank: ModelRank, folder: str) -> None:
@@ -47,7 +68,7 @@ def load_rank(rank: ModelRank, folder: str) -> None:
         state["random"] = _random_state_shard()
     if common["reference_moved"] and rank.reference is not None:
         state["reference"] = _reference_shards(rank.reference)
-    loaded = dist_checkpointing.load(state, folder)
+    loaded = _load(state, folder)
     set_weights(rank.chunks, loaded["model"])
     if "reference" in loaded:
         assert rank.reference is not None
@@ -59,11 +80,25 @@ def load_rank(rank: ModelRank, folder: str) -> None:
         get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
+def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What `state` asks for. Replicas read a part each of what all of them need, and tell each other."""
+    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
+    common = {name: state.pop(name) for name in ("model", "reference") if name in state}
+    loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
+    # Nobody else needs what a rank asks for of the optimizer.
+    return loaded | dist_checkpointing.load(state, folder)
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold equal weights."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
 def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    model = sharded_weights(rank.chunks, metadata)
-    with _padding_counted_as_content(rank):
-        optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    model = sharded_weights(rank.whole_chunks(), metadata)
+    optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -95,27 +130,6 @@ def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     """Put weights in their place that were loaded as `sharded_weights` asks for them."""
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)])
-
-
-@contextmanager
-def _padding_counted_as_content(rank: ModelRank) -> Iterator[None]:
-    """Keep Megatron-Core 0.16 from shifting optimizer state that follows a padded bucket.
-
-    It gathers the buckets without the padding between them, then cuts parameters out at offsets that include it, and
-    only warns of possible corruption. A tied embedding on the last pipeline stage has a bucket of its own, so this
-    happens whenever its size is not a multiple of the padding.
-    """
-    # Experts have buffers of their own, as other ranks hold equal weights of theirs.
-    buffers = [one for chunk in rank.optimizer.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    parts = [part for buffer in buffers for part in (buffer, *buffer.buckets)]
-    without_padding = [part.numel_unpadded for part in parts]
-    for part in parts:
-        part.numel_unpadded = part.grad_data.numel()
-    try:
-        yield
-    finally:
-        for part, numel in zip(parts, without_padding, strict=True):
-            part.numel_unpadded = numel
 
 
 def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
+from megatron_grpo.policy.rank.background_write import BackgroundWrite
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
 from megatron_grpo.policy.rank.routing import StepRouting
@@ -45,6 +46,8 @@ class ModelRank(ABC):
     """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
     reference_moved = False
     """Whether the reference policy is no longer the model that the run started from."""
+    writing: BackgroundWrite | None = None
+    """What is being written of a checkpoint in the background."""
 
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
@@ -52,9 +55,19 @@ class ModelRank(ABC):
         self.routing = None if shape.experts is None else StepRouting(chunks, config.moe)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
+    def whole_chunks(self) -> list[DecoderModel]:
+        """The chunks with all weights as the last optimizer step made them; collective over data-parallel ranks.
+
+        Whatever reads weights outside of training goes through here: after a step, ranks may still lack those that
+        others have updated (policy.overlap_param_gather).
+        """
+        self.optimizer.finish_gathering()
+        return self.chunks
+
     def parameters(self) -> list[Any]:
-        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`."""
-        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`.
+        Collective as `whole_chunks` is."""
+        return [parameter for chunk in self.whole_chunks() for parameter in chunk.parameters()]
 
     @property
     def is_reporter(self) -> bool:
@@ -120,6 +133,7 @@ class ModelRank(ABC):
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
+            self.optimizer.finish_gathering()  # the head's weight is read without a call that would
             values, tokens = self._of_rows(self.chunks[-1], output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
             # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.policy.rank.optimizer_settings import Overlap, adam_config, ddp_config
+from megatron_grpo.policy.rank.optimizer_shards import shard_by_boxes
 
 
 class ModelOptimizer:
@@ -23,40 +26,33 @@ class ModelOptimizer:
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
-        settings = config.optimizer
-        half = config.precision == "bfloat16"
-        chunks[0].config.finalize_model_grads_func = _sum_model_grads  # all chunks have one configuration
+        settings, overlap = config.optimizer, Overlap.of(config)
+        buffers = ddp_config(config, overlap)
         self.chunks = [
             DistributedDataParallel(
                 config=chunk.config,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed
-                ),
+                ddp_config=replace(buffers),
                 module=chunk,
                 # The gradients of the first chunk are the last to come: there is nothing to overlap with them.
                 disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(chunks)
         ]
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            bf16=half,
-            params_dtype=torch.bfloat16 if half else torch.float32,
-            use_distributed_optimizer=settings.distributed,
-            clip_grad=0.0,  # clipped here, after the norm has been checked
-        )
+        self._gathers_late = overlap.param_gather
+        shared = chunks[0].config  # all chunks have one configuration
+        shared.finalize_model_grads_func = _sum_model_grads
+        if overlap.grad_reduce:  # only the last microbatch's backward pass completes a gradient
+            without = [chunk.no_sync for chunk in self.chunks]
+            shared.no_sync_func = without if len(without) > 1 else without[0]
+        optimizer_config = adam_config(config, overlap)
+        self._decoupled = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self.optimizer = get_megatron_optimizer(
             optimizer_config,
             self.chunks,
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
+        shard_by_boxes(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
         self.scheduler = OptimizerParamScheduler(
@@ -79,6 +75,15 @@ class ModelOptimizer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def finish_gathering(self) -> None:
+        """Have all weights as the last step made them, of which ranks may still gather some; collective over
+        data-parallel ranks, and nothing to do when it was done since that step."""
+        if not self._gathers_late:
+            return
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Global L2 norm of the gradient over all ranks; call once, after backward and before `step`."""
@@ -97,7 +102,12 @@ class ModelOptimizer:
             for optimizer in self.optimizer.chained_optimizers:
                 parameters = optimizer.get_parameters()
                 if parameters:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.max_grad_norm, total_norm=grad_norm)
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self.max_grad_norm,
+                        total_norm=grad_norm,
+                        use_decoupled_grad=self._decoupled,
+                    )
         self.scheduler.step(1)
         self.optimizer.step_with_ready_grads()
         return float(self.optimizer.param_groups[0]["lr"])
@@ -107,6 +117,10 @@ class ModelOptimizer:
 
         Megatron's parameter groups carry their settings, and loading brings back those of the run that saved.
         """
+        # A stage without experts has an optimizer for them that never made a step, and may be the one that wrote this.
+        for one in [state] if "optimizer" in state else state.values():
+            for group in one["optimizer"]["param_groups"]:
+                group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
             group.update(

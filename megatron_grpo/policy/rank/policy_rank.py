@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,11 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.megatron_fields import transformer_fields
 from megatron_grpo.policy.modeling.build import build_model
 from megatron_grpo.policy.modeling.decoder import DecoderModel, row_logprobs
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
+from megatron_grpo.policy.rank.offload import OffloadedWeights
 
 
 class PolicyRank(ModelRank):
@@ -40,22 +42,24 @@ class PolicyRank(ModelRank):
         decay_steps: int,
     ) -> None:
         self.shape, self.temperature = shape, temperature
-        super().__init__(self._build(folder, config), shape, config, decay_steps)
-        self._offload_reference = reference is not None and reference.offload
+        chunks = self._build(config)
+        load_hf_weights(chunks, shape, folder)
+        self._offloaded: OffloadedWeights | None = None
         if reference is not None:
-            self.reference = [chunk.requires_grad_(False) for chunk in self._build(folder, config)]
-            if self._offload_reference:
-                self._place_reference("cpu")
+            self.reference = [chunk.requires_grad_(False) for chunk in self._build(config)]
+            _copy_weights(chunks, self.reference)  # nothing is read from disk a second time
+            if reference.offload:
+                self._offloaded = OffloadedWeights(self.reference)
+        super().__init__(chunks, shape, config, decay_steps)
 
-    def _build(self, folder: str, config: PolicyConfig) -> list[DecoderModel]:
-        chunks = build_model(
+    def _build(self, config: PolicyConfig) -> list[DecoderModel]:
+        return build_model(
             self.shape,
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
+            fields=transformer_fields(config),
         )
-        load_hf_weights(chunks, self.shape, folder)
-        return chunks
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the current weights.
@@ -63,7 +67,7 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        return self._forward_tokens(self.chunks, batch, microbatches)
+        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the frozen reference policy.
@@ -72,23 +76,15 @@ class PolicyRank(ModelRank):
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
         assert self.reference is not None, "the reference policy was not loaded"
-        if self._offload_reference:
-            self._place_reference(current_platform().device)
-        logprobs = self._forward_tokens(self.reference, batch, microbatches)
-        if self._offload_reference:
-            self._place_reference("cpu")
-        return logprobs
-
-    def _place_reference(self, device: torch.device | str) -> None:
-        for chunk in self.reference or ():
-            chunk.to(device)
+        with nullcontext() if self._offloaded is None else self._offloaded.on_device():
+            return self._forward_tokens(self.reference, batch, microbatches)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference = alpha * policy + (1 - alpha) * reference, in float32 (TR-DPO, Gorbatovski et al. 2024)."""
         assert self.reference is not None, "the reference policy was not loaded"
         # In float32, rounded once at the end: in bfloat16 the difference and its product would be rounded as well.
-        for reference, chunk in zip(self.reference, self.chunks, strict=True):
+        for reference, chunk in zip(self.reference, self.whole_chunks(), strict=True):
             for moved, weight in zip(reference.parameters(), chunk.parameters(), strict=True):
                 moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
@@ -105,3 +101,12 @@ class PolicyRank(ModelRank):
             chunk_tokens=self.config.logprob_chunk_size,
         )
         return logprobs, replace(tokens, entropy=entropy)
+
+
+@torch.no_grad()
+def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> None:
+    """Give the chunks of a model the parameters and buffers of another of the same layout."""
+    for one, other in zip(source, target, strict=True):
+        for tensors, others in ((one.parameters(), other.parameters()), (one.buffers(), other.buffers())):
+            for tensor, copied in zip(tensors, others, strict=True):
+                copied.copy_(tensor)

@@ -8,6 +8,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.policy.megatron_fields import transformer_fields
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.value_head import build_value_model
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
@@ -29,6 +30,7 @@ class ValueRank(ModelRank):
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
+            fields=transformer_fields(config),
         )
         load_hf_weights(chunks, shape, folder)
         super().__init__(chunks, shape, config, decay_steps)
@@ -39,7 +41,7 @@ class ValueRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        return self._forward_tokens(self.chunks, batch, microbatches)
+        return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to values, [rows], float32: what is known before each token."""

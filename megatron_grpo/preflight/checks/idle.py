@@ -159,7 +159,7 @@ _CHECKS: tuple[_Check, ...] = (
         "is for policy.logprob_kernel=chunked",
     ),
     (
-        ("checkpointing.keep_top_k", "checkpointing.save_period"),
+        ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
         lambda config: not config.checkpointing.enabled,
         "needs checkpointing.enabled=true",
     ),

@@ -94,7 +94,7 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
 
 def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
     """Send this stage's weights, gathered over its ranks; what was sent, on the rank that sends."""
-    tensors = iter_hf_tensors(rank.chunks, rank.shape, bucket_bytes)
+    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, bucket_bytes)
     try:
         return _sender.send(tensors, version) if _sender is not None else None
     finally:

@@ -1,0 +1,101 @@
+"""Checkpoints that all replicas write, beside training or not; a writer that is killed leaves none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_grpo.platform.results_file import ResultsFile
+from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
+from tests.parity.policy_training import make_engine, train_arguments
+from tests.parity.ranks import Layout, run_on_ranks
+from tests.parity.training import merged, whole_tensors
+from tests.support.tiny_models import TinyModel
+
+
+def gathering(*_: Any, **__: Any) -> None:
+    raise AssertionError("a rank gathers the optimizer state of others")
+
+
+def save_on_rank(layout: Layout, model: TinyModel, folder: Path, background: bool) -> dict[str, Tensor]:
+    """A checkpoint after two steps, and while it is written a third, whose weights these are."""
+    engine = make_engine(layout, model)
+    for _ in range(2):
+        engine.train(*train_arguments(layout))
+    original, DistributedOptimizer.get_parameter_state_dp_zero = (
+        DistributedOptimizer.get_parameter_state_dp_zero,
+        gathering,
+    )
+    try:
+        save_rank(engine, str(folder), background=background)
+        engine.train(*train_arguments(layout))
+        if engine.writing is not None:
+            engine.writing.finish()
+    finally:
+        DistributedOptimizer.get_parameter_state_dp_zero = original
+    return whole_tensors(engine)
+
+
+def load_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
+    engine = make_engine(layout, model)
+    load_rank(engine, str(folder))
+    engine.train(*train_arguments(layout))
+    return whole_tensors(engine)
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2), Layout(context=2)], ids=str)
+def test_every_replica_writes_its_part_while_training_goes_on(
+    layout: Layout, tiny_models: dict[str, TinyModel], tmp_path: Path
+) -> None:
+    model = tiny_models["qwen3_tied"]
+    for background in (False, True):
+        folder = tmp_path / f"background_{background}"
+        folder.mkdir()
+        expected = merged(run_on_ranks(layout, save_on_rank, model, folder, background))
+        written = [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*.distcp")) for rank in range(2)]
+        assert min(written) > 0.4 * sum(written)
+        actual = merged(run_on_ranks(layout, load_on_rank, model, folder))
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    rounding = {"atol": 2e-6, "rtol": 1e-4}
+    alone = merged(run_on_ranks(Layout(), load_on_rank, model, folder))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(alone[name], tensor, **rounding)
+
+
+def hanging(*_: Any) -> None:
+    time.sleep(60)
+
+
+def killed_on_rank(layout: Layout, model: TinyModel, folder: Path) -> bool:
+    """Whether finishing a checkpoint fails of which rank 1's writer is killed before it is done."""
+    engine = make_engine(layout, model)
+    kill = torch.distributed.get_rank() == 1
+    original = ResultsFile.put
+    try:
+        ResultsFile.put = hanging if kill else original  # type: ignore[method-assign]
+        save_rank(engine, str(folder), background=True)
+    finally:
+        ResultsFile.put = original  # type: ignore[method-assign]
+    assert engine.writing is not None
+    process = engine.writing._process
+    assert process is not None
+    if kill:
+        assert not engine.writing.is_over
+        process.kill()
+    try:
+        engine.writing.finish()
+    except CheckpointException:
+        return True
+    return False
+
+
+def test_a_killed_writer_leaves_no_checkpoint(tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
+    assert run_on_ranks(Layout(data=2), killed_on_rank, tiny_models["qwen3_tied"], tmp_path) == [True, True]
+    assert not (tmp_path / "metadata.json").exists()
