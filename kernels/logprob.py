@@ -112,7 +112,8 @@ class _LinearLogprobs(torch.autograd.Function):
             of_logprobs = torch.zeros_like(logsumexp)
         real = weight[: ctx.columns]
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        frozen = not ctx.needs_input_grad[1]  # as beside adapters: the largest matrix of a model gets no gradient
+        grad_weight = None if frozen else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in _chunks(len(logsumexp), ctx.chunk if ctx.columns else 0):
             logp = _logits(hidden[rows], real, ctx.scale).sub_(logsumexp[rows, None])
             coefficient = of_logprobs[rows, None]
@@ -125,8 +126,10 @@ class _LinearLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
             grad = grad.mul_(ctx.scale).to(weight.dtype)
             grad_hidden[rows] = grad @ real
-            grad_weight[: ctx.columns].addmm_(grad.t().float(), hidden[rows].float())
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight[: ctx.columns].addmm_(grad.t().float(), hidden[rows].float())
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import MISSING, NonNegative, Positive, Seconds, Section
+from megatron_grpo.config.section import MISSING, NonNegative, Positive, PositiveFloat, Seconds, Section
 
 
 @dataclass(kw_only=True)
@@ -112,6 +112,27 @@ class OptimizerConfig(Section):
     """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
 
 
+AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+"""A linear layer of Megatron-Core's that can have an adapter."""
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters that are trained in place of the model's own weights (LoRA)."""
+
+    rank: NonNegative = 0
+    """Rows of each adapter's A, and columns of its B; 0: no adapters, all weights are trained."""
+
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is multiplied by alpha / rank."""
+
+    target_modules: list[AdapterTarget] = field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+    """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
+    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
+
+
 @dataclass(kw_only=True)
 class PolicyConfig(Section):
     """The Megatron-Core model that is trained."""
@@ -119,6 +140,7 @@ class PolicyConfig(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""

@@ -11,6 +11,7 @@ from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfi
 from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.policy_schema import (
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "GenerationParallelConfig",
     "LoggerConfig",
     "LoopConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "MseValueLossConfig",
@@ -146,6 +148,7 @@ class Config(Section):
             model=ModelConfig(path=value.model.path or policy.model.path),
             parallel=value.parallel,
             optimizer=value.optimizer,
+            lora=LoraConfig(),
             precision=value.precision or policy.precision,
             microbatch_tokens=value.microbatch_tokens or policy.microbatch_tokens,
             logprob_microbatch_tokens=value.microbatch_tokens or policy.logprob_microbatch_tokens,

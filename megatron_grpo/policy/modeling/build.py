@@ -11,10 +11,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.config.schema import LoraConfig, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.adapter import train_adapters_alone
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
 from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
@@ -26,6 +27,7 @@ def build_model(
     *,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
     microbatches pass in turn (virtual pipeline).
@@ -39,19 +41,25 @@ def build_model(
         parallel: the layout that `initialize_parallel` was called with.
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
+        lora: adapters, which alone are trained then; None, or a rank of 0: none.
     """
+    lora = lora if lora is not None and lora.rank else None
     config = transformer_config(shape, parallel, precision, activation_checkpointing)
     number = parallel.virtual_pipeline
-    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None) for chunk in range(number)]
+    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None, lora) for chunk in range(number)]
 
 
 def _build_chunk(
-    config: TransformerConfig, shape: ModelShape, parallel: ParallelConfig, vp_stage: int | None
+    config: TransformerConfig,
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    vp_stage: int | None,
+    lora: LoraConfig | None,
 ) -> DecoderModel:
     """One chunk of the rank's shard; vp_stage None: the only one."""
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, shape, vp_stage),
+        transformer_layer_spec=layer_spec(config, shape, vp_stage, lora),
         vocab_size=padded_vocab(shape, parallel.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -66,6 +74,8 @@ def _build_chunk(
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
     if not uses_transformer_engine():
         model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
+    if lora is not None:
+        train_adapters_alone(model)
     return model
 
 

@@ -13,8 +13,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.adapter import with_adapters
 from megatron_grpo.policy.modeling.attention import TorchCoreAttention
 from megatron_grpo.policy.modeling.norm import RMSNorm
 
@@ -33,17 +35,30 @@ def uses_transformer_engine() -> bool:
 
 
 def layer_spec(
-    config: TransformerConfig, shape: ModelShape, vp_stage: int | None
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, lora: LoraConfig | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks."""
-    if uses_transformer_engine():
+    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
+
+    With adapters (`lora`) the linear layers and norms are torch's also where Transformer Engine is: its linear layers
+    keep the norm before them inside, and with it the input that an adapter needs. The attention stays its own.
+    """
+    if uses_transformer_engine() and lora is None:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = TorchCoreAttention
+    attention.core_attention = _transformer_engine_attention() if uses_transformer_engine() else TorchCoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return block if lora is None else with_adapters(block, lora)
+
+
+def _transformer_engine_attention() -> type:
+    # Imported here because it can only be where Transformer Engine is.
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attention: type = TEDotProductAttention
+    return attention

@@ -12,6 +12,7 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.adapter import adapters_off
 from megatron_grpo.policy.modeling.build import build_model
 from megatron_grpo.policy.modeling.decoder import DecoderModel, row_logprobs
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
@@ -24,7 +25,8 @@ class PolicyRank(ModelRank):
         config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
         shape: sizes of the model in config.model.path.
         folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none.
+        reference: how to hold the reference policy; None: there is none. With adapters it is the policy without them,
+            and nothing is held beside it.
         temperature: sampling temperature, which log-probabilities are taken under.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
@@ -41,8 +43,9 @@ class PolicyRank(ModelRank):
     ) -> None:
         self.shape, self.temperature = shape, temperature
         super().__init__(self._build(folder, config), config, decay_steps)
-        self._offload_reference = reference is not None and reference.offload
-        if reference is not None:
+        self._has_reference = reference is not None
+        self._offload_reference = reference is not None and reference.offload and not config.lora.rank
+        if reference is not None and not config.lora.rank:
             self.reference = [chunk.requires_grad_(False) for chunk in self._build(folder, config)]
             if self._offload_reference:
                 self._place_reference("cpu")
@@ -53,6 +56,7 @@ class PolicyRank(ModelRank):
             config.parallel,
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
+            lora=config.lora,
         )
         load_hf_weights(chunks, self.shape, folder)
         return chunks
@@ -71,7 +75,10 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        assert self.reference is not None, "the reference policy was not loaded"
+        assert self._has_reference, "the reference policy was not loaded"
+        if self.reference is None:
+            with adapters_off(self.chunks):
+                return self._forward_tokens(self.chunks, batch, microbatches)
         if self._offload_reference:
             self._place_reference(current_platform().device)
         logprobs = self._forward_tokens(self.reference, batch, microbatches)
