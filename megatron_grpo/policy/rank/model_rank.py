@@ -45,7 +45,7 @@ class ModelRank(ABC):
 
     def __init__(self, chunks: list[DecoderModel], config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.config = chunks, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing)
+        self._maker = MicrobatchMaker(config.parallel, config.packing, config.fp8.token_multiple)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
     def parameters(self) -> list[Any]:

@@ -30,7 +30,9 @@ class ModelOptimizer:
             DistributedDataParallel(
                 config=chunk.config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=settings.distributed,
+                    fp8_param_gather=config.fp8.parameters and config.fp8.on_device,
                 ),
                 module=chunk,
                 # The gradients of the first chunk are the last to come: there is nothing to overlap with them.
@@ -49,6 +51,7 @@ class ModelOptimizer:
             bf16=half,
             params_dtype=torch.bfloat16 if half else torch.float32,
             use_distributed_optimizer=settings.distributed,
+            fp8_recipe=config.fp8.recipe if config.fp8.on_device else None,
             clip_grad=0.0,  # clipped here, after the norm has been checked
         )
         self.optimizer = get_megatron_optimizer(

@@ -57,6 +57,7 @@ class PolicyRank(ModelRank):
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
             lora=config.lora,
+            fp8=config.fp8,
         )
         load_hf_weights(chunks, self.shape, folder)
         return chunks

@@ -102,6 +102,16 @@ _CHECKS: tuple[_Check, ...] = (
     ),
     (("reference.offload",), lambda config: not config.uses_reference, "there is no reference policy"),
     (
+        ("reference.offload",),
+        lambda config: config.policy.lora.rank > 0,
+        "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory",
+    ),
+    (
+        ("policy.lora.alpha", "policy.lora.target_modules"),
+        lambda config: config.policy.lora.rank == 0,
+        "needs policy.lora.rank above 0",
+    ),
+    (
         ("LOOP.reward_scaling.",),
         lambda config: not config.loop.reward_scaling.enabled,
         "needs LOOP.reward_scaling.enabled=true",
