@@ -141,8 +141,9 @@ class Fp8Config(Section):
     """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
 
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """What shares a scale: a tensor, by its largest value (tensorwise) or by those of earlier steps (delayed), both from
-    compute capability 8.9 on; 128 values, 128 x 128 in weights (blockwise, from 9.0); 32 values (mxfp8, from 10.0)."""
+    """What shares a scale: a tensor, by its largest value (tensorwise) or by those of earlier steps (delayed), both on
+    GPUs from compute capability 8.9 on; 128 values, of weights 128 x 128 (blockwise, from 9.0); 32 values (mxfp8, from
+    10.0)."""
 
     parameters: bool = False
     """Keep the layers' matrices in FP8 only, beside the optimizer's float32: half the memory, half to send. Needs

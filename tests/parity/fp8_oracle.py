@@ -37,11 +37,11 @@ def block_scales(values: Tensor, rows: int, columns: int) -> Tensor:
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, scale: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, values: Tensor, scale: Tensor) -> Tensor:
         return e4m3(values * scale) / scale
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

@@ -16,6 +16,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.policy.modeling.build import transformer_config
 from megatron_grpo.policy.modeling.fp8 import require_fp8
 from megatron_grpo.policy.modeling.fp8_rounding import round_blocks, round_tensor
+from megatron_grpo.policy.rank.microbatch import MicrobatchMaker
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from tests.parity.fp8_oracle import block_scales, e4m3, simulate
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
@@ -188,3 +189,16 @@ def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel)
         require_fp8(off)
     with pytest.raises(RunError, match=r"policy\.fp8\.format=hybrid needs a GPU and Transformer Engine"):
         require_fp8(fp8)
+
+
+def local_tokens_on_rank(layout: Layout, packing: bool, multiple: int) -> int:
+    return MicrobatchMaker(layout.parallel, packing, multiple).place([5, 9, 7]).local_tokens
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True), Layout(context=2)], ids=str)
+def test_microbatches_have_the_tokens_that_products_take(layout: Layout) -> None:
+    """Also what sequence parallelism leaves each rank."""
+    for packing in (True, False):
+        for tokens in run_on_ranks(layout, local_tokens_on_rank, packing, 16):
+            assert tokens % (16 * (layout.tensor if layout.sequence else 1)) == 0
+            assert tokens * layout.context >= 21
