@@ -146,8 +146,8 @@ class Fp8Config(Section):
     10.0)."""
 
     parameters: bool = False
-    """Keep the layers' matrices in FP8 only, beside the optimizer's float32: half the memory, half to send. Needs
-    policy.optimizer.distributed; not with mxfp8."""
+    """Keep the layers' matrices in FP8 alone, beside the optimizer's float32. Needs policy.optimizer.distributed; not with
+    mxfp8."""
 
     first_layers_bf16: NonNegative = 0
     """Layers at the beginning of the model that stay in bfloat16; not with delayed."""

@@ -85,10 +85,8 @@ class RoundedLinear:
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
         if self.fp8_on:
-            input, weight = (
-                _straight_through(input, self._input(input)),
-                _straight_through(weight, self._weight(weight)),
-            )
+            input = _straight_through(input, self._input(input))
+            weight = _straight_through(weight, self._weight(weight))
         # The class behind this one is the layer's.
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
@@ -147,13 +145,16 @@ def _round_within(parts: Any, fp8: Fp8Config) -> None:
         return
     for field in fields(parts):
         part = getattr(parts, field.name)
-        kind: Any
         kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        if isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
+        if _is_linear(kind):
             if not issubclass(kind, RoundedLinear):  # the layers may share one spec
                 setattr(parts, field.name, ModuleSpec(module=rounded_class(kind), params={**params, "fp8": fp8}))
         elif isinstance(part, ModuleSpec):
             _round_within(part.submodules, fp8)
+
+
+def _is_linear(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
 
 
 def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
