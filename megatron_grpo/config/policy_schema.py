@@ -146,7 +146,7 @@ class Fp8Config(Section):
     10.0)."""
 
     parameters: bool = False
-    """Keep the layers' matrices in FP8 alone, beside the optimizer's float32. Needs policy.optimizer.distributed; not with
+    """Keep the layers' matrices in FP8 alone, beside the optimizer's float32. Needs optimizer.distributed; not with
     mxfp8."""
 
     first_layers_bf16: NonNegative = 0
