@@ -34,11 +34,13 @@ class ChunkedLogprobs:
             sums[1, rows] = torch.linalg.vecdot(weights, below)
         return Statistics(highest, sums)
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros."""
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None."""
         here, index = _targets(head)
         grad_hidden = torch.empty_like(head.hidden)
-        grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
+        grad_weight = None
+        if asked.of_weight:
+            grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
         for rows in self._chunks(head):
             logp = _logits(head.hidden[rows], head.real, head.scale).sub_(asked.logsumexp[rows, None])
             coefficient = asked.of_logprobs[rows, None]
@@ -51,8 +53,9 @@ class ChunkedLogprobs:
             grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
             grad = grad.mul_(head.scale).to(head.weight.dtype)
             grad_hidden[rows] = grad @ head.real
-            grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
-        return grad_hidden, grad_weight.to(head.weight.dtype)
+            if grad_weight is not None:
+                grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
+        return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
 
     def _chunks(self, head: Head) -> Iterator[slice]:
         """The tokens of a head in turn, as slices."""

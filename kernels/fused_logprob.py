@@ -68,12 +68,12 @@ class FusedLogprobs:
         top = highest.amax(dim=0)
         return Statistics(top, Statistics(highest, sums).relative_to(top).sum(dim=1))
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros."""
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None."""
         hidden, real, tile = _checked(head)
         tokens, dtype = len(hidden), hidden.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(head.weight)
+        grad_weight = torch.zeros_like(head.weight) if asked.of_weight else None
         size = max(1, CHUNK_NUMBERS // tokens // tile.columns) * tile.columns
         for first in range(0, head.columns, size):
             block = real[first : first + size]
@@ -96,7 +96,8 @@ class FusedLogprobs:
                 **_settings(tile, hidden),
             )
             grad_hidden += _product(grad, block)
-            torch.mm(grad.t(), hidden, out=grad_weight[first : first + len(block)])
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[first : first + len(block)])
         return grad_hidden.to(dtype), grad_weight
 
 

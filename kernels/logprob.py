@@ -108,9 +108,10 @@ class _LinearLogprobs(torch.autograd.Function):
             of_logprobs = torch.zeros_like(logsumexp)
         if len(local) and ctx.columns:
             head = Head(hidden, weight, ctx.columns, local, ctx.scale)
-            both = ctx.kernel.gradients(head, Asked(logsumexp, entropy, of_logprobs, of_entropy))
+            asked = Asked(logsumexp, entropy, of_logprobs, of_entropy, of_weight=ctx.needs_input_grad[1])
+            both = ctx.kernel.gradients(head, asked)
         else:
-            both = torch.zeros_like(hidden), torch.zeros_like(weight)
+            both = torch.zeros_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return *both, None, None, None, None, None
 
 

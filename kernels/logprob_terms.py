@@ -67,6 +67,8 @@ class Asked:
     """[tokens], float32."""
     of_entropy: Tensor | None
     """[tokens], float32; None: the entropy is in no loss."""
+    of_weight: bool
+    """Whether the weight is trained. Frozen, as beside adapters, the largest matrix of a model gets no gradient."""
 
 
 class LogprobKernel(Protocol):
@@ -76,8 +78,8 @@ class LogprobKernel(Protocol):
         """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
         ...
 
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros.
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None.
 
         d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
         """

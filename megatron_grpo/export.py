@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_grpo.composition.help import version
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import model_folder
@@ -20,15 +21,18 @@ from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_
 from megatron_grpo.run.manifest import MANIFEST_FILE
 
 USAGE = """\
-python -m megatron_grpo.export checkpoint=PATH output=PATH
+python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft]
 
   checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N
-  output      folder to write, in Hugging Face format; must not exist yet
+  output      folder to write; must not exist yet
+  format      hf: a model in Hugging Face format, adapters merged into its weights (the default);
+              peft: the adapters of a run with policy.lora.rank above 0 alone, as the peft package loads them
 """
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
 _GATHER_BYTES = 2**30
-_ARGUMENTS = ("checkpoint", "output")
+_PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft")
+_ARGUMENTS = (*_PATHS, "format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,11 @@ class ExportPlan:
     precision: Literal["float32", "bfloat16"]
     shape: ModelShape
     output: Path
+    base: str
+    """What the run's configuration calls that model: a path or a hub name."""
+    lora: LoraConfig
+    adapters_alone: bool
+    """Whether only the adapters are written, in the format of peft."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,20 +83,25 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
             and cannot be downloaded.
         OSError: a file of the checkpoint is there and cannot be read.
     """
-    checkpoint, output = _read_arguments(arguments)
+    given = _read_arguments(arguments)
+    checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
     weights = checkpoint / POLICY_FOLDER
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
     if not (checkpoint / MANIFEST_FILE).exists() and not weights.exists():
         raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
     _require_writable(output)
-    source, precision = _trained_model(checkpoint.resolve().parent.parent / CONFIG_FILE)
+    config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
+    source, precision, lora = _trained_model(config_file)
+    alone = given.get("format") == "peft"
+    if alone and not lora.rank:
+        raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
     folder = model_folder(source)
     shape = shape_of_folder(folder)
     remark = verify(checkpoint)  # last: of a large checkpoint it takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    return ExportPlan(weights, folder, precision, shape, output)
+    return ExportPlan(weights, folder, precision, shape, output, source, lora, alone)
 
 
 def export(plan: ExportPlan) -> None:
@@ -103,8 +117,7 @@ def export(plan: ExportPlan) -> None:
     from torch.distributed import HashStore
 
     from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.models.hf_folder import write_hf_folder
-    from megatron_grpo.models.hf_weights import iter_hf_tensors
+    from megatron_grpo.models.hf_weights import load_hf_weights
     from megatron_grpo.policy.modeling.build import build_model
     from megatron_grpo.policy.rank.checkpoint import set_weights, sharded_weights
     from megatron_grpo.policy.rank.checkpoint_errors import errors_told
@@ -113,24 +126,37 @@ def export(plan: ExportPlan) -> None:
     parallel = ParallelConfig()
     initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
     try:
-        chunks = build_model(plan.shape, parallel, precision=plan.precision)
+        chunks = build_model(plan.shape, parallel, precision=plan.precision, lora=plan.lora)
+        if plan.lora.rank and not plan.adapters_alone:
+            load_hf_weights(chunks, plan.shape, plan.source)
         with errors_told(f"{plan.weights} cannot be loaded as {plan.source}"):
             metadata = dist_checkpointing.load_content_metadata(str(plan.weights))
             state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(plan.weights))
             set_weights(chunks, state["model"])
-        tensors = (
-            (name, tensor) for name, tensor in iter_hf_tensors(chunks, plan.shape, _GATHER_BYTES) if tensor is not None
-        )
         try:
-            write_hf_folder(tensors, plan.source, plan.output)
+            _write(plan, chunks)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={plan.output} cannot be written: {error}") from None
     finally:
         destroy_parallel()
 
 
-def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16"]]:
-    """Path or name of the model that a run started from, and its precision.
+def _write(plan: ExportPlan, chunks: Sequence[Any]) -> None:
+    """Write what is asked for of the loaded model."""
+    from megatron_grpo.models.hf_folder import write_hf_folder
+    from megatron_grpo.models.hf_weights import iter_hf_tensors
+    from megatron_grpo.models.peft_adapter import write_peft_folder
+
+    if plan.adapters_alone:
+        write_peft_folder(chunks, plan.shape, plan.lora, plan.base, plan.output)
+        return
+    tensors = iter_hf_tensors(chunks, plan.shape, _GATHER_BYTES)
+    whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
+    write_hf_folder(whole, plan.source, plan.output)
+
+
+def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16"], LoraConfig]:
+    """Path or name of the model that a run started from, its precision and its adapters.
 
     Raises:
         ValueError: the file is missing, or not the configuration of a run.
@@ -144,7 +170,11 @@ def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16
     precision = policy.get("precision") if isinstance(policy, dict) else None
     if not isinstance(source, str) or precision not in ("float32", "bfloat16"):
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
-    return source, precision
+    try:
+        lora = LoraConfig(**policy.get("lora", {})) if isinstance(policy, dict) else LoraConfig()
+    except TypeError as error:
+        raise ValueError(f"{config_file} is not the configuration of a run: policy.lora: {error}") from None
+    return source, precision, lora
 
 
 def _require_writable(output: Path) -> None:
@@ -169,7 +199,8 @@ def _require_writable(output: Path) -> None:
             folder.rmdir()
 
 
-def _read_arguments(arguments: Sequence[str]) -> tuple[Path, Path]:
+def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """What each argument is given, by name."""
     values: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -180,13 +211,14 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[Path, Path]:
         if name in values:
             raise ValueError(f"{name} is given twice: {values[name]} and {value}")
         values[name] = value
-    for name in _ARGUMENTS:
+    for name in _PATHS:
         if not values.get(name):
             raise ValueError(f"{name}=PATH is missing\n{USAGE}".rstrip())
         if "\0" in values[name]:
             raise ValueError(f"{name} has a NUL character, which no name has")
-    checkpoint, output = (Path(os.path.expanduser(values[name])) for name in _ARGUMENTS)
-    return checkpoint, output
+    if values.get("format", _FORMATS[0]) not in _FORMATS:
+        raise ValueError(f"format={values['format']} is not known; use {' or '.join(_FORMATS)}")
+    return values
 
 
 if __name__ == "__main__":

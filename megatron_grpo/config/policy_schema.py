@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import MISSING, NonNegative, Positive, Seconds, Section
+from megatron_grpo.config.section import MISSING, NonNegative, Positive, PositiveFloat, Seconds, Section
 
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -139,6 +139,85 @@ class MoeConfig(Section):
     rarely. Of models with such a bias (DeepSeek-V3) only."""
 
 
+AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+"""A linear layer of Megatron-Core's that can have an adapter."""
+
+
+@dataclass(kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters that are trained in place of the model's own weights (LoRA)."""
+
+    rank: NonNegative = 0
+    """Rows of each adapter's A, and columns of its B; 0: no adapters, all weights are trained."""
+
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is multiplied by alpha / rank."""
+
+    target_modules: list[AdapterTarget] = field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+    """Layers with an adapter: linear_qkv (q_proj, k_proj and v_proj, which share its A), linear_proj (o_proj),
+    linear_fc1 (gate_proj and up_proj, which share its A), linear_fc2 (down_proj)."""
+
+
+@dataclass(kw_only=True)
+class Fp8Config(Section):
+    """Matrix products of the layers in FP8, by Transformer Engine; head, norms and attention stay in bfloat16."""
+
+    format: Literal["off", "hybrid", "e4m3"] = "off"
+    """hybrid: operands in E4M3, gradients in E5M2; e4m3: all in E4M3; off: no FP8."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """What shares a scale: a tensor, by its largest value (tensorwise) or by those of earlier steps (delayed), both on
+    GPUs from compute capability 8.9 on; 128 values, of weights 128 x 128 (blockwise, from 9.0); 32 values (mxfp8, from
+    10.0)."""
+
+    parameters: bool = False
+    """Keep the layers' matrices in FP8 alone, beside the optimizer's float32. Needs optimizer.distributed; not with
+    mxfp8."""
+
+    first_layers_bf16: NonNegative = 0
+    """Layers at the beginning of the model that stay in bfloat16; not with delayed."""
+
+    last_layers_bf16: NonNegative = 0
+    """Layers at the end of the model that stay in bfloat16; not with delayed."""
+
+    amax_history: Positive = 1024
+    """Steps that delayed looks back over."""
+
+    amax_algorithm: Literal["max", "most_recent"] = "max"
+    """Which of these steps' largest values delayed takes."""
+
+    simulate: bool = False
+    """Round the operands of the layers' products to E4M3 in torch, at the recipe's scales, and multiply as usual: FP8's
+    effect on log-probabilities on any machine, without its speed. Gradients are not rounded. Not with delayed."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether Transformer Engine multiplies in FP8."""
+        return self.format != "off" and not self.simulate
+
+    @property
+    def simulated(self) -> bool:
+        """Whether operands are rounded in torch."""
+        return self.format != "off" and self.simulate
+
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        """Compute capability from which on GPUs have the recipe (Transformer Engine's own conditions)."""
+        return {"blockwise": (9, 0), "mxfp8": (10, 0)}.get(self.recipe, (8, 9))
+
+    @property
+    def block(self) -> int:
+        """What the sizes of a rank's matrices have to be multiples of: 16 for the products, or whole blocks."""
+        return {"blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a rank's microbatch are a multiple of: tokens are a side of the gradient's products."""
+        return self.block if self.on_device else 1
+
+
 @dataclass(kw_only=True)
 class PolicyConfig(Section):
     """The Megatron-Core model that is trained."""
@@ -147,6 +226,8 @@ class PolicyConfig(Section):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""

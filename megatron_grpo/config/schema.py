@@ -11,6 +11,8 @@ from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfi
 from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.policy_schema import (
+    Fp8Config,
+    LoraConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
@@ -36,11 +38,13 @@ __all__ = [
     "EarlyStopConfig",
     "EngineConfig",
     "EnvironmentConfig",
+    "Fp8Config",
     "GRPOConfig",
     "GenerationConfig",
     "GenerationParallelConfig",
     "LoggerConfig",
     "LoopConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "MoeConfig",
@@ -148,6 +152,8 @@ class Config(Section):
             model=ModelConfig(path=value.model.path or policy.model.path),
             parallel=value.parallel,
             optimizer=value.optimizer,
+            lora=LoraConfig(),
+            fp8=Fp8Config(),
             precision=value.precision or policy.precision,
             microbatch_tokens=value.microbatch_tokens or policy.microbatch_tokens,
             logprob_microbatch_tokens=value.microbatch_tokens or policy.logprob_microbatch_tokens,

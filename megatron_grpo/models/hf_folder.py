@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,28 @@ def write_hf_folder(
     Raises:
         ValueError: `output` already holds something.
     """
+    with new_folder(output) as folder:
+        dtype = _write_shards(tensors, folder, max_shard_bytes)
+        _copy_side_files(Path(source_folder), folder, dtype)
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """A folder under a temporary name, which gets its own at the end of the body and is gone if that raises.
+
+    Args:
+        output: folder to make; must not exist, or be empty.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
     target = Path(output)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} already exists; give the path of a new folder")
     partial = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        dtype = _write_shards(tensors, partial, max_shard_bytes)
-        _copy_side_files(Path(source_folder), partial, dtype)
+        yield partial
         partial.replace(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from megatron_grpo.models.hf_folder import HFFolderReader
 from megatron_grpo.models.merge import merge_slices, split_parameter
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, global_entries, is_per_layer
+
+ADAPTER_PARAMETERS = ("lora_a", "lora_b")
+"""Last names of the parameters of adapters, which no Hugging Face model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,20 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+@runtime_checkable
+class AdaptedLayer(Protocol):
+    """A linear layer with an adapter."""
+
+    lora_a: Tensor
+    """[rank, columns]."""
+    lora_b: Tensor
+    """[rows, rank], the rows in the order of the weight's."""
+
+    def merged_weight(self) -> Tensor:
+        """The weight of this rank with what the adapter adds to it, [rows, columns], in the dtype of the weight."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BoundEntry:
     """An entry of the table together with the parameter of this rank that it describes."""
@@ -38,6 +55,15 @@ class BoundEntry:
     parameter: Tensor
     expert: int = 0
     """Number of the expert among those of this rank, from 0; 0 for what is not an expert's."""
+    adapted: AdaptedLayer | None = None
+    """The layer whose weight it is, if that has an adapter."""
+
+    def weight(self) -> Tensor:
+        """What the model computes with, [...] as the parameter, detached: its adapter merged in, FP8 scaled back."""
+        if self.adapted is not None:
+            return self.adapted.merged_weight()
+        weight = self.parameter.detach()
+        return weight.dequantize() if _is_quantised(weight) else weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +97,11 @@ def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
 
 
 def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
-    parameters = dict(model.named_parameters())
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] not in ADAPTER_PARAMETERS
+    }
     # No gradient moves the biases that experts are chosen with, so that they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -82,9 +112,26 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             there = [name for name in names if name in parameters]
             assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
-            bound.extend(BoundEntry(entry, layer, parameters.pop(name), expert) for name in there)
+            bound.extend(
+                BoundEntry(entry, layer, parameters.pop(name), expert, _adapted(model, name)) for name in there
+            )
     assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
     return bound
+
+
+def _is_quantised(parameter: Tensor) -> bool:
+    """Whether a parameter, [...], is one of Transformer Engine's, kept in FP8."""
+    # Imported here because drivers import this module too, and have no use for Megatron.
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return bool(is_float8tensor(parameter))
+
+
+def _adapted(model: Any, name: str) -> AdaptedLayer | None:
+    """The layer that a parameter is the weight of, if it has an adapter."""
+    module, _, last = name.rpartition(".")
+    layer = model.get_submodule(module)
+    return layer if last == "weight" and isinstance(layer, AdaptedLayer) else None
 
 
 @torch.no_grad()
@@ -111,6 +158,10 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
         assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
+        if _is_quantised(bound.parameter):
+            # The optimizer's float32 copy begins at what was drawn, unless told what was loaded.
+            quantised: Any = bound.parameter
+            quantised._high_precision_init_val = merged.to(quantised.dtype)
 
 
 def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:
@@ -197,7 +248,7 @@ def _is_split(bound: BoundEntry) -> bool:
 
 def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """By rank of a group, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
-    own = [bound.parameter.detach() for bound in bucket]
+    own = [bound.weight() for bound in bucket]
     split = [position for position, bound in enumerate(bucket) if _is_split(bound)]
     if group.size() == 1:
         return [own]

@@ -10,8 +10,10 @@ from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
+from megatron_grpo.preflight.adapters import adapter_problems
 from megatron_grpo.preflight.checks import config_problems
 from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.preflight.fp8 import fp8_problems
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
@@ -89,6 +91,8 @@ def _by_itself(composed: Composed) -> Checked:
         others = [
             *layout_problems(config, shape),
             *length_problems(config, shape),
+            *adapter_problems(config, shape),
+            *fp8_problems(config, shape),
             *config_problems(config),
             *training_problems(config, shape),
             *megatron_field_problems(config),

@@ -12,6 +12,7 @@ from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.folders import folder_problems
+from megatron_grpo.preflight.fp8 import fp8_machine_problems
 from megatron_grpo.preflight.model_files import model_problems
 from megatron_grpo.preflight.prompt_files import check_prompt_files
 
@@ -42,6 +43,7 @@ def examine_machine(config: Config) -> MachineReport:
         *_driver_gpu(config),
         *_packages(config),
         *_kernels(config),
+        *fp8_machine_problems(config),
         *model_problems(config),
         *files,
         *folder_problems(config),

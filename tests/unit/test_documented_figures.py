@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md are those of the committed results, and every preset reaches the goal in them."""
+"""The tables of the documents are those of the committed results, and every preset reaches the goal in them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from megatron_grpo.composition.overrides import config_groups
 
 ROOT = Path(__file__).parents[2]
+FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text()
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 
 
@@ -47,3 +48,13 @@ def test_what_is_said_of_the_critic() -> None:
     (ppo,) = (run for run in newest("*_variants_cpu.json")["runs"] if run["name"] == "ppo")
     explained = ppo["explained_variance"]
     assert f"{explained['mean']:.2f} on average, {explained['max']:.2f} at most" in PAGE
+
+
+def test_what_fp8_does_to_logprobs() -> None:
+    result = newest("*_fp8_logprobs_cpu.json")
+    assert f"Measured {result['date']} on a CPU ({result['machine']}), {result['layers']} layers" in FP8_PAGE
+    rows = {name: found for name, found in result.items() if isinstance(found, dict) and "kl" in found}
+    assert len(rows) == 7
+    for name, found in rows.items():
+        numbers = " | ".join(f"{found[key]:.3f}" for key in ("mean_abs", "p99_abs", "max_abs"))
+        assert f"| `{name}` | {numbers} | {found['kl']:.1e} |" in FP8_PAGE

@@ -12,14 +12,17 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.megatron_fields import made
+from megatron_grpo.policy.modeling.adapter import train_adapters_alone
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.modeling.experts import mark_experts
-from megatron_grpo.policy.modeling.layer_spec import layer_spec, uses_transformer_engine
+from megatron_grpo.policy.modeling.fp8 import fp8_settings, require_fp8
+from megatron_grpo.policy.modeling.fp8_rounding import keep_outer_layers
+from megatron_grpo.policy.modeling.layer_spec import Additions, layer_spec, uses_transformer_engine
 from megatron_grpo.policy.modeling.rope_scaling import scaled_rope_frequencies
 from megatron_grpo.policy.modeling.rotary import GlobalAndLocalRotary, RotaryAtPositions
 
@@ -31,6 +34,8 @@ def build_model(
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool = False,
     fields: Mapping[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    fp8: Fp8Config | None = None,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
     microbatches pass in turn (virtual pipeline).
@@ -45,19 +50,30 @@ def build_model(
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
         fields: of Megatron-Core's TransformerConfig (`transformer_fields`), in place of the defaults here.
+        lora: adapters, which alone are trained then; None, or a rank of 0: none.
+        fp8: whether the layers' products are in FP8; None: they are not.
+
+    Raises:
+        RunError: FP8 is asked for, and this rank's device or packages do not have it.
     """
-    config = transformer_config(shape, parallel, precision, activation_checkpointing, fields or {})
+    additions = Additions(lora or LoraConfig(), fp8 or Fp8Config())
+    require_fp8(additions.fp8, shape)
+    config = transformer_config(shape, parallel, precision, activation_checkpointing, additions.fp8, fields or {})
     number = parallel.virtual_pipeline
-    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None) for chunk in range(number)]
+    return [_build_chunk(config, shape, parallel, chunk if number > 1 else None, additions) for chunk in range(number)]
 
 
 def _build_chunk(
-    config: TransformerConfig, shape: ModelShape, parallel: ParallelConfig, vp_stage: int | None
+    config: TransformerConfig,
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    vp_stage: int | None,
+    additions: Additions,
 ) -> DecoderModel:
     """One chunk of the rank's shard; vp_stage None: the only one."""
     model = DecoderModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, shape, vp_stage),
+        transformer_layer_spec=layer_spec(config, shape, vp_stage, additions),
         vocab_size=padded_vocab(shape, parallel.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -75,6 +91,10 @@ def _build_chunk(
         model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
     if shape.embedding_scale is not None and model.pre_process:
         _scale_embeddings(model.embedding, shape.embedding_scale, config.params_dtype)
+    if additions.lora.rank:
+        train_adapters_alone(model)
+    if additions.fp8.simulated:
+        keep_outer_layers(model, shape.layers, additions.fp8)
     return model
 
 
@@ -103,6 +123,7 @@ def transformer_config(
     parallel: ParallelConfig,
     precision: Literal["float32", "bfloat16"],
     activation_checkpointing: bool,
+    fp8: Fp8Config,
     fields: Mapping[str, Any],
 ) -> TransformerConfig:
     """Megatron-Core's settings for a dense decoder without dropout; `fields` are the user's, which count more."""
@@ -152,6 +173,7 @@ def transformer_config(
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
         **_family_settings(shape),
+        **fp8_settings(fp8),
         **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
     )
     return made(TransformerConfig, ours, fields)

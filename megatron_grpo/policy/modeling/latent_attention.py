@@ -15,8 +15,9 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megatron_grpo.models.shape import LatentShape
@@ -44,9 +45,9 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttentionParts:
     """What the attention is built of: the projections that tensor parallelism splits, and the norms."""
 
-    column: type[torch.nn.Module] = ColumnParallelLinear
-    row: type[torch.nn.Module] = RowParallelLinear
-    norm: type[torch.nn.Module] = RMSNorm
+    column: ModuleSpec | type = ColumnParallelLinear
+    linear_proj: ModuleSpec | type = RowParallelLinear
+    norm: ModuleSpec | type = RMSNorm
 
 
 class LatentAttention(MegatronModule):
@@ -81,27 +82,26 @@ class LatentAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         heads, hidden = config.num_attention_heads, config.hidden_size
         queries = heads * (latent.plain_dim + latent.rope_dim)
-        split = {
-            "config": config,
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": groups.tp,
+        split: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
+        column = {**split, "init_method": config.init_method, "skip_bias_add": False, "gather_output": False}
+        row = {
+            **split,
+            "init_method": config.output_layer_init_method,
+            "skip_bias_add": True,
+            "input_is_parallel": True,
         }
         if latent.query_rank is None:
-            self.linear_q_proj = submodules.column(hidden, queries, gather_output=False, **split)
+            self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
-            self.q_layernorm = submodules.norm(config, latent.query_rank, config.layernorm_epsilon)
-            self.linear_q_up_proj = submodules.column(latent.query_rank, queries, gather_output=False, **split)
+            self.q_layernorm = build_module(submodules.norm, config, latent.query_rank, config.layernorm_epsilon)
+            self.linear_q_up_proj = build_module(submodules.column, latent.query_rank, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.rank + latent.rope_dim)
-        self.kv_layernorm = submodules.norm(config, latent.rank, config.layernorm_epsilon)
+        self.kv_layernorm = build_module(submodules.norm, config, latent.rank, config.layernorm_epsilon)
         outputs = heads * (latent.plain_dim + latent.value_dim)
-        self.linear_kv_up_proj = submodules.column(latent.rank, outputs, gather_output=False, **split)
+        self.linear_kv_up_proj = build_module(submodules.column, latent.rank, outputs, **column)
         self.core_attention = TorchCoreAttention(config, layer_number=layer_number, softmax_scale=softmax_scale)
-        row = {**split, "skip_bias_add": True, "init_method": config.output_layer_init_method}
-        self.linear_proj = submodules.row(heads * latent.value_dim, hidden, input_is_parallel=True, **row)
+        self.linear_proj = build_module(submodules.linear_proj, heads * latent.value_dim, hidden, **row)
 
     def forward(
         self,

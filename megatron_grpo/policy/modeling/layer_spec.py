@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,10 +16,13 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.config.schema import Fp8Config, LoraConfig
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.policy.modeling.adapter import with_adapters
 from megatron_grpo.policy.modeling.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
 from megatron_grpo.policy.modeling.experts import DecoderLayer, ExpertRouter
+from megatron_grpo.policy.modeling.fp8_rounding import with_rounding
 from megatron_grpo.policy.modeling.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.policy.modeling.norm import NormedRowParallelLinear, RMSNorm
 from megatron_grpo.policy.modeling.rope_scaling import rope_factor
@@ -52,22 +56,42 @@ def _transformer_engine_found() -> bool:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What linear layers of torch have besides their weights."""
+
+    lora: LoraConfig
+    fp8: Fp8Config
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self.lora.rank > 0 or self.fp8.simulated
+
+
 def layer_spec(
-    config: TransformerConfig, shape: ModelShape, vp_stage: int | None
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, additions: Additions
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks."""
-    if shape.experts is None and uses_transformer_engine(shape):
+    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
+
+    With something in the linear layers, these and the norms are torch's also where Transformer Engine is: its own keep
+    the norm before them inside, and with it the input that an adapter needs. The attention stays its own.
+    """
+    engine = uses_transformer_engine(shape) and not additions
+    if shape.experts is None and engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    dense = _one_layer(shape, experts=None)
-    with_experts = dense if shape.experts is None else _one_layer(shape, experts=shape.experts.count)
+    dense = _one_layer(shape, None, engine=engine)
+    with_experts = dense if shape.experts is None else _one_layer(shape, shape.experts.count, engine=engine)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(shape))
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
+    if additions.fp8.simulated:
+        block = with_rounding(block, additions.fp8)
+    return with_adapters(block, additions.lora) if additions.lora.rank else block
 
 
-def _output_norm(shape: ModelShape) -> type[torch.nn.Module]:
-    if not uses_transformer_engine(shape):
+def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
+    if not engine:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm  # here: it is of no use without the package
 
@@ -75,9 +99,9 @@ def _output_norm(shape: ModelShape) -> type[torch.nn.Module]:
     return norm
 
 
-def _one_layer(shape: ModelShape, *, experts: int | None) -> ModuleSpec:
+def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool) -> ModuleSpec:
     """The spec of one layer, with so many experts; None: with one feed-forward network."""
-    if uses_transformer_engine(shape):
+    if engine:
         layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
     else:
         layer = _torch_layer(shape, experts)
@@ -102,7 +126,7 @@ def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
         parts.self_attention = _latent_attention(shape)
         return layer
     attention = parts.self_attention.submodules
-    attention.core_attention = TorchCoreAttention
+    attention.core_attention = _transformer_engine_attention() if uses_transformer_engine(shape) else TorchCoreAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.post_norms:
@@ -110,3 +134,11 @@ def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
     if shape.local_rope_theta is not None:
         parts.self_attention.module = LocalOrGlobalSelfAttention
     return layer
+
+
+def _transformer_engine_attention() -> type:
+    # Imported here because it can only be where Transformer Engine is.
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attention: type = TEDotProductAttention
+    return attention

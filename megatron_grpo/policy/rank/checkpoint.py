@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.models.hf_weights import ADAPTER_PARAMETERS
 from megatron_grpo.policy.rank.background_write import BackgroundWrite
 from megatron_grpo.policy.rank.model_rank import ModelRank
 
@@ -57,10 +59,14 @@ def load_rank(rank: ModelRank, folder: str) -> None:
     draws from it as long as the model has no dropout.
 
     Raises:
-        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed.
+        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed; or it has
+            other adapters, see policy.lora.
     """
     state = _sharded_state(rank, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(folder)
+    adapters = common.get("lora")  # those of versions before adapters say nothing of them
+    if adapters != state["lora"]:
+        raise RunError(f"the checkpoint was written with {_told(adapters)}, and this run has {_told(state['lora'])}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
@@ -105,6 +111,7 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
         "schedule_steps": rank.optimizer.scheduler.num_steps,
         "reference_moved": rank.reference_moved,
         "distributed_optimizer": rank.optimizer.settings.distributed,
+        "lora": asdict(rank.config.lora) if rank.config.lora.rank else None,
         "layout": {
             "tensor": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -114,22 +121,45 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     }
 
 
+def _told(adapters: dict[str, Any] | None) -> str:
+    """Adapters, as a configuration says them."""
+    if adapters is None:
+        return "policy.lora.rank=0"
+    targets = ",".join(adapters["target_modules"])
+    return f"policy.lora.rank={adapters['rank']}, alpha={adapters['alpha']:g}, target_modules=[{targets}]"
+
+
 def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
     """What a distributed checkpoint holds of the weights of a rank, by the number of the chunk.
 
-    Names in the checkpoint are those of the whole model, so that another layout can load it.
+    Names in the checkpoint are those of the whole model, so that another layout can load it. Of a model with adapters
+    it holds these alone.
 
     Args:
         chunks: the rank's shard of the model.
         metadata: of the checkpoint, which Megatron-Core adds its process groups to.
     """
-    return {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    if not any(_is_adapters(name) for weights in whole.values() for name in weights):
+        return whole
+    return {
+        number: {name: shard for name, shard in weights.items() if _is_adapters(name)}
+        for number, weights in whole.items()
+    }
 
 
 def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     """Put weights in their place that were loaded as `sharded_weights` asks for them."""
+    partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[str(number)])
+        # Beside adapters the model's own weights are missing: they are the base model's.
+        missing, unexpected = chunk.load_state_dict(loaded[str(number)], strict=not partial)
+        assert not unexpected, f"no parameter is called {unexpected}"
+        assert not any(map(_is_adapters, missing)), f"nothing was loaded for {missing}"
+
+
+def _is_adapters(name: str) -> bool:
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
 
 
 def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class MicrobatchMaker:
     """Whether sequences are padded only to what the layout needs, rather than to the longest of the microbatch."""
     shape: ModelShape
     """Sizes of the model, which say how its attention looks at sequences."""
+    token_multiple: int = 1
+    """What the tokens of a rank, after sequence parallelism, are to be a multiple of (FP8)."""
 
     def place(self, lengths: Sequence[int]) -> Placement:
         """Where the tokens of sequences of these lengths stand on this rank."""
@@ -68,7 +70,7 @@ class MicrobatchMaker:
             lengths,
             rank=parallel_state.get_context_parallel_rank(),
             size=parallel.context,
-            tensor_multiple=parallel.tensor if parallel.sequence else 1,
+            tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self.token_multiple,
             width=None if self.packing else -(-max(lengths) // multiple) * multiple,
         )
 

@@ -51,7 +51,7 @@ class ModelRank(ABC):
 
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing, shape)
+        self._maker = MicrobatchMaker(config.parallel, config.packing, shape, config.fp8.token_multiple)
         self.routing = None if shape.experts is None else StepRouting(chunks, config.moe)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 

@@ -38,6 +38,7 @@ def ddp_config(config: PolicyConfig, overlap: Overlap) -> DistributedDataParalle
     ours = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.optimizer.distributed,
+        "fp8_param_gather": config.fp8.parameters and config.fp8.on_device,
         "overlap_grad_reduce": overlap.grad_reduce,
         "overlap_param_gather": overlap.param_gather,
     }
@@ -64,6 +65,7 @@ def adam_config(config: PolicyConfig, overlap: Overlap) -> OptimizerConfig:
         "use_precision_aware_optimizer": settings.precision_aware or settings.cpu_offload > 0,
         "optimizer_cpu_offload": settings.cpu_offload > 0,
         "optimizer_offload_fraction": settings.cpu_offload,
+        "fp8_recipe": config.fp8.recipe if config.fp8.on_device else None,
         "clip_grad": 0.0,  # clipped by ModelOptimizer, after the norm has been checked
     }
     return made(OptimizerConfig, ours, config.megatron_optimizer)

@@ -13,6 +13,7 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.models.hf_weights import load_hf_weights
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.megatron_fields import transformer_fields
+from megatron_grpo.policy.modeling.adapter import adapters_off
 from megatron_grpo.policy.modeling.build import build_model
 from megatron_grpo.policy.modeling.decoder import DecoderModel, row_logprobs
 from megatron_grpo.policy.rank.model_rank import Microbatches, ModelRank
@@ -26,7 +27,8 @@ class PolicyRank(ModelRank):
         config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
         shape: sizes of the model in config.model.path.
         folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none.
+        reference: how to hold the reference policy; None: there is none. With adapters it is the policy without them,
+            and nothing is held beside it.
         temperature: sampling temperature, which log-probabilities are taken under.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
@@ -44,8 +46,9 @@ class PolicyRank(ModelRank):
         self.shape, self.temperature = shape, temperature
         chunks = self._build(config)
         load_hf_weights(chunks, shape, folder)
+        self._has_reference = reference is not None
         self._offloaded: OffloadedWeights | None = None
-        if reference is not None:
+        if reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self.reference = [chunk.requires_grad_(False) for chunk in self._build(config)]
             _copy_weights(chunks, self.reference)  # nothing is read from disk a second time
             if reference.offload:
@@ -59,6 +62,8 @@ class PolicyRank(ModelRank):
             precision=config.precision,
             activation_checkpointing=config.activation_checkpointing,
             fields=transformer_fields(config),
+            lora=config.lora,
+            fp8=config.fp8,
         )
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
@@ -75,7 +80,10 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
         """
-        assert self.reference is not None, "the reference policy was not loaded"
+        assert self._has_reference, "the reference policy was not loaded"
+        if self.reference is None:
+            with adapters_off(self.chunks):
+                return self._forward_tokens(self.whole_chunks(), batch, microbatches)
         with nullcontext() if self._offloaded is None else self._offloaded.on_device():
             return self._forward_tokens(self.reference, batch, microbatches)
 

@@ -102,6 +102,31 @@ _CHECKS: tuple[_Check, ...] = (
     ),
     (("reference.offload",), lambda config: not config.uses_reference, "there is no reference policy"),
     (
+        ("reference.offload",),
+        lambda config: config.policy.lora.rank > 0,
+        "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory",
+    ),
+    (
+        ("policy.fp8.",),
+        lambda config: config.policy.fp8.format == "off",
+        "needs policy.fp8.format=hybrid or e4m3",
+    ),
+    (
+        ("policy.fp8.parameters",),
+        lambda config: config.policy.fp8.simulate,
+        "keeps weights in FP8 on a GPU, and FP8 is simulated",
+    ),
+    (
+        ("policy.fp8.amax_history", "policy.fp8.amax_algorithm"),
+        lambda config: config.policy.fp8.recipe != "delayed",
+        "is for policy.fp8.recipe=delayed",
+    ),
+    (
+        ("policy.lora.alpha", "policy.lora.target_modules"),
+        lambda config: config.policy.lora.rank == 0,
+        "needs policy.lora.rank above 0",
+    ),
+    (
         ("LOOP.reward_scaling.",),
         lambda config: not config.loop.reward_scaling.enabled,
         "needs LOOP.reward_scaling.enabled=true",

@@ -40,6 +40,8 @@ def test_what_there_is_not_is_no_key_either() -> None:
         ("max_steps", "grpo.max_num_steps"),
         ("actor_rollout_ref.rollout.n", "grpo.num_generations_per_prompt"),
         ("algorithm.kl_ctrl.kl_coef", "loss_fn.reference_policy_kl_penalty"),
+        ("lora_r", "policy.lora.rank"),
+        ("policy.megatron_cfg.peft.dim", "policy.lora.rank"),
         ("algorithm.gamma", "ppo.adv_estimator.gae_gamma (with algorithm=ppo)"),
     ],
 )
@@ -93,9 +95,9 @@ def test_nothing_is_suggested_that_would_be_refused(algorithm: str) -> None:
             assert [one for one in found if known_key(one) is None or is_foreign_to(algorithm, one)] == [], typo
 
 
-def test_lora_is_said_not_to_be_there() -> None:
-    for name in ("lora_r", "policy.megatron_cfg.peft.enabled"):
-        assert unknown_key(name, "grpo").text == "unknown key; LoRA is not supported"
+def test_what_there_is_not_is_said_not_to_be_there() -> None:
+    for name in ("load_in_4bit", "policy.model.load_in_8bit"):
+        assert unknown_key(name, "grpo").text == "unknown key; quantised training is not supported"
 
 
 def test_what_is_like_nothing_is_left_alone() -> None:

@@ -1,0 +1,272 @@
+"""LoRA: low-rank adapters on a rank's linear layers, trained in place of their frozen weights (Hu et al. 2021, eq. 3).
+
+A layer computes W x + (alpha / rank) B A x. A has `rank` rows, B `rank` columns. One A serves all of a merged matrix
+(queries, keys and values; gate and up), and B has its rows in the order of the weight's: each Hugging Face matrix gets
+the shared A and its own rows of B, which is a valid adapter of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_grpo.config.schema import LoraConfig
+
+STACKED = "linear_fc1"
+"""The module whose weight holds two matrices, one above the other, on every rank: gate and up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What an adapter is built from."""
+
+    rank: int
+    scale: float
+    """Factor of what the adapter adds: alpha / rank."""
+    stacked: bool
+    """Whether a rank's rows are those of two matrices, one above the other."""
+
+
+class AdaptedLinear(ABC):
+    """What adapted layers have in common, in front of the class of the layer itself.
+
+    The adapter acts in `_forward_impl`, the product with this rank's weight: gathering before it and reducing after it
+    are those of the layer, and so is whatever a subclass of it does to the result.
+    """
+
+    config: Any
+    weight: Tensor
+    lora_a: Tensor
+    lora_b: Tensor
+    tp_group: Any
+    adapter: AdapterSettings
+    adapter_on = True
+    """Whether the adapter takes part; without it the layer is that of the base model."""
+
+    def merged_weight(self) -> Tensor:
+        """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
+        added = self.lora_b.float() @ self.lora_a.float()
+        return (self.weight.float() + self.adapter.scale * added).to(self.weight.dtype)
+
+    @abstractmethod
+    def draw(self, name: str) -> None:
+        """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
+
+        Args:
+            name: of the layer in the whole model, which alone decides what is drawn: the same in every layout.
+        """
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
+        # The class behind this one is the layer's.
+        output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
+        return output + self._added(input) if self.adapter_on else output
+
+    @abstractmethod
+    def _added(self, hidden: Tensor) -> Tensor:
+        """What the adapter adds to the product of this rank, [length, sequences, rows], in the dtype of `hidden`."""
+
+    def _attach(self, settings: AdapterSettings, rows: int, columns: int, split: str) -> None:
+        """Make the two matrices, their values not yet set.
+
+        Args:
+            settings: of the adapter.
+            rows: of the weight on this rank.
+            columns: of the weight on this rank.
+            split: which of the two is split over tensor-parallel ranks: "lora_a" (by columns) or "lora_b" (by rows).
+        """
+        self.adapter = settings
+        for name, shape in (("lora_a", (settings.rank, columns)), ("lora_b", (rows, settings.rank))):
+            parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
+            # Megatron-Core counts what is not split once in the norm of the gradient.
+            parameter.tensor_model_parallel = name == split
+            parameter.partition_dim = (1 if name == "lora_a" else 0) if name == split else -1
+            parameter.partition_stride = 1
+            setattr(self, name, parameter)
+
+    def _shards(self, name: str, axis: int, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
+        """What a checkpoint holds of the matrix that is split."""
+        return make_sharded_tensors_for_checkpoint(
+            {name: getattr(self, name)},
+            prefix,
+            {name: axis},
+            offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class AdaptedColumn(AdaptedLinear):
+    """Of a layer whose rows are split: every rank has A, and the rows of B that stand beside its own."""
+
+    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        rows, columns = self.weight.shape
+        self._attach(adapter, rows, columns, split="lora_b")
+        # Each rank sees its part of the tokens: Megatron-Core adds the gradients of A up.
+        marked: Any = self.lora_a
+        marked.sequence_parallel = self.config.sequence_parallel
+
+    def draw(self, name: str) -> None:
+        with torch.no_grad():
+            self.lora_a.copy_(_drawn(name, *self.lora_a.shape))
+            self.lora_b.zero_()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What a checkpoint holds of this rank's layer, by name; the signature is Megatron-Core's."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        rows = self._shards("lora_b", 0, prefix, sharded_offsets, metadata)
+        if self.adapter.stacked:  # other layouts cut the two matrices one by one
+            single = (metadata or {}).get("singleton_local_shards", False)
+            rows = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in rows.items()}
+        return state | rows
+
+    def _added(self, hidden: Tensor) -> Tensor:
+        low = F.linear(hidden, self.lora_a)
+        if self.config.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:  # backward: what all ranks' rows of B say
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return self.adapter.scale * F.linear(low, self.lora_b)
+
+
+class AdaptedRow(AdaptedLinear):
+    """Of a layer whose columns are split: a rank has its columns of A, and all of B.
+
+    What it adds is a part, as the product itself is; the layer's reduction completes both in one message.
+    """
+
+    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        rows, columns = self.weight.shape
+        self._attach(adapter, rows, columns, split="lora_a")
+
+    def draw(self, name: str) -> None:
+        columns, here = self.lora_a.shape[1] * self.tp_group.size(), self.tp_group.rank()
+        with torch.no_grad():
+            whole = _drawn(name, self.adapter.rank, columns)
+            self.lora_a.copy_(whole.chunk(self.tp_group.size(), dim=1)[here])
+            self.lora_b.zero_()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """What a checkpoint holds of this rank's layer, by name; the signature is Megatron-Core's."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        return state | self._shards("lora_a", 1, prefix, sharded_offsets, metadata)
+
+    def _added(self, hidden: Tensor) -> Tensor:
+        # Each rank's columns make a part of B's gradient; backward adds the parts up.
+        whole_b = copy_to_tensor_model_parallel_region(self.lora_b, group=self.tp_group)
+        return self.adapter.scale * F.linear(F.linear(hidden, self.lora_a), whole_b)
+
+
+@cache
+def adapted_class(layer: type) -> type:
+    """A subclass of a linear layer of Megatron-Core's (or of one of its subclasses) with an adapter.
+
+    Args:
+        layer: class whose rows or columns tensor parallelism splits.
+    """
+    if issubclass(layer, ColumnParallelLinear):
+        return type(f"Adapted{layer.__name__}", (AdaptedColumn, layer), {})
+    assert issubclass(layer, RowParallelLinear), f"{layer} is no linear layer that takes an adapter"
+    return type(f"Adapted{layer.__name__}", (AdaptedRow, layer), {})
+
+
+def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> TransformerBlockSubmodules:
+    """The spec of a stage's layers with adapters in the place of the layers that they are asked for; changes it.
+
+    Args:
+        block: whose layers are made of torch modules; those with experts keep their feed-forward networks as they are.
+        lora: the adapters' settings; its rank is above 0.
+    """
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        places = {"linear_qkv": parts.self_attention.submodules, "linear_proj": parts.self_attention.submodules}
+        if parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "linear_fc1"):
+            places |= {"linear_fc1": parts.mlp.submodules, "linear_fc2": parts.mlp.submodules}
+        for name, place in places.items():
+            if name not in lora.target_modules or _is_adapted(getattr(place, name)):  # the layers may share one spec
+                continue
+            current = getattr(place, name)
+            settings = AdapterSettings(lora.rank, lora.alpha / lora.rank, stacked=name == STACKED)
+            kind, params = (current.module, current.params) if isinstance(current, ModuleSpec) else (current, {})
+            setattr(place, name, ModuleSpec(module=adapted_class(kind), params={**params, "adapter": settings}))
+    return block
+
+
+def train_adapters_alone(chunk: Any) -> None:
+    """Freeze every parameter but the adapters', whose first values are drawn.
+
+    Args:
+        chunk: a GPTModel with adapters in its layers.
+    """
+    chunk.requires_grad_(False)
+    for name, layer in _adapted_layers(chunk):
+        layer.draw(name)
+        for parameter in (layer.lora_a, layer.lora_b):
+            parameter.requires_grad_(True)
+    if chunk.pre_process:
+        # Nothing before the first adapter has a gradient, and recomputed layers have one only if their input has.
+        chunk.embedding.register_forward_hook(_carry_gradients)
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
+    """The base model in the body: the same weights without their adapters.
+
+    Args:
+        chunks: a rank's shard of a model with adapters.
+    """
+    layers = [layer for chunk in chunks for _, layer in _adapted_layers(chunk)]
+    assert layers, "the model has no adapters"
+    for layer in layers:
+        layer.adapter_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_on = True
+
+
+def _adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
+    """Every layer of a chunk that has an adapter, with its name in the whole model."""
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, AdaptedLinear):
+                yield f"layers.{layer.layer_number - 1}.{name}", module
+
+
+def _is_adapted(spec: Any) -> bool:
+    module = spec.module if isinstance(spec, ModuleSpec) else spec
+    return isinstance(module, type) and issubclass(module, AdaptedLinear)
+
+
+def _carry_gradients(_module: Any, _given: Any, embedded: Tensor) -> Tensor:
+    """Embeddings, [length, sequences, hidden], any float type: as they are, but backward reaches them."""
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+
+def _drawn(name: str, rows: int, columns: int) -> Tensor:
+    """[rows, columns], float32, on the host: uniform within 1 / sqrt(columns), decided by the name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.rand(rows, columns, generator=generator) - 1) / columns**0.5

@@ -1,0 +1,139 @@
+"""Adapters on ranks and in peft: the same values in both, whatever the layout."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+
+from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.policy.modeling.adapter import AdaptedColumn, AdaptedLinear
+from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER
+from tests.parity.ranks import Layout
+from tests.support.tiny_models import TinyModel
+
+LORA = LoraConfig(rank=3, alpha=7.0)
+MATRICES = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+"""The matrices of transformers that each adapted layer of Megatron-Core's is made of."""
+
+
+def make_lora_rank(layout: Layout, model: TinyModel, lora: LoraConfig = LORA, **settings: Any) -> PolicyRank:
+    """A policy with adapters and a reference, its B as it begins: zero."""
+    config = PolicyConfig(
+        model=ModelConfig(path=str(model.path)),
+        parallel=layout.parallel,
+        lora=lora,
+        max_grad_norm=MAX_GRAD_NORM,
+        **{"precision": "float32", "optimizer": replace(OPTIMIZER, distributed=True), **settings},
+    )
+    folder = str(model.path)
+    return PolicyRank(config, model.shape, folder, reference=ReferenceConfig(), temperature=0.8, decay_steps=100)
+
+
+def adapted_layers(rank: PolicyRank) -> dict[str, AdaptedLinear]:
+    """The rank's adapted layers, by their name in the whole model."""
+    return {
+        f"{layer.layer_number - 1}.{name}": module
+        for chunk in rank.chunks
+        for layer in chunk.decoder.layers
+        for name, module in layer.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }
+
+
+def fill_b(rank: PolicyRank) -> None:
+    """Put numbers into B that depend on the layer alone: its whole matrix, of which a rank takes its rows."""
+    size, here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    for name, layer in adapted_layers(rank).items():
+        rows = len(layer.lora_b) * (size if isinstance(layer, AdaptedColumn) else 1)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        whole = 0.3 * torch.randn(rows, LORA.rank, generator=torch.Generator().manual_seed(seed))
+        if isinstance(layer, AdaptedColumn):
+            matrices = whole.chunk(2) if "fc1" in name else (whole,)
+            whole = torch.cat([matrix.chunk(size)[here] for matrix in matrices])
+        layer.lora_b.data.copy_(whole)
+
+
+def own_parts(rank: PolicyRank, gradients: bool) -> dict[str, Tensor]:
+    """This rank's A and B, or their gradients, by "LAYER.NAME.lora_a"."""
+    return {
+        f"{name}.{which}": (getattr(layer, which).main_grad if gradients else getattr(layer, which)).detach().clone()
+        for name, layer in adapted_layers(rank).items()
+        for which in ("lora_a", "lora_b")
+    }
+
+
+def joined(by_rank: list[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
+    """Whole A and B from what every rank has: tensor-parallel neighbours are consecutive, other copies are equal."""
+    whole: dict[str, Tensor] = {}
+    for begin in range(0, layout.ranks, layout.tensor):
+        neighbours = by_rank[begin : begin + layout.tensor]
+        for name in neighbours[0]:
+            value = _join(name, [one[name] for one in neighbours])
+            torch.testing.assert_close(value, whole.setdefault(name, value), atol=0, rtol=0)
+    return whole
+
+
+def _join(name: str, parts: list[Tensor]) -> Tensor:
+    column = "linear_qkv" in name or "linear_fc1" in name
+    if column == name.endswith("lora_a"):  # every rank has all of it
+        for part in parts:
+            torch.testing.assert_close(part, parts[0], atol=0, rtol=0)
+        return parts[0]
+    if "linear_fc1" in name:
+        return torch.cat([part.chunk(2)[half] for half in (0, 1) for part in parts])
+    return torch.cat(parts, dim=0 if column else 1)
+
+
+def rows_of(model: TinyModel, matrix: str, lora_b: Tensor) -> Tensor:
+    """The rows of a whole B that belong to a matrix of transformers, group by group."""
+    shape = model.shape
+    if matrix in ("mlp.gate_proj", "mlp.up_proj"):
+        return lora_b.chunk(2)[matrix == "mlp.up_proj"]
+    if matrix in ("self_attn.o_proj", "mlp.down_proj"):
+        return lora_b
+    heads, rows, begin = shape.attention_heads // shape.key_value_heads, [], 0
+    for _ in range(shape.key_value_heads):
+        query, key = begin + heads * shape.head_dim, begin + (heads + 1) * shape.head_dim
+        end = key + shape.head_dim
+        ranges = {"q": (begin, query), "k": (query, key), "v": (key, end)}
+        rows += range(*ranges[matrix[len("self_attn.")]])
+        begin = end
+    return lora_b[rows]
+
+
+def peft_oracle(model: TinyModel, whole: dict[str, Tensor]) -> PeftModel:
+    """The model in transformers with adapters of peft, whose A and B are these."""
+    targets = [matrix.rpartition(".")[2] for matrices in MATRICES.values() for matrix in matrices]
+    config = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    oracle = get_peft_model(model.load(), config)
+    for name, of_a, of_b, matrix in places(oracle, whole):
+        assert of_a.shape == whole[f"{name}.lora_a"].shape
+        of_a.data.copy_(whole[f"{name}.lora_a"])
+        of_b.data.copy_(rows_of(model, matrix, whole[f"{name}.lora_b"]))
+    return oracle
+
+
+def places(oracle: PeftModel, whole: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, str]]:
+    """For every matrix of transformers: the adapted layer that it belongs to, its A and B in peft, and its name."""
+    parameters = dict(oracle.named_parameters())
+    found = []
+    for name in sorted({key.rpartition(".")[0] for key in whole}):
+        layer, _, megatron = name.partition(".")
+        for matrix in MATRICES[megatron]:
+            inside = f"base_model.model.model.layers.{layer}.{matrix}"
+            lora_a, lora_b = (parameters[f"{inside}.lora_{which}.default.weight"] for which in "AB")
+            found.append((name, lora_a, lora_b, matrix))
+    return found

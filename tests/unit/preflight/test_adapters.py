@@ -1,0 +1,79 @@
+"""What of policy.lora is refused before anything starts, and what is said to change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_grpo.config.schema import Config, LoraConfig
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.preflight.adapters import adapter_problems
+from megatron_grpo.preflight.checks.idle import idle_settings
+from tests.support.config_problems import SMALL, problems_of
+
+DENSE = shape_of_config(SMALL)
+EXPERTS = replace(DENSE, experts=ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * DENSE.layers))
+LATENT = replace(
+    DENSE, latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8, rope_interleaved=True)
+)
+ATTENTION = ["linear_qkv", "linear_proj"]
+
+
+def config(**lora: object) -> Config:
+    made = Config()
+    made.policy.lora = LoraConfig(**{"rank": 8, **lora})
+    return made
+
+
+def problems(lora: Config, shape: ModelShape | None = DENSE) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in adapter_problems(lora, shape)}
+
+
+def test_adapters_on_a_dense_model_are_taken_and_none_are_never_refused() -> None:
+    assert problems(config()) == {}
+    assert problems(config(rank=0, target_modules=[]), EXPERTS) == {}
+    assert problems(config(target_modules=ATTENTION), EXPERTS) == {}
+    assert problems(config(target_modules=["linear_proj"]), LATENT) == {}
+
+
+@pytest.mark.parametrize(
+    ("targets", "shape", "text"),
+    [
+        ([], None, "leaves nothing to train; name a layer, or set policy.lora.rank=0"),
+        (["linear_qkv", "linear_qkv"], None, "names a layer twice; name each once"),
+        (
+            ["linear_proj", "linear_fc2"],
+            EXPERTS,
+            "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are",
+        ),
+        (["linear_qkv"], LATENT, "latent attention has no linear_qkv; use [linear_proj]"),
+    ],
+)
+def test_what_cannot_have_adapters_is_named(targets: list[str], shape: ModelShape | None, text: str) -> None:
+    subject = f"policy.lora.target_modules=[{','.join(targets)}]"
+    assert problems(config(target_modules=targets), shape) == {subject: text}
+
+
+def test_a_base_model_that_would_have_to_move_is_refused() -> None:
+    moving = config()
+    moving.grpo.sync_ref_model = True
+    (text,) = problems(moving).values()
+    assert text.endswith("use false, or train all weights with policy.lora.rank=0")
+
+
+def test_an_unknown_layer_is_refused() -> None:
+    assert "policy.lora.target_modules" in str(problems_of(["policy.lora.target_modules=[q_proj]"]))
+
+
+def test_settings_of_adapters_without_adapters_change_nothing() -> None:
+    found = {problem.subject: problem.text for problem in idle_settings(config(rank=0, alpha=3.0))}
+    assert found == {"policy.lora.alpha=3.0": "needs policy.lora.rank above 0"}
+
+
+def test_the_value_model_of_ppo_is_trained_whole() -> None:
+    made = config()
+    made.algorithm = "ppo"
+    assert made.value_model is not None
+    assert made.value_model.lora.rank == 0

@@ -1,0 +1,156 @@
+"""What of policy.fp8 is refused before anything starts, what is said to change nothing, and how tokens are padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight import fp8 as checks
+from megatron_grpo.preflight.checks.idle import idle_settings
+from megatron_grpo.preflight.fp8 import fp8_machine_problems, fp8_problems, gpu_capability
+from tests.support.config_problems import SMALL
+
+SHAPE = replace(shape_of_config(SMALL), hidden=256, head_dim=128, ffn_hidden=512)
+"""Eight heads and four key/value heads in four layers."""
+
+
+def config(gpus: int = 8, **fp8: object) -> Config:
+    made = Config()
+    made.cluster.gpus_per_node = gpus
+    made.policy.fp8 = Fp8Config(**{"format": "hybrid", **fp8})
+    return made
+
+
+def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in fp8_problems(made, shape)}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_what_fits_is_taken(recipe: str) -> None:
+    assert problems(config(recipe=recipe)) == {}
+    assert problems(config(format="off", recipe=recipe, first_layers_bf16=99)) == {}
+    if recipe != "delayed":
+        assert problems(config(gpus=0, recipe=recipe, simulate=True)) == {}
+
+
+def test_what_the_device_cannot_do_is_refused_with_what_to_do() -> None:
+    on_cpu = problems(config(gpus=0))
+    assert on_cpu["policy.fp8.format=hybrid"].endswith("use off, or policy.fp8.simulate=true for its numerics")
+    full = config()
+    full.policy.precision = "float32"
+    assert problems(full)["policy.fp8.format=hybrid"] == "needs policy.precision=bfloat16, not float32"
+    adapted = config()
+    adapted.policy.lora = LoraConfig(rank=4)
+    assert problems(adapted)["policy.fp8.format=hybrid"].endswith("use off, or policy.lora.rank=0")
+    assert "mxfp8" in problems(config(parameters=True, recipe="mxfp8"))["policy.fp8.parameters=True"]
+    whole = config(parameters=True)
+    whole.policy.optimizer.distributed = False
+    assert "policy.optimizer.distributed=true" in problems(whole)["policy.fp8.parameters=True"]
+
+
+def test_delayed_is_neither_simulated_nor_left_out_of_layers() -> None:
+    found = problems(config(recipe="delayed", simulate=True, first_layers_bf16=1))
+    assert found["policy.fp8.recipe=delayed"].endswith("use tensorwise, blockwise or mxfp8")
+    assert found["policy.fp8.first_layers_bf16=1"].endswith("use 0, or policy.fp8.recipe=tensorwise")
+
+
+def test_more_outer_layers_than_there_are() -> None:
+    made = config(last_layers_bf16=3)
+    made.policy.parallel.pipeline = 2
+    text = "is more than the 2 layers that a pipeline rank has"
+    assert problems(made) == {"policy.fp8.last_layers_bf16=3": text}
+    assert problems(config(first_layers_bf16=5, simulate=True)) == {
+        "policy.fp8.first_layers_bf16=5": "is more than the 4 layers that the model has"
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "shape", "what"),
+    [
+        ("blockwise", 1, replace(SHAPE, hidden=192), "multiples of 128, and the model's hidden size is 192; use fewer"),
+        ("blockwise", 8, SHAPE, "multiples of 128, and the model's feed-forward width is 512 over 8 ranks; use fewer"),
+        ("mxfp8", 1, replace(SHAPE, ffn_hidden=80), "multiples of 32, and the model's feed-forward width is 80; use "),
+        ("tensorwise", 1, replace(SHAPE, hidden=24), "multiples of 16, and the model's hidden size is 24; use off"),
+    ],
+)
+def test_sizes_that_are_no_whole_blocks(recipe: str, tensor: int, shape: ModelShape, what: str) -> None:
+    made = config(recipe=recipe)
+    made.policy.parallel = ParallelConfig(tensor=tensor)
+    (text,) = problems(made, shape).values()
+    assert what in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "have", "text"),
+    [
+        (
+            "tensorwise",
+            (8, 0),
+            "recipe=tensorwise needs GPUs of compute capability 8.9, and this machine has 8.0; use off",
+        ),
+        ("delayed", (8, 9), None),
+        ("blockwise", (8, 9), "capability 9.0, and this machine has 8.9; use recipe=tensorwise"),
+        ("mxfp8", (9, 0), "capability 10.0, and this machine has 9.0; use recipe=tensorwise"),
+        ("mxfp8", (10, 0), None),
+        ("mxfp8", None, None),
+    ],
+)
+def test_gpus_that_are_too_old(
+    recipe: str, have: tuple[int, int] | None, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "gpu_capability", lambda: have)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    found = [problem.text for problem in fp8_machine_problems(config(recipe=recipe))]
+    assert len(found) == (text is not None)
+    assert all(str(text) in one for one in found)
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "gpu_capability", lambda: None)
+    (problem,) = fp8_machine_problems(config())
+    assert "pip install 'transformer-engine[pytorch]'" in problem.text
+    assert list(fp8_machine_problems(config(simulate=True))) == []
+
+
+def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    for answer, expected in (("9.0\\n10.0\\n8.9\\n", (8, 9)), ("No devices\\n", None)):
+        tool.write_text(f"#!/bin/sh\nprintf '{answer}'\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        assert gpu_capability() == expected
+    monkeypatch.setenv("PATH", "")
+    assert gpu_capability() is None
+
+
+def test_settings_that_change_nothing_are_named() -> None:
+    def idle(made: Config) -> dict[str, str]:
+        return {problem.subject: problem.text for problem in idle_settings(made)}
+
+    assert idle(config(format="off", simulate=True)) == {
+        "policy.fp8.simulate=True": "needs policy.fp8.format=hybrid or e4m3"
+    }
+    assert idle(config(amax_history=16)) == {"policy.fp8.amax_history=16": "is for policy.fp8.recipe=delayed"}
+    assert "policy.fp8.parameters=True" in idle(config(parameters=True, simulate=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"), [("delayed", 16), ("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)]
+)
+def test_tokens_are_padded_for_the_products_of_the_device_alone(recipe: str, multiple: int) -> None:
+    assert Fp8Config(format="hybrid", recipe=recipe).token_multiple == multiple
+    assert Fp8Config(format="hybrid", recipe=recipe, simulate=True).token_multiple == 1
+    assert Fp8Config(recipe=recipe).token_multiple == 1
+
+
+def test_the_value_model_stays_out_of_fp8() -> None:
+    made = config()
+    made.algorithm = "ppo"
+    assert made.value_model is not None
+    assert made.value_model.fp8.format == "off"
