@@ -135,6 +135,7 @@ def measure(layout: dict[str, int], folder: Path) -> list[dict[str, Any]]:
     from megatron_grpo.cluster.rendezvous import open_store
 
     store = open_store("127.0.0.1", 60.0)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that what is freed is given back, and a peak is one each time
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [

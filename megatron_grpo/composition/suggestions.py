@@ -69,7 +69,8 @@ def _names_in(algorithm: str, name: str) -> list[str]:
     model's, which are called as the policy's are, unless the user's begins as theirs do."""
     section, _, rest = name.partition(".")
     environment = rest.partition(".")[0] if section == "env" else ""
-    names = (named_for(algorithm, key) for key in keys() if not is_foreign_to(algorithm, key))
+    own = (key for key in keys() if not key.endswith("<field>"))  # preflight knows those that are passed on
+    names = (named_for(algorithm, key) for key in own if not is_foreign_to(algorithm, key))
     names = (one for one in names if section == "value" or not one.startswith("value."))
     return [one.replace("<name>", environment or "NAME") for one in names]
 

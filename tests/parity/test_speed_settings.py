@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_grpo.policy.megatron_fields import made
 from megatron_grpo.policy.modeling.attention import TorchCoreAttention
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
@@ -97,6 +99,10 @@ def test_recomputing_parts_of_a_layer_changes_no_bit(
         assert same(expected, actual)
 
 
+def config_sizes(config: TransformerConfig) -> dict[str, int]:
+    return {name: getattr(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+
+
 def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
     engine = make_engine(
         layout,
@@ -104,7 +110,6 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
         deterministic=True,
         megatron={
             "moe_router_dtype": "fp32",
-            "attention_backend": "unfused",
             "disable_bf16_reduced_precision_matmul": True,
         },
         ddp={"grad_reduce_in_fp32": False},
@@ -113,7 +118,7 @@ def fields_on_rank(layout: Layout, model: TinyModel) -> tuple[Any, ...]:
     config, optimizer = engine.chunks[0].config, engine.optimizer
     return (
         config.moe_router_dtype,
-        config.attention_backend.name,
+        made(TransformerConfig, config_sizes(config), {"attention_backend": "unfused"}).attention_backend.name,
         config.disable_bf16_reduced_precision_matmul,
         optimizer.chunks[0].ddp_config.grad_reduce_in_fp32,
         optimizer.optimizer.chained_optimizers[0].config.log_num_zeros_in_grad,
