@@ -43,7 +43,7 @@ def test_all_mistakes_come_in_one_message(given: list[str]) -> None:
     assert problems == {
         "grpo.num_prompt_per_step": "unknown key; did you mean grpo.num_prompts_per_step?",
         "policy.precision=fp8": "must be one of float32, bfloat16",
-        "policy.parallel.tensor=3": "does not divide the model's 8 attention heads; use 1, 2 or 4",
+        "policy.parallel.tensor=3": "does not divide the model's 8 attention heads; use 1, 2, 4 or 8",
     }
 
 
@@ -98,11 +98,11 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
 @pytest.mark.parametrize(
     ("overrides", "subject", "text"),
     [
-        (["policy.parallel.tensor=8"], "policy.parallel.tensor=8", "4 key/value heads; use 1, 2 or 4"),
-        (["generation.parallel.tensor=8"], "generation.parallel.tensor=8", "4 key/value heads; use 1, 2 or 4"),
+        (["policy.parallel.tensor=16"], "policy.parallel.tensor=16", "8 attention heads; use 1, 2, 4 or 8"),
+        (["generation.parallel.tensor=6"], "generation.parallel.tensor=6", "8 attention heads; use 1, 2, 4 or 8"),
         (["policy.parallel.pipeline=3"], "policy.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
         (["generation.parallel.pipeline=3"], "generation.parallel.pipeline=3", "4 layers; use 1, 2 or 4"),
-        (["policy.parallel.expert=2"], "policy.parallel.expert=2", "mixture-of-experts"),
+        (["policy.parallel.expert=2"], "policy.parallel.expert=2", "the model has no experts; use 1"),
         (["policy.parallel.sequence=true"], "policy.parallel.sequence=True", "needs policy.parallel.tensor > 1"),
         (["policy.parallel.data=3"], "policy.parallel.data=3", "32 prompts x 16 generations = 512 samples"),
         (["generation.parallel.data=3"], "generation.parallel.data=3", "do not share out evenly over 3 engines"),
