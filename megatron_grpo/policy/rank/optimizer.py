@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,8 +118,8 @@ class ModelOptimizer:
         Megatron's parameter groups carry their settings, and loading brings back those of the run that saved.
         """
         # A stage without experts has an optimizer for them that never made a step, and may be the one that wrote this.
-        for one in [state] if "optimizer" in state else state.values():
-            for group in one["optimizer"]["param_groups"]:
+        for group in _parameter_groups(state):
+            if "step" in group:
                 group["step"] = schedule_steps
         self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
@@ -131,6 +131,14 @@ class ModelOptimizer:
             )
         self.scheduler.num_steps = schedule_steps
         self.scheduler.step(0)
+
+
+def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups in the state of an optimizer, or of several that are chained."""
+    yield from state.get("param_groups", ())
+    for part in state.values():
+        if isinstance(part, dict) and "param_groups" not in state:
+            yield from _parameter_groups(part)
 
 
 def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
