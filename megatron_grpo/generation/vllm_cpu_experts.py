@@ -12,7 +12,7 @@ from torch import Tensor
 def choices_here(weights: Tensor, chosen: Tensor, place_here: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
     """What tokens chose, for a rank that has some of the experts only.
 
-    A choice of an expert elsewhere becomes one of an expert here with weight 0, each in turn so that none gets them all.
+    A choice of an expert elsewhere becomes one of an expert here with weight 0, spread so that none gets them all.
 
     Args:
         weights: [tokens, choices], float32, what the output of each chosen expert is multiplied by.
@@ -30,9 +30,9 @@ def choices_here(weights: Tensor, chosen: Tensor, place_here: Tensor, experts_he
 
 
 def give_ranks_their_experts() -> None:
-    """Let vLLM's CPU layers of experts look at which experts a rank has; without it they read memory that is not theirs.
+    """Let vLLM's CPU layers look at which experts a rank has: its kernel indexes those with the numbers of all of them.
 
-    To be called once in each worker, before the model is made.
+    To be called once in each worker that shares experts, before the model is made.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
