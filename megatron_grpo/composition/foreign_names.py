@@ -113,6 +113,7 @@ NEMO_RL = {
     "policy.generation.top_k": "generation.top_k",
     "policy.generation.top_p": "generation.top_p",
     "policy.generation.vllm_cfg.enforce_eager": "generation.engine.enforce_eager",
+    "policy.generation.vllm_cfg.expert_parallel_size": "generation.parallel.expert",
     "policy.generation.vllm_cfg.gpu_memory_utilization": "generation.engine.gpu_memory_utilization",
     "policy.generation.vllm_cfg.max_model_len": "policy.max_total_sequence_length",
     "policy.generation.vllm_cfg.pipeline_parallel_size": "generation.parallel.pipeline",

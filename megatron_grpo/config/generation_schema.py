@@ -20,6 +20,10 @@ class GenerationParallelConfig(Section):
     pipeline: Positive = 1
     """Ranks that split the layers of an engine."""
 
+    expert: Positive = 1
+    """Ranks that share the experts of a mixture-of-experts model, each with whole experts (EP): 1, which splits the
+    matrices of every expert as `tensor` does the others, or as many as `tensor`, the only other choice in vLLM."""
+
     data: Positive = 1
     """Independent engines; prompts are shared out over them."""
 

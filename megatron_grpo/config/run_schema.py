@@ -102,8 +102,9 @@ class LoggerConfig(Section):
 class PrepareConfig(Section):
     """Model and data made before the run, for recipes that need no download."""
 
-    name: Literal["addition"] | None = None
-    """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; null: nothing."""
+    name: Literal["addition", "addition_moe"] | None = None
+    """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; addition_moe: a tiny
+    Qwen3-MoE, and the same problems; null: nothing."""
 
     folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Where the model and its data are made, once; later runs reuse them."""

@@ -18,12 +18,12 @@ class PreparedPrompts:
     """Tokens of every prompt, without a chat template; the tokenizer has none."""
 
 
-PREPARED_PROMPTS = {
-    "addition": PreparedPrompts(
-        rows={"train.jsonl": 4588, "val.jsonl": 512},
-        columns=("prompt", "answer", "task_name"),
-        task="addition",
-        prompt_tokens=6,
-    )
-}
+_ADDITION = PreparedPrompts(
+    rows={"train.jsonl": 4588, "val.jsonl": 512},
+    columns=("prompt", "answer", "task_name"),
+    task="addition",
+    prompt_tokens=6,
+)
+
+PREPARED_PROMPTS = {"addition": _ADDITION, "addition_moe": _ADDITION}
 """The prompts that each prepare.name makes."""

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, made to run pipeline stages without compilation, in a process that was forked."""
+"""vLLM's CPU worker, made to run pipeline stages without compilation and shares of experts, in a forked process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vllm.distributed import get_pp_group
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megatron_grpo.generation.vllm_cpu_experts import give_ranks_their_experts
 from megatron_grpo.generation.vllm_plugin import begin_process
 
 
@@ -22,6 +23,8 @@ class PipelineCPUWorker(CPUWorker):
         super().__init__(*args, local_rank=local_rank, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.parallel_config.enable_expert_parallel:
+            give_ranks_their_experts()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:

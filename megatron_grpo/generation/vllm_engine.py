@@ -316,6 +316,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "dtype": config.engine.dtype or settings.precision,
         "tensor_parallel_size": config.parallel.tensor,
         "pipeline_parallel_size": config.parallel.pipeline,
+        "enable_expert_parallel": config.parallel.expert > 1,
         "max_model_len": settings.max_total_sequence_length,
         "max_num_seqs": config.engine.max_num_seqs,
         "enforce_eager": config.engine.enforce_eager,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import Config, MoeConfig, ParallelConfig
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.config.schema import Config, GenerationParallelConfig, MoeConfig, ParallelConfig
+from megatron_grpo.models.shape import ExpertShape, ModelShape
 from megatron_grpo.models.source import known_value_shape
 from megatron_grpo.preflight.splits import divisors, listed, tensor_problems, training_split_problems
 
@@ -58,6 +58,24 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
     if shape.layers % parallel.pipeline:
         text = f"does not divide the model's {shape.layers} layers; use {listed(divisors(shape.layers))}"
         yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
+    yield from _generation_experts(parallel, shape.experts)
+
+
+def _generation_experts(parallel: GenerationParallelConfig, experts: ExpertShape | None) -> Iterator[Problem]:
+    """What of an engine's layout does not fit the experts of the model, or their absence."""
+    tensor, expert = parallel.tensor, parallel.expert
+    subject = f"generation.parallel.expert={expert}"
+    if experts is None:
+        if expert > 1:
+            yield Problem(subject, "the model has no experts; use 1")
+    elif expert not in (1, tensor):
+        text = f"vLLM shares experts over all ranks of generation.parallel.tensor={tensor} or over none; use "
+        yield Problem(subject, text + listed(sorted({1, tensor})) if tensor > 1 else f"{text}1, or a larger tensor")
+    elif expert > 1 and experts.count % expert:
+        yield Problem(subject, f"does not divide the model's {experts.count} experts; use 1, or another tensor")
+    elif expert == 1 and experts.ffn_hidden % tensor:
+        text = f"does not divide an expert's width of {experts.ffn_hidden}; use generation.parallel.expert={tensor}"
+        yield Problem(f"generation.parallel.tensor={tensor}", text)
 
 
 def _parallel(config: Config) -> Iterator[Problem]:

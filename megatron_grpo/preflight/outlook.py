@@ -34,6 +34,8 @@ def outlook(config: Config, start_from: Path | None) -> str:
 def _ranks(parallel: ParallelConfig) -> str:
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "DP": parallel.data}
     layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    if parallel.expert > 1:
+        layout += f", EP{parallel.expert}"
     return f"{parallel.world_size} {_plural('rank', parallel.world_size)}{f' ({layout})' if layout else ''}"
 
 

@@ -1,4 +1,4 @@
-"""A tiny model that adds two-digit numbers, not well yet, and problems to teach it more: a task without downloads."""
+"""Tiny models that add two-digit numbers, not well yet, and problems to teach them more: a task without downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megatron_grpo.models.prepared import EOS, PAD, PREPARED_MODELS, VOCABULARY
 MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 ANSWER_DIGITS = 3
 PROMPT_TOKENS = len("37+58=")
-HF_CONFIG = PREPARED_MODELS["addition"]
 
 GENERATION_CONFIG = {
     "do_sample": True,
@@ -38,9 +37,8 @@ RECIPE: dict[str, Any] = {
     "probe_problems": 512,
     "probe_from_step": 100,
     "probe_period_steps": 5,
-    "config": HF_CONFIG,
 }
-"""All that decides what is made.
+"""What decides, with the model's configuration, what is made.
 
 The learning rate of the warm-up is high and stays so to its end: weights that a decaying rate has settled in a narrow
 valley are thrown out of it by the first steps of reinforcement learning. The warm-up ends when a sample of the model
@@ -51,17 +49,18 @@ between machines, and at that rate it decides when the model gets there. Its gre
 Problem = tuple[int, int]
 
 
-def prepare(folder: str | Path) -> None:
-    """Make the model and its data, unless this recipe's are there already; about ten seconds.
+def prepare(name: str, folder: str | Path) -> None:
+    """Make a model and its data, unless this recipe's are there already; about ten seconds.
 
     Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
     training file nor the warm-up. The folder appears as a whole or not at all.
 
     Args:
+        name: which of PREPARED_MODELS.
         folder: folder to make; replaced when another recipe made it.
     """
-    target = Path(folder)
-    if _made_by_this_recipe(target):
+    target, wanted = Path(folder), recipe_hash(name)
+    if _is_made(target, wanted):
         return
     started = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,18 +71,21 @@ def prepare(folder: str | Path) -> None:
         write_problems(made / TRAIN_FILE, train)
         write_problems(made / VAL_FILE, val)
         (made / MODEL_FOLDER).mkdir()
-        accuracy = _make_model(made / MODEL_FOLDER, warmup, train, val)
-        (made / RECIPE_FILE).write_text(json.dumps({"hash": recipe_hash(), "recipe": RECIPE}, indent=2) + "\n")
-        _move_into_place(made, target)
+        accuracy = _make_model(PREPARED_MODELS[name], made / MODEL_FOLDER, warmup, train, val)
+        (made / RECIPE_FILE).write_text(json.dumps({"hash": wanted, "recipe": recipe(name)}, indent=2) + "\n")
+        _move_into_place(made, target, wanted)
     seconds = time.monotonic() - started
-    print(
-        f"made the addition model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True
-    )
+    print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
 
 
-def recipe_hash() -> str:
-    """Identifies what `prepare` makes."""
-    return hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()
+def recipe(name: str) -> dict[str, Any]:
+    """All that decides what `prepare` makes under a name."""
+    return {**RECIPE, "config": PREPARED_MODELS[name]}
+
+
+def recipe_hash(name: str) -> str:
+    """Identifies what `prepare` makes under a name."""
+    return hashlib.sha256(json.dumps(recipe(name), sort_keys=True).encode()).hexdigest()
 
 
 def split_problems() -> tuple[list[Problem], list[Problem], list[Problem]]:
@@ -105,29 +107,33 @@ def answer(a: int, b: int) -> str:
     return f"{a + b:0{ANSWER_DIGITS}}"
 
 
-def _made_by_this_recipe(target: Path) -> bool:
+def _is_made(target: Path, wanted: str) -> bool:
+    """Whether the folder holds what the recipe with this hash makes."""
     try:
         found = json.loads((target / RECIPE_FILE).read_text())["hash"]
     except (OSError, json.JSONDecodeError, KeyError):
         return False
-    return bool(found == recipe_hash())
+    return bool(found == wanted)
 
 
-def _move_into_place(made: Path, target: Path) -> None:
+def _move_into_place(made: Path, target: Path, wanted: str) -> None:
     """Rename; what another recipe left is moved aside first, and a process that was faster with this one wins."""
-    if target.exists() and not _made_by_this_recipe(target):
+    if target.exists() and not _is_made(target, wanted):
         os.replace(target, made.with_name("old"))
     try:
         os.replace(made, target)
     except OSError:
-        if not _made_by_this_recipe(target):
+        if not _is_made(target, wanted):
             raise
 
 
-def _make_model(folder: Path, warmup: list[Problem], unseen: list[Problem], val: list[Problem]) -> float:
+def _make_model(
+    config: dict[str, Any], folder: Path, warmup: list[Problem], unseen: list[Problem], val: list[Problem]
+) -> float:
     """Train, save with the tokenizer, and return the greedy accuracy on the validation problems.
 
     Args:
+        config: config.json of the model.
         folder: folder that the model is written to.
         warmup: problems to learn from.
         unseen: problems that decide when to stop.
@@ -135,25 +141,44 @@ def _make_model(folder: Path, warmup: list[Problem], unseen: list[Problem], val:
     """
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     # One thread: several round their sums differently, and are no faster on matrices this small.
     torch.set_num_threads(1)
     torch.manual_seed(RECIPE["seed"])
     try:
-        model = Qwen3ForCausalLM(Qwen3Config(**HF_CONFIG))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         _warm_up(model, warmup, unseen)
         accuracy = greedy_accuracy(model, val)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
-    _tokenizer().save_pretrained(folder)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n")
+    _tokenizer(config["max_position_embeddings"]).save_pretrained(folder)
+    save_file(_released_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
     return accuracy
+
+
+def _released_weights(model: Any) -> dict[str, Any]:
+    """The weights of a Hugging Face model under the names that released models have on disk.
+
+    In memory the experts of a layer are two tensors, [experts, gate and up width, hidden] and [experts, hidden, width];
+    on disk each expert has three matrices.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                for part, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    weights[f"{name.removesuffix('gate_up_proj')}{expert}.{part}.weight"] = matrix.contiguous()
+        elif name.endswith(".experts.down_proj"):
+            for expert, matrix in enumerate(tensor):
+                weights[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = matrix.contiguous()
+        elif name != "lm_head.weight":  # tied
+            weights[name] = tensor
+    return weights
 
 
 def _warm_up(model: Any, problems: list[Problem], unseen: list[Problem]) -> None:
@@ -211,8 +236,8 @@ def _encode(problems: list[Problem]) -> Any:
     return torch.tensor([[VOCABULARY[character] for character in text] + [VOCABULARY[EOS]] for text in texts])
 
 
-def _tokenizer() -> Any:
-    """One token for each character."""
+def _tokenizer(longest: int) -> Any:
+    """One token for each character, for a model with so many positions."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -224,6 +249,6 @@ def _tokenizer() -> Any:
         eos_token=EOS,
         pad_token=PAD,
         unk_token="<unk>",
-        model_max_length=HF_CONFIG["max_position_embeddings"],
+        model_max_length=longest,
         clean_up_tokenization_spaces=False,
     )

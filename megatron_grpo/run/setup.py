@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
+from megatron_grpo.prepare.addition import prepare
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
@@ -63,7 +63,8 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     run_dir, checkpointer, parts = opening.run_dir, opening.checkpointer, opening.parts
     if is_prepared(config):
         with parts.part("prepare"):
-            importlib.import_module(f"megatron_grpo.prepare.{config.prepare.name}").prepare(config.prepare.folder)
+            assert config.prepare.name is not None
+            prepare(config.prepare.name, config.prepare.folder)
     folder = model_folder(config.policy.model.path)
     policy, value, generation = start_models(config, folder, opening.cluster, stack)
     environments = build_environments(config.env)

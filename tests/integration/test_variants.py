@@ -176,7 +176,7 @@ def test_every_option_of_ppo_trains(name: str, tmp_path: Path) -> None:
 def test_a_reward_model_is_what_the_value_model_starts_from(tmp_path: Path) -> None:
     """Its score is what the value model says at the first step. The lambda of the policy follows the length."""
     config = compose_config(["+exp=quickstart_ppo"])
-    prepare(config.prepare.folder)
+    prepare("addition", config.prepare.folder)
     reward_model = Qwen3ForTokenClassification.from_pretrained(config.policy.model.path, num_labels=1)
     with torch.no_grad():
         reward_model.score.weight.zero_()

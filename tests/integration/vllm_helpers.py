@@ -97,10 +97,12 @@ class Oracle:
 
 
 @contextmanager
-def engines(path: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> Iterator[VllmGeneration]:
+def engines(
+    path: Path, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, data: int = 1
+) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
-        parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, data=data),
+        parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, data=data),
         engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=32),
         timeout_s=120.0,
     )

@@ -65,6 +65,8 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            self._forget_packed_experts()
 
     def receive_weights(self, update_info: ReceiverUpdate) -> None:
         """Load every bucket whose seal is intact.
@@ -91,6 +93,14 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._repack_tied_heads()
+
+    def _forget_packed_experts(self) -> None:
+        # On CPU experts too are multiplied by packed copies. vLLM packs what it loads only where it makes a layer's
+        # kernel, and takes a kernel that is there for one whose weights need no packing.
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
         # On CPU every layer multiplies by a packed copy of its weight, made when the layer is loaded; a head that is

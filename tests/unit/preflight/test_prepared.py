@@ -21,8 +21,9 @@ from megatron_grpo.prepare.addition import (
 )
 
 
-def test_it_is_what_is_made(tmp_path: Path) -> None:
-    made = PREPARED_PROMPTS["addition"]
+@pytest.mark.parametrize("name", ["addition", "addition_moe"])
+def test_it_is_what_is_made(name: str, tmp_path: Path) -> None:
+    made = PREPARED_PROMPTS[name]
     _, train, val = split_problems()
     assert made.rows == {TRAIN_FILE: len(train), VAL_FILE: len(val)}
     write_problems(tmp_path / "rows", train)
@@ -53,5 +54,5 @@ def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: s
 
 
 def test_the_recipes_fit_it() -> None:
-    for recipe in ("quickstart", "quickstart_ppo"):
+    for recipe in ("quickstart", "quickstart_moe", "quickstart_ppo"):
         assert machine_problems(compose_config([f"+exp={recipe}"])) == []

@@ -1,4 +1,4 @@
-"""The addition task is complete, consistent, made once, and the same each time it is made."""
+"""The addition task is complete, consistent, made once, and the same each time it is made; with either model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.models.families import shape_of_config, shape_of_folder
+from megatron_grpo.models.prepared import PREPARED_MODELS
+from megatron_grpo.preflight.weights import weight_problems
 from megatron_grpo.prepare import addition
 
 
@@ -18,10 +20,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prepare") / "addition"
-    addition.prepare(path)
+@pytest.fixture(scope="module", params=["addition", "addition_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is made under the folder's name."""
+    path = tmp_path_factory.mktemp("prepare") / request.param
+    addition.prepare(path.name, path)
     return path
 
 
@@ -37,7 +40,7 @@ def test_problems_are_right_and_held_out_ones_are_nowhere_else(folder: Path) -> 
 
 def test_the_model_is_between_guessing_and_knowing(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert sum(parameter.numel() for parameter in model.parameters()) < 350_000
+    assert sum(parameter.numel() for parameter in model.parameters()) < 550_000
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = read(folder / "val.jsonl")
     prompts = torch.tensor([tokenizer(row["prompt"])["input_ids"] for row in rows])
@@ -54,12 +57,14 @@ def test_the_tokenizer_has_one_token_for_each_character(folder: Path) -> None:
     text = "0123456789+="
     assert tokenizer(text)["input_ids"] == list(range(12))
     assert tokenizer.decode(list(range(12))) == text
-    assert tokenizer.eos_token_id == addition.HF_CONFIG["eos_token_id"]
+    assert tokenizer.eos_token_id == PREPARED_MODELS[folder.name]["eos_token_id"]
     assert tokenizer.decode([0, 9, 5, tokenizer.eos_token_id], skip_special_tokens=True) == "095"
 
 
 def test_the_shape_known_beforehand_is_that_of_the_model(folder: Path) -> None:
-    assert shape_of_folder(folder / "model") == shape_of_config(addition.HF_CONFIG)
+    shape = shape_of_config(PREPARED_MODELS[folder.name])
+    assert shape_of_folder(folder / "model") == shape
+    assert list(weight_problems(folder / "model", shape)) == []
 
 
 def test_a_second_call_changes_nothing_and_another_recipe_makes_it_anew(
@@ -67,20 +72,21 @@ def test_a_second_call_changes_nothing_and_another_recipe_makes_it_anew(
 ) -> None:
     weights = folder / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    addition.prepare(folder)
+    addition.prepare(folder.name, folder)
     assert weights.stat().st_mtime_ns == before
     first = weights.read_bytes()
     monkeypatch.setitem(addition.RECIPE, "warmup_steps_max", 3)
-    addition.prepare(folder)
+    addition.prepare(folder.name, folder)
     assert weights.read_bytes() != first
-    assert [path.name for path in folder.parent.iterdir()] == ["addition"], "no temporary folder stays"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no temporary folder stays"
 
 
-def test_the_same_recipe_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["addition", "addition_moe"])
+def test_the_same_recipe_gives_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(addition.RECIPE, "warmup_steps_max", 5)
     torch.manual_seed(3)
-    addition.prepare(tmp_path / "a")
+    addition.prepare(name, tmp_path / "a")
     torch.manual_seed(4)
-    addition.prepare(tmp_path / "b")
-    for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "val.jsonl"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    addition.prepare(name, tmp_path / "b")
+    for file in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "val.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
