@@ -18,7 +18,15 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.preflight.splits import training_split_problems
-from megatron_grpo.verification.request import DEFAULT_LAYOUTS, NamedLayout, Request, UsageError, read_request
+from megatron_grpo.verification.request import (
+    DEFAULT_LAYOUTS,
+    EXPERT_LAYOUTS,
+    NamedLayout,
+    Request,
+    UsageError,
+    read_layouts,
+    read_request,
+)
 
 if TYPE_CHECKING:
     from megatron_grpo.verification.compare import Row
@@ -29,9 +37,13 @@ python -m megatron_grpo.verify [key=value ...] [--json]
 Runs the same tokens through each layout in float32 on this machine, and compares with transformers. Exit code 1 when
 something is past its tolerance.
 
-  model      a folder in Hugging Face format, or tiny:qwen3, tiny:qwen2, tiny:llama, tiny:gemma3
-  shrink     true: a small random model of the folder's own configuration (false)
-  layouts    such as [tp2,tp2sp,pp2,cp2dp2] ({DEFAULT_LAYOUTS})
+  model      a folder in Hugging Face format, a hub name, or tiny: and one of
+             qwen3, qwen2, llama, gemma3, qwen3_moe, mixtral, deepseek_v3 (tiny:qwen3)
+  shrink     true: a small random model of the model's own configuration (false)
+  layouts    of tp (tensor), pp (pipeline), vp (virtual pipeline), cp (context), dp (data), ep (expert),
+             etp (expert-tensor parallelism), sp (sequence), such as [tp2,tp2sp,pp2vp2,cp2dp2]; by default those of
+             {DEFAULT_LAYOUTS},
+             and with experts {EXPERT_LAYOUTS}, that the model splits into
   packing    true, false or both (true)
   sequences  how many (12)
   longest    tokens of the longest (48)
@@ -90,9 +102,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)
-    layouts = [_as_trained(layout, shape) for layout in request.layouts]
-    for layout in layouts:
-        _require_split(layout, shape, request.sequences)
+    layouts = _layouts(request, shape)
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
     one_rank: Row | None = None
@@ -117,6 +127,22 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
             if not request.json:
                 _print(row, first=row is one_rank)
             yield row
+
+
+def _layouts(request: Request, shape: ModelShape) -> list[NamedLayout]:
+    """The layouts that are asked for, or the usual ones that the model splits into.
+
+    Raises:
+        UsageError: one that is asked for does not fit the model.
+    """
+    if request.layouts is not None:
+        asked = [_as_trained(layout, shape) for layout in request.layouts]
+        for layout in asked:
+            _require_split(layout, shape, request.sequences)
+        return asked
+    names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
+    usual = (_as_trained(layout, shape) for layout in read_layouts(names))
+    return [layout for layout in usual if not any(training_split_problems("parallel", layout.parallel, shape))]
 
 
 def _as_trained(layout: NamedLayout, shape: ModelShape) -> NamedLayout:

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megatron_grpo.models.source import download_config, is_hub_name, local_folder, model_folder
 from megatron_grpo.verification.request import UsageError
 
 SMALL: dict[str, Any] = {
@@ -98,13 +99,14 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     """The folder of the model that is verified.
 
     Args:
-        model: `tiny:` and a family, or a folder with a config.json.
+        model: `tiny:` and a family, a folder with a config.json, or a hub name.
         shrink: make a small random model of the folder's own configuration.
         folder: where a model is made.
         seed: of its weights.
 
     Raises:
         UsageError: there is no such model.
+        RunError: it cannot be downloaded.
     """
     if model.startswith("tiny:"):
         family = model.removeprefix("tiny:")
@@ -112,12 +114,14 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
             raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
         config, own = TINY[family]
         return _made(config(**{**SMALL, **own}), folder, seed)
-    path = Path(model)
+    path = _folder_of(model, weights=not shrink)
     if not (path / "config.json").is_file():
-        raise UsageError(f"model={model} has no config.json; give a model's folder, or tiny: and a family")
+        raise UsageError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
     if not shrink:
         return path
-    raw = json.loads((path / "config.json").read_text())
+    given = json.loads((path / "config.json").read_text())
+    # Weights are made in float32, and by transformers' own code.
+    raw = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
     count = EXPERTS["num_local_experts"]
     small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
     small |= LATENT if "kv_lora_rank" in raw else {}
@@ -133,6 +137,22 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
     return _made(AutoConfig.for_model(**{**raw, **per_layer, **sizes}), folder, seed)
+
+
+def _folder_of(model: str, *, weights: bool) -> Path:
+    """The folder of a model, from the hub's cache or the hub if need be; without weights config.json will do.
+
+    Raises:
+        UsageError: the hub does not give its config.json.
+        RunError: the model cannot be downloaded.
+    """
+    if weights or not is_hub_name(model):
+        return model_folder(model, "model")
+    reason = download_config(model) if local_folder(model) is None else None
+    folder = local_folder(model)
+    if folder is None:
+        raise UsageError(f"model={model} could not be downloaded: {reason}")
+    return folder
 
 
 def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:

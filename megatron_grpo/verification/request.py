@@ -21,7 +21,9 @@ SIZES = {
     "dp": "data",
 }
 """Letters of a layout, and the sizes that they stand for."""
-DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2"
+DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2,pp2vp2"
+EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"
+"""Of models with experts besides."""
 
 
 class UsageError(ValueError):
@@ -41,8 +43,9 @@ class Request:
     """A command line that was checked."""
 
     model: str = "tiny:qwen3"
-    """A folder in Hugging Face format, or `tiny:` and a family."""
-    layouts: tuple[NamedLayout, ...]
+    """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
+    layouts: tuple[NamedLayout, ...] | None = None
+    """None: the usual ones, as far as the model splits so."""
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
     """Verify a small copy of the model's own configuration, with random weights."""
@@ -63,7 +66,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     Raises:
         UsageError: something in it is wrong.
     """
-    values: dict[str, str] = {"layouts": DEFAULT_LAYOUTS, "packing": "true"}
+    values: dict[str, str] = {"packing": "true"}
     options = {"--json"} & set(arguments)
     numbers = {"sequences": int, "longest": int, "steps": int, "seed": int, "timeout_s": float}
     known = ["model", "layouts", "packing", "shrink", *numbers]
@@ -79,12 +82,21 @@ def read_request(arguments: Sequence[str]) -> Request:
     given = {key: _number(key, values[key], kind) for key, kind in numbers.items() if key in values}
     return Request(
         model=values.get("model", "tiny:qwen3"),
-        layouts=tuple(map(read_layout, _items(values["layouts"]))),
+        layouts=read_layouts(values["layouts"]) if "layouts" in values else None,
         packing=_packing(values["packing"]),
         shrink=_truth("shrink", values.get("shrink", "false")),
         json=bool(options),
         **given,  # type: ignore[arg-type]  # ints, and a float where the field is one
     )
+
+
+def read_layouts(names: str) -> tuple[NamedLayout, ...]:
+    """Layouts from "[a,b]" or "a,b".
+
+    Raises:
+        UsageError: one of the names is none.
+    """
+    return tuple(map(read_layout, _items(names)))
 
 
 def read_layout(name: str) -> NamedLayout:
