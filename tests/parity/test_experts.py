@@ -33,9 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model("deepseek_v3", tmp_path_factory.mktemp("experts"))
 
 
-def step_on_rank(layout: Layout, model: TinyModel) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
+def step_on_rank(
+    layout: Layout, model: TinyModel, settings: dict[str, Any] | None = None
+) -> tuple[dict[str, float], dict[str, Tensor], dict[str, Tensor]]:
     """What a step reports, how often each expert was chosen by layer, and the weights after it."""
-    engine = make_engine(layout, model, moe=MOE)
+    engine = make_engine(layout, model, moe=MOE, **(settings or {}))
     share, microbatches, loss_fn, counts = train_arguments(layout)
     told = engine.train(fetched(engine, share, loss_fn), microbatches, loss_fn, counts)
     chosen = engine.routing.counts()
@@ -112,3 +114,11 @@ def test_recomputed_activations_count_tokens_once(settings: dict[str, Any], mode
     weights = merged(run_on_ranks(layout, recomputed_on_rank, model, settings))
     for name, tensor in alone[2].items():
         torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_sending_while_computing_changes_nothing(model: TinyModel) -> None:
+    """Also where the last microbatch has no token for an expert."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    plain, overlapped = (run_on_ranks(SHARED, step_on_rank, model, settings) for settings in ({}, overlap))
+    for (_, _, expected), (_, _, weights) in zip(plain, overlapped, strict=True):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
