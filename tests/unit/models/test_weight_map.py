@@ -69,6 +69,20 @@ def test_qkv_is_interleaved_by_group(name: str, size: int) -> None:
         assert torch.equal(local(of, full, rank, size), torch.cat(rows))
 
 
+@pytest.mark.parametrize("size", [8, 16])
+def test_ranks_that_share_a_group_have_even_parts_of_its_rows(size: int) -> None:
+    """4 groups of 12 rows: two queries, a key and a value of 3 rows each."""
+    of = entry("linear_qkv.weight")
+    full = full_tensors(of)
+    whole = local(of, full, 0, 1)
+    parts = [local(of, full, rank, size) for rank in range(size)]
+    assert {len(part) for part in parts} == {len(whole) // size}
+    assert torch.equal(torch.cat(parts), whole)
+    split = [split_parameter(of, part, of.slices(SHAPE, 0, rank, size), SHAPE) for rank, part in enumerate(parts)]
+    for position, tensor in enumerate(full):
+        assert torch.equal(torch.cat([one[position] for one in split]), tensor)
+
+
 def test_gate_rows_of_a_rank_come_before_its_up_rows() -> None:
     of = entry("linear_fc1.weight")
     gate, up = full = full_tensors(of)

@@ -1,0 +1,113 @@
+"""Layouts that a model does not split into, and what the message says instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
+from megatron_grpo.preflight.splits import training_split_problems
+
+DENSE = ModelShape(
+    family="qwen3",
+    layers=12,
+    hidden=64,
+    ffn_hidden=96,
+    attention_heads=8,
+    key_value_heads=4,
+    head_dim=8,
+    vocab=101,
+    tied_embeddings=True,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_positions=128,
+    qkv_bias=False,
+    qk_norm=True,
+)
+EXPERTS = replace(DENSE, experts=ExpertShape(count=6, ffn_hidden=10, top_k=2, layers=(True,) * 12))
+LATENT = replace(
+    DENSE,
+    latent=LatentShape(query_rank=None, rank=16, plain_dim=8, rope_dim=4, value_dim=8, rope_interleaved=True),
+)
+
+
+def problems(shape: ModelShape, **layout: Any) -> dict[str, str]:
+    return {
+        one.subject: one.text for one in training_split_problems("policy.parallel", ParallelConfig(**layout), shape)
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        (DENSE, {"tensor": 8}),  # two ranks to a key/value head
+        (DENSE, {"pipeline": 2, "virtual_pipeline": 3}),
+        (DENSE, {"pipeline": 3, "first_stage_layers": 2}),
+        (DENSE, {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 4}),
+        (DENSE, {"pipeline": 2, "count_embedding": True, "count_loss": True}),
+        (EXPERTS, {"expert": 3, "data": 3}),
+        (EXPERTS, {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True, "context": 2}),
+        (LATENT, {"tensor": 2, "sequence": True}),
+    ],
+)
+def test_what_fits(shape: ModelShape, layout: dict[str, Any]) -> None:
+    assert problems(shape, **layout) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "subject", "text"),
+    [
+        (DENSE, {"tensor": 16}, "tensor=16", "does not divide the model's 8 attention heads; use 1, 2, 4 or 8"),
+        (replace(DENSE, ffn_hidden=90), {"tensor": 4}, "tensor=4", "90 feed-forward width; use 1 or 2"),
+        (replace(DENSE, key_value_heads=1, head_dim=1), {"tensor": 8}, "tensor=8", "1 key/value heads, nor is it"),
+        (DENSE, {"pipeline": 5}, "pipeline=5", "12 layers; use 1, 2, 3, 4, 6 or 12, or first_stage_layers"),
+        (
+            DENSE,
+            {"pipeline": 2, "count_loss": True},
+            "pipeline=2",
+            "what is counted as 1 more; use 1 or 13",
+        ),
+        (
+            DENSE,
+            {"pipeline": 3, "first_stage_layers": 3},
+            "pipeline=3",
+            "9 of the 12 layers are left",
+        ),
+        (DENSE, {"first_stage_layers": 3}, "first_stage_layers=3", "needs policy.parallel.pipeline > 1"),
+        (
+            DENSE,
+            {"pipeline": 2, "last_stage_layers": 3, "count_loss": True},
+            "last_stage_layers=3",
+            "are two ways to one end; use one",
+        ),
+        (DENSE, {"count_loss": True}, "count_loss=True", "needs policy.parallel.pipeline > 1"),
+        (DENSE, {"virtual_pipeline": 2}, "virtual_pipeline=2", "needs policy.parallel.pipeline > 1"),
+        (
+            DENSE,
+            {"pipeline": 2, "virtual_pipeline": 4},
+            "virtual_pipeline=4",
+            "the 6 layers of a pipeline rank",
+        ),
+        (DENSE, {"expert": 2, "data": 2}, "expert=2", "the model has no experts; use 1"),
+        (DENSE, {"expert_tensor": 2, "data": 2}, "expert_tensor=2", "the model has no experts; use 1"),
+        (EXPERTS, {"expert": 4, "data": 4}, "expert=4", "does not divide the model's 6 experts; use 1, 2, 3 or 6"),
+        (EXPERTS, {"expert_tensor": 4, "data": 4}, "expert_tensor=4", "an expert's width of 10; use 1, 2, 5 or 10"),
+        (EXPERTS, {"expert": 2}, "expert=2", "tensor * context * data = 1; use 1, or more replicas"),
+        (
+            EXPERTS,
+            {"tensor": 2},
+            "sequence=False",
+            "a mixture of experts with policy.parallel.tensor=2",
+        ),
+        (LATENT, {"tensor": 2}, "sequence=False", "latent attention with policy.parallel.tensor=2 needs it; use true"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_does(
+    shape: ModelShape, layout: dict[str, Any], subject: str, text: str
+) -> None:
+    found = problems(shape, **layout)
+    assert text in found[f"policy.parallel.{subject}"]
