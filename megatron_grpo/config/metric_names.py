@@ -61,6 +61,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: False,
         "it needs a mixture-of-experts model",
     ),
+    (
+        "value_moe_load_highest value_moe_load_lowest value_moe_aux_loss value_moe_z_loss",
+        lambda config: False,
+        "it needs algorithm=ppo and a mixture-of-experts model",
+    ),
     ("kl", lambda config: False, "it is reported as kl_penalty, and under this name for those who know TRL"),
     ("completion_length", lambda config: False, "it is reported as response_length too, which ranks"),
 )

@@ -10,13 +10,13 @@ from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
     MoeConfig,
     OptimizerConfig,
-    ParallelConfig,
     PolicyConfig,
     ReferenceConfig,
     ValueConfig,

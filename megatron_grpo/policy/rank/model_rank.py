@@ -6,7 +6,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class ModelRank(ABC):
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
+    routing_name: ClassVar[str] = "moe"
+    """What the names of metrics about experts begin with."""
     reference: list[DecoderModel] | None = None
     """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
     reference_moved = False
@@ -52,7 +54,7 @@ class ModelRank(ABC):
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
         self._maker = MicrobatchMaker(config.parallel, config.packing, shape, config.fp8.token_multiple)
-        self.routing = None if shape.experts is None else StepRouting(chunks, config.moe)
+        self.routing = None if shape.experts is None else StepRouting(chunks, config.moe, self.routing_name)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
     def whole_chunks(self) -> list[DecoderModel]:

@@ -21,9 +21,11 @@ class StepRouting:
     Args:
         chunks: the rank's shard of a model with experts.
         config: how experts are kept in use.
+        name: what names of metrics begin with.
     """
 
-    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig) -> None:
+    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str) -> None:
+        self._name = name
         self.routers: list[ExpertRouter] = routers(chunks)
         self._rate = config.bias_update_rate
         for router in self.routers:
@@ -79,8 +81,8 @@ class StepRouting:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         highest, lowest, aux, z, layers = sums.tolist()
         return {
-            "moe_load_highest": highest / layers,
-            "moe_load_lowest": lowest / layers,
-            "moe_aux_loss": aux,
-            "moe_z_loss": z,
+            f"{self._name}_load_highest": highest / layers,
+            f"{self._name}_load_lowest": lowest / layers,
+            f"{self._name}_aux_loss": aux,
+            f"{self._name}_z_loss": z,
         }

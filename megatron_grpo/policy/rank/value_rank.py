@@ -24,6 +24,8 @@ class ValueRank(ModelRank):
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
+    routing_name = "value_moe"
+
     def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
         chunks = build_value_model(
             shape,
