@@ -23,11 +23,20 @@ def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> N
 
 
 OPTIONS = [(group, option) for group, found in config_groups().items() if group != RECIPES for option in found]
+OF_THE_MIXTURE = [
+    "data=addition_moe",
+    "env=addition",
+    "data.max_input_seq_length=16",
+    "policy.model.path=${prepare.folder}/model",
+]
 GOES_WITH = {  # options that make sense only beside others
     ("data", "addition"): ["env=addition"],
     ("env", "addition"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
+    ("data", "addition_moe"): ["env=addition"],
+    ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
+    ("policy", "addition_moe"): ["generation=addition", *OF_THE_MIXTURE],
     ("policy", "llama3_70b"): ["policy.model.path=meta-llama/not-in-the-cache"],
 }
 
