@@ -99,7 +99,7 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         # kernel, and takes a kernel that is there for one whose weights need no packing.
         for module in self.model.modules():
             method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            if method is not None and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
