@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.prepare.addition import expected_reward, greedy_accuracy, split_problems
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
-STEPS = 40
+STEPS = 120
 SHORT = (
     f"grpo.max_num_steps={STEPS}",
     f"grpo.val_period={STEPS}",
-    "checkpointing.save_period=37",
+    "policy.optimizer.decay_steps=400",  # the beginning of the recipe
+    f"checkpointing.save_period={STEPS - 3}",
     "checkpointing.keep_top_k=null",
 )
 
@@ -36,8 +37,8 @@ def test_it_learns_from_what_its_own_experts_sampled(straight: TrainingRun) -> N
     rows = straight.metrics()
     assert all(row["token_mult_prob_error_max"] < 1.001 for row in rows), "both sides have the same weights"
     assert all(0 < row["moe_load_lowest"] < 1 < row["moe_load_highest"] < 2 for row in rows)
-    first, last = (sum(row["reward"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
-    assert last > first + 0.1
+    first, last = (sum(row["reward"] for row in part) / 10 for part in (rows[:10], rows[-10:]))
+    assert last > first + 0.05
     before, after = (row["val_accuracy"] for row in read_jsonl(straight.run_dir / "validation.jsonl"))
     assert before <= 0.5
     assert after > before
@@ -45,10 +46,10 @@ def test_it_learns_from_what_its_own_experts_sampled(straight: TrainingRun) -> N
 
 @pytest.mark.slow
 def test_from_a_checkpoint_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
-    start = f"checkpointing.resume={straight.run_dir}/checkpoints/step_37"
+    start = f"checkpointing.resume={straight.run_dir}/checkpoints/step_{STEPS - 3}"
     run = TrainingRun(tmp_path / "run", *SHORT, start, recipe="quickstart_moe")
     assert run.finish() == 0, run.log()
-    assert without_timing(run.metrics()) == without_timing(straight.metrics()[37:])
+    assert without_timing(run.metrics()) == without_timing(straight.metrics()[STEPS - 3 :])
 
 
 @pytest.mark.slow
@@ -61,4 +62,4 @@ def test_an_exported_checkpoint_is_what_the_run_validated(straight: TrainingRun,
     assert greedy_accuracy(model, val) == read_jsonl(straight.run_dir / "validation.jsonl")[-1]["val_accuracy"]
     folder = Path(yaml.safe_load((straight.run_dir / "config.yaml").read_text())["policy"]["model"]["path"])
     beginner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert expected_reward(model, train) > expected_reward(beginner, train) + 0.1
+    assert expected_reward(model, train) > expected_reward(beginner, train) + 0.05

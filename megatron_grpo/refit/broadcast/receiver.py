@@ -98,8 +98,8 @@ class BucketReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         # On CPU experts too are multiplied by packed copies. vLLM packs what it loads only where it makes a layer's
         # kernel, and takes a kernel that is there for one whose weights need no packing.
         for module in self.model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            method = getattr(module, "quant_method", None)
+            if method is not None and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
     def _repack_tied_heads(self) -> None:
