@@ -79,6 +79,9 @@ class Trajectory:
     loss_multiplier: float = 1.0
     failure: str | None = None
     """Why the rollout failed twice; None: it did not."""
+    routed: NDArray[Any] | None = None
+    """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
+    sampled; None: nobody asked. The last token, which the engine never looks at, has none."""
 
     @property
     def truncated(self) -> bool:
@@ -110,15 +113,15 @@ class Trajectory:
         )
 
     def to_row(self) -> dict[str, Any]:
-        """Every field, in types that JSON has."""
-        row = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Every field but the routed experts, in types that JSON has."""
+        row = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_row`; rows of earlier versions lack what was added since."""
+        """The inverse of `to_row`, without routed experts; rows of earlier versions lack what was added since."""
         arrays = {
             "token_ids": np.asarray(row["token_ids"], dtype=np.int32),
             "logprobs": np.asarray(row["logprobs"], dtype=np.float32),

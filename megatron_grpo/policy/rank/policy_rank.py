@@ -40,6 +40,7 @@ class PolicyRank(ModelRank):
         decay_steps: int,
     ) -> None:
         self.shape, self.temperature = shape, temperature
+        self.replays_routing = config.moe.replay_routing
         super().__init__(self._build(folder, config), shape, config, decay_steps)
         self._offload_reference = reference is not None and reference.offload
         if reference is not None:
