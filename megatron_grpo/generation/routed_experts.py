@@ -49,10 +49,11 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
     stages = await llm.collective_rpc("take_routing", args=(names,))
     merged = []
     for name, count in zip(names, tokens, strict=True):
-        by_layer = {layer: rows for stage in stages for layer, rows in stage.get(name, {}).items()}
+        by_layer = {layer: data for stage in stages for layer, data in stage.get(name, {}).items()}
         # A stop string is found after the fact: the engine may have gone further by then.
         whole = np.full((max(count - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
-        for layer, rows in by_layer.items():
+        for layer, data in by_layer.items():
+            rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
             whole[: len(rows), layer] = rows[: len(whole)]
         merged.append(form.from_engine(whole))
     return merged

@@ -11,7 +11,7 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megatron_grpo.generation.routed_experts import RECORD_ROUTING
-from megatron_grpo.generation.routing_recorder import RoutingRecorder, Rows
+from megatron_grpo.generation.routing_recorder import RoutingRecorder
 from megatron_grpo.generation.vllm_plugin import begin_process
 
 
@@ -43,19 +43,21 @@ class PipelineCPUWorker(CPUWorker):
             self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids, self._block_size())
         return output
 
-    def take_routing(self, names: list[str]) -> dict[str, Rows]:
+    def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
         """The experts of finished requests, which are forgotten here, for `chosen_experts`.
 
         Args:
             names: of the requests, as whoever added them called them.
 
         Returns:
-            By name, for each layer of this stage with experts, [tokens, experts of a token], int16; of one rank of
-            those that split matrices only, all of which see the same.
+            By name and number of the layer, of this stage's layers with experts, the bytes of [tokens, experts of a
+            token], int16: vLLM's messages take no arrays. Of one rank of those that split matrices only, all of which
+            see the same.
         """
         if self._recorder is None or not get_tp_group().is_first_rank:
             return {}
-        return {name: self._recorder.take(name) for name in names}
+        taken = {name: self._recorder.take(name) for name in names}
+        return {name: {layer: rows.tobytes() for layer, rows in one.items()} for name, one in taken.items()}
 
     def _block_size(self) -> int:
         """Tokens of a block of the KV cache."""
