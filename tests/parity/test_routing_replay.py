@@ -14,7 +14,7 @@ from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.verification.problem import _as_stored
+from megatron_grpo.verification.problem import as_stored
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share
@@ -113,7 +113,7 @@ def of_transformers(tiny: TinyModel, records: list[Tensor]) -> tuple[BySequence,
         total = total - (logprobs * advantages * mask).sum()
     (total / tokens.loss_mask.sum()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return found, _as_stored(gradients)
+    return found, as_stored(gradients)
 
 
 def expect_equal(
@@ -162,7 +162,7 @@ def test_agreement_is_the_share_of_recorded_experts_that_the_router_would_choose
     agreed = compared = 0
     for token_ids, record in zip(sequences(), records, strict=True):
         with forced(tiny, record):
-            own = own_routing_before_forcing(tiny, token_ids, record)
+            own = own_routing(tiny, token_ids)
         for mine, theirs in zip(own.flatten(0, 1).tolist(), record.flatten(0, 1).tolist(), strict=True):
             if theirs[0] >= 0:
                 agreed += len(set(mine) & set(theirs))
@@ -172,23 +172,6 @@ def test_agreement_is_the_share_of_recorded_experts_that_the_router_would_choose
         told = [metrics for _, _, metrics in run_on_ranks(layout, replayed_on_rank, model, records) if metrics]
         assert len(told) == 1
         assert told[0]["moe_routing_agreement"] == pytest.approx(agreed / compared), layout
-
-
-def own_routing_before_forcing(model: Any, token_ids: Tensor, record: Tensor) -> Tensor:
-    """What each router would choose where the layers before it are forced: [tokens, layers with experts, top_k]."""
-    del record
-    from tests.support.forced_routing import gates
-
-    chosen: list[Tensor] = []
-    hooks = [
-        gate.register_forward_hook(lambda _gate, _given, found: chosen.append(found[2]), prepend=True)
-        for gate in gates(model)
-    ]
-    with torch.no_grad():
-        model(token_ids.long()[None])
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(chosen, dim=1)
 
 
 def test_recomputed_layers_replay_the_experts_of_their_own_microbatch(model: TinyModel) -> None:

@@ -22,9 +22,15 @@ def gates(model: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def own_routing(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """The experts that a model chooses: [tokens] of one sequence to [tokens, layers with experts, top_k], int64."""
+    """The experts that a model chooses: [tokens] of one sequence to [tokens, layers with experts, top_k], int64.
+
+    Within `forced`, what each router would choose where the layers before it are forced.
+    """
     chosen: list[Tensor] = []
-    hooks = [gate.register_forward_hook(lambda _gate, _given, found: chosen.append(found[2])) for gate in gates(model)]
+    hooks = [
+        gate.register_forward_hook(lambda _gate, _given, found: chosen.append(found[2]), prepend=True)
+        for gate in gates(model)
+    ]
     model(token_ids.long()[None])
     for hook in hooks:
         hook.remove()
