@@ -66,6 +66,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: False,
         "it needs algorithm=ppo and a mixture-of-experts model",
     ),
+    (
+        "moe_routing_agreement",
+        lambda config: config.policy.moe.replay_routing,
+        "it needs policy.moe.replay_routing",
+    ),
     ("kl", lambda config: False, "it is reported as kl_penalty, and under this name for those who know TRL"),
     ("completion_length", lambda config: False, "it is reported as response_length too, which ranks"),
 )

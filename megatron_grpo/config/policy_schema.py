@@ -66,7 +66,8 @@ class OptimizerConfig(Section):
 
 @dataclass(kw_only=True)
 class MoeConfig(Section):
-    """How the experts of a mixture-of-experts model are kept in use; off, as reinforcement learning mostly has it."""
+    """How the experts of a mixture-of-experts model are chosen and kept in use; off, as reinforcement learning mostly
+    has it."""
 
     aux_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss: of every layer, the level of experts over each sequence (1 when all are chosen
@@ -79,6 +80,10 @@ class MoeConfig(Section):
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """How far an optimizer step moves the bias with which experts are chosen, towards those that were chosen too
     rarely. Of models with such a bias (DeepSeek-V3) only."""
+
+    replay_routing: bool = False
+    """Send each token through the experts that the engine chose while it sampled (R3, arXiv 2510.11370), in
+    prev_logprobs and in training. The router still weighs them, and learns; the reference policy chooses for itself."""
 
 
 AdapterTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

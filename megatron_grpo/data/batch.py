@@ -16,9 +16,10 @@ from torch import Tensor
 class TokenFields:
     """Everything that is known of each token; what a stage does not need, or has not been computed yet, is None.
 
-    All tensors have one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length], padded
-    with zeros on the right. An entry speaks of the token at its own place: `prev_logprobs[t]` is the log-probability of
-    `token_ids[t]` given what precedes it in its sequence, and 0 at the first token, which nothing predicts.
+    All tensors begin with one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length],
+    padded with zeros on the right; only `routed_experts` has a dimension more. An entry speaks of the token at its own
+    place: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given what precedes it in its sequence, and 0 at
+    the first token, which nothing predicts.
     """
 
     token_ids: Tensor | None = None
@@ -43,6 +44,9 @@ class TokenFields:
     """[...], float32: what the value model is to expect before the token."""
     entropy: Tensor | None = None
     """[...], float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
+    routed_experts: Tensor | None = None
+    """[..., layers with experts * experts of a token], int8 or int16: the experts that the engine chose for the token,
+    layer by layer; -1 where that is not known, as of a sequence's last token, which the engine never looks at."""
 
     def present(self) -> dict[str, Tensor]:
         """The entries that are not None by name, each [tokens] or [sequences, length]."""
@@ -70,7 +74,8 @@ STORED_DTYPES: dict[str, type[np.generic]] = {
     "values": np.float32,
     "returns": np.float32,
 }
-"""Entries that live in the object store, one array a shard, with their types. The others follow on the rank."""
+"""Entries that live in the object store, one array a shard, with their types; so does `routed_experts`, in the type
+that its model has (`RoutedForm`). The others follow on the rank."""
 
 
 @dataclass(slots=True)
@@ -80,12 +85,14 @@ class TokenBatch:
     lengths: list[int]
     """Tokens of each sequence."""
     fields: TokenFields
-    """Entries of shape [sum(lengths)], the sequences laid end to end."""
+    """Entries of [sum(lengths)] tokens, the sequences laid end to end."""
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
         for name, values in self.fields.present().items():
-            assert values.shape == (total,), f"{name} has shape {tuple(values.shape)}, expected ({total},)"
+            numbers = values.shape[1:] if name == "routed_experts" else ()
+            expected = (total, *numbers)
+            assert values.shape == expected, f"{name} has shape {tuple(values.shape)}, expected {expected}"
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -106,10 +113,10 @@ class TokenBatch:
 
         # One scatter with places made on the host: a loop over the sequences would be a kernel launch for each.
         def padded(values: Tensor) -> Tensor:
-            """[sum(lengths)] to [sequences, width], of any dtype; 0 on padding."""
-            out = values.new_zeros(len(self) * width)
+            """[sum(lengths), ...] to [sequences, width, ...], of any dtype; 0 on padding."""
+            out = values.new_zeros(len(self) * width, *values.shape[1:])
             out[places] = values
-            return out.view(len(self), width)
+            return out.view(len(self), width, *values.shape[1:])
 
         made = TokenFields(**{name: padded(values) for name, values in self.fields.present().items()})
         return made if made.token_ids is None else replace(made, token_ids=made.token_ids.long())
@@ -211,8 +218,8 @@ class ReplicaWork:
         """The sequences of `rows` in their order, with the entries that were fetched and those that follow from them.
 
         Args:
-            stored: for each shard its arrays by name, [tokens of the shard], in the types of `STORED_DTYPES`; every
-                shard has entries of equal names.
+            stored: for each shard its arrays by name, [tokens of the shard], in the types of `STORED_DTYPES`, and
+                routed_experts, [tokens of the shard, numbers]; every shard has entries of equal names.
         """
         lengths = np.concatenate(self.shard_lengths)
         places = token_places(lengths, self.rows)

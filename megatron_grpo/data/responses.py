@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,3 +47,6 @@ class GenerationOutput:
     stop_reason: StopReason
     spans: list[Span]
     """Tokens by the committed weight version that sampled them; positions count from the first response token."""
+    routed: NDArray[Any] | None = None
+    """[prompt and response tokens but the last, numbers of a token], in the form of `RoutedForm`: the experts that each
+    token went through; None: nobody asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -79,6 +80,9 @@ class Trajectory:
     loss_multiplier: float = 1.0
     failure: str | None = None
     """Why the rollout failed twice; None: it did not."""
+    routed: NDArray[Any] | None = None
+    """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
+    sampled; None: nobody asked. The last token, which the engine never looks at, has none."""
 
     @property
     def truncated(self) -> bool:
@@ -110,16 +114,28 @@ class Trajectory:
         )
 
     def to_row(self) -> dict[str, Any]:
-        """Every field, in types that JSON has."""
-        row = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Every field but the routed experts, which people do not read, in types that JSON has."""
+        row = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routed"}
         row["token_ids"], row["logprobs"] = self.token_ids.tolist(), self.logprobs.tolist()
         row["spans"] = [[span.start, span.end, span.version] for span in self.spans]
         return row
 
+    def to_saved_row(self) -> dict[str, Any]:
+        """Every field, in types that JSON has: those of `to_row`, and the routed experts as their bytes in base 85."""
+        if self.routed is None:
+            return self.to_row()
+        data = base64.b85encode(self.routed.tobytes()).decode()
+        return self.to_row() | {"routed": [self.routed.dtype.str, self.routed.shape[1], data]}
+
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Trajectory:
-        """The inverse of `to_row`; rows of earlier versions lack what was added since."""
+        """The inverse of `to_saved_row`, and of `to_row`; rows of earlier versions lack what was added since."""
+        routed = None
+        if row.get("routed") is not None:
+            dtype, columns, data = row["routed"]
+            routed = np.frombuffer(base64.b85decode(data), dtype=dtype).reshape(-1, columns)
         arrays = {
+            "routed": routed,
             "token_ids": np.asarray(row["token_ids"], dtype=np.int32),
             "logprobs": np.asarray(row["logprobs"], dtype=np.float32),
         }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
@@ -22,9 +23,11 @@ from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
+from megatron_grpo.generation.routed_experts import chosen_experts, recording_arguments
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_fork import forget_socket, start_importing
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class VllmSettings:
     config: GenerationConfig
     precision: str
     max_total_sequence_length: int
+    routed: RoutedForm | None = None
+    """What the experts look like that responses come with; None: they come without."""
 
 
 class VllmEngine:
@@ -145,7 +150,7 @@ class VllmEngine:
                     await arrivals.some()
                     finals = _drain(waiting)
                     self._left(len(finals))
-                    yield Packed(self._outputs(finals))
+                    yield Packed(self._outputs(finals, await self._routed(finals)))
             finally:
                 self._left(len(waiting))
 
@@ -230,11 +235,25 @@ class VllmEngine:
         if count and not self._in_flight and self._parking is None:
             self._parking = asyncio.create_task(self._park())
 
-    def _outputs(self, finals: dict[int, RequestOutput]) -> list[tuple[int, GenerationOutput | str]]:
+    async def _routed(self, finals: dict[int, RequestOutput]) -> dict[int, NDArray[Any]]:
+        """By request, [prompt and response tokens but the last, numbers of a token]; empty when nobody asks."""
+        form = self._settings.routed
+        if form is None:
+            return {}
+        assert self._llm is not None
+        found = await _while_alive(self._llm, chosen_experts(self._llm, list(finals.values()), form))
+        return dict(zip(finals, found, strict=True))
+
+    def _outputs(
+        self, finals: dict[int, RequestOutput], routed: dict[int, NDArray[Any]]
+    ) -> list[tuple[int, GenerationOutput | str]]:
         assert self._llm is not None
         token_ids = [final.outputs[0].token_ids for final in finals.values()]
         texts = self._llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
-        return [(index, _output(final, text)) for (index, final), text in zip(finals.items(), texts, strict=True)]
+        return [
+            (index, _output(final, text, routed.get(index)))
+            for (index, final), text in zip(finals.items(), texts, strict=True)
+        ]
 
     def _sampling_params(self, request: GenerationRequest, settings: SamplingSettings) -> SamplingParams:
         from vllm import SamplingParams
@@ -326,6 +345,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": "megatron_grpo.refit.broadcast.receiver.RefitWorker",
     }
+    if settings.routed is not None:
+        arguments |= recording_arguments()
     if current_platform().name == "cpu":
         return arguments | _cpu_arguments(settings)
     return arguments | _cuda_arguments(settings)
@@ -417,7 +438,8 @@ def _drain(waiting: dict[int, RequestOutputCollector]) -> dict[int, RequestOutpu
     return finals
 
 
-def _output(final: RequestOutput, text: str) -> GenerationOutput | str:
+def _output(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:
+    """A response, or why there is none; `routed`: [tokens, numbers of a token], the experts that it comes with."""
     completion = final.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
@@ -431,4 +453,5 @@ def _output(final: RequestOutput, text: str) -> GenerationOutput | str:
         text=text,
         stop_reason=completion.finish_reason,
         spans=[Span(span.start, span.end, int(span.version)) for span in spans],
+        routed=routed,
     )

@@ -12,6 +12,7 @@ from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
+from megatron_grpo.models.routed import RoutedForm
 
 ENGINE_NAME = "generation engine {}".format
 SHUTDOWN_S = 10.0
@@ -29,6 +30,7 @@ class VllmGeneration(GenerationInterface):
         max_total_sequence_length: int,
         actor_options: Callable[[int], dict[str, Any]],
         startup_timeout_s: float,
+        routed: RoutedForm | None = None,
     ) -> None:
         """
         Args:
@@ -37,6 +39,7 @@ class VllmGeneration(GenerationInterface):
             max_total_sequence_length: longest prompt plus response in tokens.
             actor_options: Ray options (resources, placement) of the engine with this index.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`.
+            routed: what the experts look like that responses are to come with; None: they come without.
         """
         self._config = config
         self._settings = [
@@ -46,6 +49,7 @@ class VllmGeneration(GenerationInterface):
                 config=config,
                 precision=precision,
                 max_total_sequence_length=max_total_sequence_length,
+                routed=routed,
             )
             for index in range(config.parallel.data)
         ]

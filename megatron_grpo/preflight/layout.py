@@ -19,6 +19,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
     if shape is not None:
         yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
         yield from _routing(config.policy.moe, shape)
+        yield from _replay(config, shape)
         yield from _generation(config, shape)
         yield from _value_model(config, shape)
 
@@ -50,6 +51,27 @@ def _routing(moe: MoeConfig, shape: ModelShape) -> Iterator[Problem]:
             yield Problem(f"policy.moe.{name}={value:g}", "the model has no experts; use 0")
         elif value and name == "bias_update_rate" and shape.experts is not None and not shape.experts.selection_bias:
             yield Problem(f"policy.moe.{name}={value:g}", "the model chooses experts without a bias; use 0")
+
+
+def _replay(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    if not config.policy.moe.replay_routing:
+        return
+    if shape.experts is None:
+        yield Problem("policy.moe.replay_routing=True", "the model has no experts; use false")
+        return
+    engine = config.generation.engine
+    if config.cluster.gpus_per_node == 0:
+        if not engine.enforce_eager:
+            text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
+            yield Problem("generation.engine.enforce_eager=False", text)
+        return
+    if not engine.enable_prefix_caching:
+        text = "vLLM returns routed experts, for policy.moe.replay_routing=true, with prefix caching only; use true"
+        yield Problem("generation.engine.enable_prefix_caching=False", text)
+    pipeline = config.generation.parallel.pipeline
+    if pipeline > 1:
+        text = "vLLM returns no routed experts, for policy.moe.replay_routing=true, from a pipeline; use 1, and tensor"
+        yield Problem(f"generation.parallel.pipeline={pipeline}", text)
 
 
 def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ class Bundler:
         """
         self._payloads: list[Payload | None] = [None] * groups
         self._waiting: list[tuple[int, list[Trajectory]]] = []
-        self._tokens = 0
+        self._bytes = 0
 
     def add(self, number: int, trajectories: list[Trajectory]) -> None:
         """Take a group, to put it when enough have come together.
@@ -94,8 +94,9 @@ class Bundler:
             trajectories: samples of the group, in their order.
         """
         self._waiting.append((number, trajectories))
-        self._tokens += sum(len(one.token_ids) for one in trajectories)
-        if self._tokens * TOKEN_BYTES >= BUNDLE_BYTES:
+        for one in trajectories:
+            self._bytes += TOKEN_BYTES * len(one.token_ids) + (0 if one.routed is None else one.routed.nbytes)
+        if self._bytes >= BUNDLE_BYTES:
             self._put()
 
     def finish(self) -> Payloads:
@@ -108,4 +109,4 @@ class Bundler:
         bundle = ray.put(Packed([trajectories for _, trajectories in self._waiting]))
         for place, (number, _) in enumerate(self._waiting):
             self._payloads[number] = Payload(bundle, place)
-        self._waiting, self._tokens = [], 0
+        self._waiting, self._bytes = [], 0

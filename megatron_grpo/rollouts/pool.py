@@ -22,12 +22,13 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
 from megatron_grpo.rollouts.payloads import Bundler, Payloads
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
-from megatron_grpo.rollouts.shards import SHARD_FIELDS, evenly_chosen, places_of
+from megatron_grpo.rollouts.shards import evenly_chosen, places_of, shard_fields
 from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
 
 ENGINES_PER_WORKER = 8
@@ -62,6 +63,7 @@ class RolloutPool:
         generation_timeout_s: float,
         startup_timeout_s: float = 900.0,
         actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
+        routed: RoutedForm | None = None,
     ) -> None:
         """
         Args:
@@ -73,6 +75,7 @@ class RolloutPool:
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
                 replaces another.
             actor_options: Ray options (resources, placement) of every worker.
+            routed: what the experts look like that engines return; None: they do not.
         """
         self._config = config
         self._engines = list(engines)
@@ -81,6 +84,7 @@ class RolloutPool:
         self._generation_timeout_s = generation_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._actor_options = dict(actor_options)
+        self._routed = routed
         self.remarks: list[str] = []
         """What somebody who watches the run should hear of; whoever tells it clears it."""
         self._batches = count()
@@ -109,6 +113,7 @@ class RolloutPool:
                 environments={name: shares[index] for name, shares in handles.items()},
                 generation_timeout_s=self._generation_timeout_s,
                 startup_timeout_s=self._startup_timeout_s,
+                routed=self._routed,
             )
             self._workers.append(actor.remote(settings))
         self._starting = [worker.ready.remote() for worker in self._workers]
@@ -192,8 +197,10 @@ class RolloutPool:
 
         Returns:
             Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
-            rather than given) and generation_logprobs (float32, 0 where not sampled).
+            rather than given) and generation_logprobs (float32, 0 where not sampled); with recorded routing also
+            routed_experts, [tokens of the shard, numbers of a token].
         """
+        fields = shard_fields(self._routed)
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self._workers)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
@@ -206,10 +213,10 @@ class RolloutPool:
                 np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
                 for shard in mine
             ]
-            call = worker.build_shards.options(num_returns=len(SHARD_FIELDS) * len(mine))
+            call = worker.build_shards.options(num_returns=len(fields) * len(mine))
             references = iter(call.remote(Payloads.of([groups[group].payload for group in needed]), local))
             for shard in mine:
-                built[shard] = {name: next(references) for name in SHARD_FIELDS}
+                built[shard] = {name: next(references) for name in fields}
         return built
 
     def compute(

@@ -170,7 +170,7 @@ class GroupRollout:
                 engine.load -= 1
                 raise
         engine.load -= 1
-        failed = self._trajectory(sample, [self._prompt_ids], [], [], "", "stop")
+        failed = self._trajectory(sample, [self._prompt_ids], [], [], "", "stop", None)
         _fail(failed, reason)
         return _Sampled(failed)
 
@@ -179,6 +179,7 @@ class GroupRollout:
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
         outputs: list[GenerationOutput] = []
+        routed: NDArray[Any] | None = None
         spans: list[Span] = []
         while True:
             request = GenerationRequest(
@@ -188,6 +189,7 @@ class GroupRollout:
             )
             output = await engine.generate(request, plan.settings)
             outputs.append(output)
+            routed = _continued(routed, output.routed)
             spans += [Span(length + span.start, length + span.end, span.version) for span in output.spans]
             turn = await self._environment.step(state, output.text)
             state = turn.state
@@ -198,7 +200,8 @@ class GroupRollout:
             pieces.append(turn.observation)
         text = "".join(output.text for output in outputs)
         logprobs = [output.logprobs for output in outputs]
-        return _Sampled(self._trajectory(sample, pieces, spans, logprobs, text, outputs[-1].stop_reason), state)
+        stop_reason = outputs[-1].stop_reason
+        return _Sampled(self._trajectory(sample, pieces, spans, logprobs, text, stop_reason, routed), state)
 
     def _trajectory(
         self,
@@ -208,8 +211,12 @@ class GroupRollout:
         logprobs: list[NDArray[np.float32]],
         response: str,
         stop_reason: StopReason,
+        routed: NDArray[Any] | None,
     ) -> Trajectory:
-        """A trajectory of pieces [tokens], int32, and log-probabilities [sampled tokens], float32, turn by turn."""
+        """A trajectory of pieces [tokens], int32, and log-probabilities [sampled tokens], float32, turn by turn.
+
+        `routed`, [all tokens but the last, numbers of a token], int8 or int16, are the experts of the whole.
+        """
         return Trajectory(
             prompt_idx=self._datum["idx"],
             group=self._group,
@@ -220,11 +227,24 @@ class GroupRollout:
             response=response,
             stop_reason=stop_reason,
             loss_multiplier=self._datum["loss_multiplier"],
+            routed=routed,
         )
 
 
 def _fail(trajectory: Trajectory, reason: str) -> None:
     trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
+
+
+def _continued(known: NDArray[Any] | None, rows: NDArray[Any] | None) -> NDArray[Any] | None:
+    """The experts of a conversation, [tokens, numbers of a token], int8 or int16, after another turn.
+
+    Args:
+        known: of the turns before, the experts under which their tokens were sampled; None: there were none.
+        rows: of all tokens up to this turn's last but one: an engine looks at the whole conversation in every turn.
+    """
+    if known is None or rows is None:
+        return rows
+    return np.concatenate([known, rows[len(known) :]])
 
 
 def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:

@@ -9,10 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.models.routed import RoutedForm
 
 TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
 SHARD_FIELDS = (TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS)
 """What is known of each token when the rollouts of a step are there."""
+ROUTED_EXPERTS = "routed_experts"
+
+
+def shard_fields(routed: RoutedForm | None) -> tuple[str, ...]:
+    """What is known of each token; `routed`: what the experts look like that engines return, None: they do not."""
+    return SHARD_FIELDS if routed is None else (*SHARD_FIELDS, ROUTED_EXPERTS)
 
 
 def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -47,12 +54,17 @@ def evenly_chosen(sizes: Sequence[int], number: int | None) -> list[list[int]]:
     return chosen
 
 
-def shard_arrays(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
+def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None = None) -> dict[str, NDArray[Any]]:
     """The tokens of trajectories laid end to end.
+
+    Args:
+        trajectories: the sequences of the shard.
+        routed: what the experts look like that engines return; None: they do not.
 
     Returns:
         token_ids (int32), sampled (bool: whether the token was sampled rather than given) and generation_logprobs
-        (float32: under which it was drawn, 0 for tokens that were given), each [tokens of all trajectories].
+        (float32: under which it was drawn, 0 for tokens that were given), each [tokens of all trajectories]; and with
+        `routed` routed_experts, [tokens of all trajectories, numbers of a token].
     """
     total = sum(len(one.token_ids) for one in trajectories)
     token_ids = np.empty(total, dtype=np.int32)
@@ -69,7 +81,10 @@ def shard_arrays(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
             logprobs[begin + span.start : begin + span.end] = one.logprobs[taken : taken + count]
             taken += count
         begin += len(one.token_ids)
-    return {TOKEN_IDS: token_ids, SAMPLED: sampled, GENERATION_LOGPROBS: logprobs}
+    arrays = {TOKEN_IDS: token_ids, SAMPLED: sampled, GENERATION_LOGPROBS: logprobs}
+    if routed is not None:
+        arrays[ROUTED_EXPERTS] = routed.laid_end_to_end([(len(one.token_ids), one.routed) for one in trajectories])
+    return arrays
 
 
 def gather_shards(

@@ -18,11 +18,12 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
-from megatron_grpo.rollouts.shards import SHARD_FIELDS, gather_shards, shard_arrays, split_by_shard
+from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, shard_fields, split_by_shard
 
 DUMPED_GROUPS = 64
 """Groups that are fetched together to be written."""
@@ -47,6 +48,8 @@ class WorkerSettings:
     """Deadline for the sampling of one generation batch."""
     startup_timeout_s: float
     """Deadline for an environment's process to come up."""
+    routed: RoutedForm | None
+    """What the experts look like that engines return; None: they do not."""
 
 
 class RolloutWorker:
@@ -121,14 +124,14 @@ class RolloutWorker:
 
     @phase("build shards")
     async def build_shards(self, payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
-        """The arrays of each shard, shard by shard, in the order of `SHARD_FIELDS`; each becomes an object of its own.
+        """The arrays of each shard, shard by shard, in the order of `shard_fields`; each becomes an object of its own.
 
         Args:
             payloads: the groups that the sequences belong to.
             shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in
                 `payloads` and its place in that group.
         """
-        return await asyncio.to_thread(_build_shards, payloads, shards)
+        return await asyncio.to_thread(_build_shards, payloads, shards, self._settings.routed)
 
     @phase("compute")
     async def compute(
@@ -164,11 +167,13 @@ class RolloutWorker:
         await asyncio.to_thread(_dump, payloads, chosen, file)
 
 
-def _build_shards(payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+def _build_shards(
+    payloads: Payloads, shards: list[NDArray[np.int32]], routed: RoutedForm | None
+) -> tuple[NDArray[Any], ...]:
     """The arrays of each shard; per shard [sequences, 2], int32: group of a sequence and its place in there."""
     groups = payloads.fetch()
-    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()]) for shard in shards)
-    return tuple(arrays[name] for arrays in built for name in SHARD_FIELDS)
+    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
+    return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
 
 
 def _compute(

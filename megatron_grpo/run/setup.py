@@ -31,7 +31,7 @@ from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.opening import Opening, opened
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
-from megatron_grpo.run.start_models import start_models
+from megatron_grpo.run.start_models import routed_form, start_models
 from megatron_grpo.run.startup_parts import since_command
 
 
@@ -76,6 +76,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         environments,
         max_total_sequence_length=config.policy.max_total_sequence_length,
         generation_timeout_s=config.generation.timeout_s,
+        routed=routed_form(config, folder),
     )
     stack.callback(rollouts.shutdown)
     rollouts.start()

@@ -48,7 +48,7 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
     started = time.monotonic()
     step = snapshot.state["total_steps"]
     groups = run.rollouts.fetch(snapshot.waiting)
-    rows = [[trajectory.to_row() for trajectory in group] for group in groups]
+    rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     if run.config.checkpointing.async_save:
         begin_saving(run, step, state, snapshot.loader)

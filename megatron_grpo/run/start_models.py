@@ -9,6 +9,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import Config
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.models.source import model_folder
 from megatron_grpo.models.value_head import as_value_model
 from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
@@ -31,6 +32,11 @@ def start_models(
     return policy, value, generation
 
 
+def routed_form(config: Config, folder: Path) -> RoutedForm | None:
+    """What the experts look like that engines return with the policy's responses; None: they return none."""
+    return RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None
+
+
 def _start_generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
     generation = VllmGeneration(
         str(folder),
@@ -39,6 +45,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster) -> Vllm
         max_total_sequence_length=config.policy.max_total_sequence_length,
         actor_options=cluster.engine_options,
         startup_timeout_s=config.cluster.startup_timeout_s,
+        routed=routed_form(config, folder),
     )
     generation.start()
     return generation

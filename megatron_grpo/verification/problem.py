@@ -73,7 +73,7 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
     asked = {} if experts is None else {"output_router_logits": True}
     stored = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
-    weights = _as_stored({name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)})
+    weights = as_stored({name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)})
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
@@ -85,7 +85,7 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
             total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
         logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
     total.backward()
-    gradients = _as_stored({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    gradients = as_stored({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return Truth(torch.cat(logprobs), gradients, weights)
 
 
@@ -105,7 +105,7 @@ def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
     return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
 
 
-def _as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model in memory, by the names and in the shapes in which its files have them.
 
     In memory transformers keeps the experts of a layer in two tensors, [experts, 2 * width, hidden] and

@@ -25,6 +25,7 @@ from megatron_grpo.config.schema import EngineConfig, GenerationConfig, Generati
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.engines import EngineClient, Engines
 
 EOS = 1
@@ -98,7 +99,15 @@ class Oracle:
 
 @contextmanager
 def engines(
-    path: Path, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, data: int = 1
+    path: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    data: int = 1,
+    precision: str = "float32",
+    max_length: int = MAX_LENGTH,
+    routed: RoutedForm | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
@@ -109,8 +118,9 @@ def engines(
     generation = VllmGeneration(
         str(path),
         config,
-        precision="float32",
-        max_total_sequence_length=MAX_LENGTH,
+        precision=precision,
+        max_total_sequence_length=max_length,
+        routed=routed,
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )

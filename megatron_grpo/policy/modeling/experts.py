@@ -17,6 +17,41 @@ from torch import Tensor
 from megatron_grpo.policy.modeling.packed_sequences import Membership, PackedSequences
 
 
+class RoutingReplay:
+    """What Megatron-Core's routing asks for the experts of tokens: those on record, or else the router's own.
+
+    Args:
+        record: [tokens, experts of a token], integers: recorded experts; -1 where there are none.
+    """
+
+    def __init__(self, record: Tensor) -> None:
+        self._record = record.long()
+        self.known = (self._record >= 0).all(dim=1)
+        """[tokens], bool: whether the token's experts are on record."""
+        self.agreed: Tensor | None = None
+        """[tokens], int64: how many of its own choices the router finds on record; None: it was not asked."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token with their scores, through which the gradient comes back to the router.
+
+        Args:
+            scores: [tokens, experts], floating point: what experts are chosen by.
+            topk: experts of a token.
+            num_groups: groups of experts, for `compute`.
+            group_topk: groups of a token, for `compute`.
+            compute: the router's own choice: called with the arguments before it, gives scores and indices.
+
+        Returns:
+            Both [tokens, topk]: scores, in their dtype; numbers of experts, int64.
+        """
+        _, own = compute(scores, topk, num_groups, group_topk)
+        self.agreed = (own[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
+        chosen = torch.where(self.known[:, None], self._record, own)
+        return scores.gather(1, chosen), chosen
+
+
 class ExpertRouter(TopKRouter):
     """Chooses a token's experts, counts who is chosen, and adds the losses that keep experts in use.
 
@@ -36,10 +71,18 @@ class ExpertRouter(TopKRouter):
         """[experts], float32: how many of this rank's real tokens chose each expert since the counts were cleared."""
         self.losses: Tensor | None = None
         """[2], float32: this rank's share of the auxiliary and of the z loss since the counts were cleared."""
+        self.replays = False
+        """Whether tokens go through recorded experts: true of a policy's routers, when the configuration says so."""
+        self.record: Tensor | None = None
+        """[tokens of this rank, experts of a token], int8 or int16: recorded experts of the microbatch, -1 where there
+        are none; `DecoderLayer` sets it before every pass."""
+        self.agreement: Tensor | None = None
+        """[2], float32: of this rank's real tokens on record, how many recorded experts the router would have chosen
+        too, and how many there were, since the counts were cleared."""
 
     def clear(self) -> None:
         """Forget what was counted."""
-        self.chosen = self.losses = None
+        self.chosen = self.losses = self.agreement = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights of the experts, and which are chosen.
@@ -53,6 +96,8 @@ class ExpertRouter(TopKRouter):
         """
         flat = logits.view(-1, self.num_experts)
         config = self.config
+        assert self.record is not None or not self.replays, "the recorded experts come with every microbatch"
+        replay = RoutingReplay(self.record) if self.replays and self.record is not None else None
         probs, chosen = topk_routing_with_score_function(
             flat,
             self.topk,
@@ -62,19 +107,25 @@ class ExpertRouter(TopKRouter):
             scaling_factor=config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
+            router_replay=replay,
         )
         # With recomputed activations the first pass has no gradient, and does not count.
         if self.training and torch.is_grad_enabled() and self.membership is not None:
-            self._count(chosen, self.membership)
+            self._count(chosen, self.membership, replay)
             if self.aux_loss_coeff or self.z_loss_coeff:
                 probs = self._with_losses(probs, flat, self.membership)
         return probs, chosen
 
     @torch.no_grad()
-    def _count(self, chosen: Tensor, membership: Membership) -> None:
+    def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
+        """Count who was chosen, [tokens, experts], bool, and where that is what the router would have chosen."""
         real = membership.weight > 0
         counts = chosen[real].sum(dim=0, dtype=torch.float32)
         self.chosen = counts if self.chosen is None else self.chosen + counts
+        if replay is not None and replay.agreed is not None:
+            compared = real & replay.known
+            both = torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk]).float()
+            self.agreement = both if self.agreement is None else self.agreement + both
 
     def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         """The weights, [tokens, experts], whose backward pass also begins that of the losses of the logits."""
@@ -129,10 +180,10 @@ def _over_parts(shares: Tensor) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, whose router knows the sequences of the tokens that it routes.
+    """Megatron-Core's layer, whose router knows the sequences of the tokens that it routes, and their recorded experts.
 
-    Layers are also called anew in the backward pass, when other microbatches have passed since: the sequences come with
-    the call, and are never those of the microbatch before.
+    Layers are also called anew in the backward pass, when other microbatches have passed since: both come with the
+    call, and are never those of the microbatch before.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -144,10 +195,11 @@ class DecoderLayer(TransformerLayer):
 
     def _recomputed_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
         """What the experts give for [tokens, 1, hidden]; in training, without keeping what they compute on the way."""
-        router, members = self.mlp.router, self.mlp.router.membership
+        router = self.mlp.router
+        of_microbatch = router.membership, router.record
 
         def compute(hidden: Tensor) -> Any:
-            router.membership = members
+            router.membership, router.record = of_microbatch
             return self._experts(hidden, *args, **keywords)
 
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
@@ -156,8 +208,16 @@ class DecoderLayer(TransformerLayer):
         """What Megatron-Core's layer takes and gives."""
         if self.is_moe_layer:
             known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
-            self.mlp.router.membership = None if known is None else known.membership
+            router = self.mlp.router
+            router.membership = None if known is None else known.membership
+            router.record = None if known is None or known.routed is None else self._own_columns(known.routed)
         return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
+
+    def _own_columns(self, routed: Tensor) -> Tensor:
+        """[tokens, layers with experts * experts of a token] to this layer's, [tokens, experts of a token]."""
+        before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
+        top_k = self.config.moe_router_topk
+        return routed[:, before * top_k : (before + 1) * top_k]
 
 
 def routers(chunks: Any) -> list[ExpertRouter]:

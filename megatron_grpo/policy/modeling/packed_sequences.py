@@ -64,6 +64,9 @@ class PackedSequences(PackedSeqParams):
     """[tokens of this rank], int64: position of each token in its sequence."""
     membership: Membership | None = None
     """Of this rank's tokens, or of its part of them under sequence parallelism; None: no layer asks."""
+    routed: Tensor | None = None
+    """[tokens of the same part, layers with experts * experts of a token], int8 or int16: which experts to send tokens
+    through, -1 where the router chooses; None: it chooses everywhere."""
     calls: AttentionCalls | None = None
     """Of layers in which a token sees everything before it."""
     windowed_calls: AttentionCalls | None = None
@@ -235,6 +238,7 @@ def packed_sequences(
     transformer_engine: bool,
     window: int | None = None,
     members: Membership | None = None,
+    routed: Tensor | None = None,
 ) -> PackedSequences:
     """What the layers are told of a microbatch.
 
@@ -243,6 +247,7 @@ def packed_sequences(
         transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
         window: tokens that each token sees in the layers with a window, itself included; None: no layer has one.
         members: which sequences the tokens belong to; None: no layer asks.
+        routed: recorded experts of the tokens, as `PackedSequences` has them; None: routers choose.
     """
     if transformer_engine:
         ends = torch.from_numpy(np.concatenate([[0], np.cumsum(placement.widths)]).astype(np.int32))
@@ -256,6 +261,7 @@ def packed_sequences(
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             membership=members,
+            routed=routed,
         )
     return PackedSequences(
         qkv_format="sbhd",
@@ -263,6 +269,7 @@ def packed_sequences(
         calls=attention_calls(placement),
         windowed_calls=None if window is None else attention_calls(placement, window),
         membership=members,
+        routed=routed,
     )
 
 

@@ -19,7 +19,7 @@ from megatron_grpo.losses.segments import Segments
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.layer_spec import uses_transformer_engine
-from megatron_grpo.policy.modeling.membership import membership
+from megatron_grpo.policy.modeling.membership import held_routing, membership
 from megatron_grpo.policy.modeling.packed_sequences import (
     PackedSequences,
     Placement,
@@ -96,7 +96,8 @@ class MicrobatchMaker:
         if nobody:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
             rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         at = torch.from_numpy(tokens)
-        entries = {name: value[at] for name, value in fields.present().items()}
+        # The layers are told of the recorded experts; who is asked about tokens has no use for them.
+        entries = {name: value[at] for name, value in replace(fields, routed_experts=None).present().items()}
         entries["token_ids"] = entries["token_ids"].long()
         if nobody and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
@@ -106,22 +107,27 @@ class MicrobatchMaker:
         move = _to_device()
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(self._packed(placement, real=bool(indices)), move),
+            sequences=moved(self._packed(placement, fields.routed_experts, real=bool(indices)), move),
             rows=move(torch.from_numpy(rows)),
             tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
             segments=self._segments(selected, wanted, tokens, move),
             flat=flat,
         )
 
-    def _packed(self, placement: Placement, *, real: bool) -> PackedSequences:
-        """What the layers are told of tokens; `real`: whether they are some of the batch's."""
-        members = None
+    def _packed(self, placement: Placement, routed: Tensor | None, *, real: bool) -> PackedSequences:
+        """What the layers are told of tokens; `real`: whether they are some of the batch's.
+
+        `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
+        """
+        members = held = None
         if self.shape.experts is not None:
             part, parts = 0, 1
             if self.parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
             members = membership(placement, part=part, parts=parts, real=real)
-        return packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window, members)
+            if routed is not None:
+                held = held_routing(placement, routed, part=part, parts=parts, real=real)
+        return packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window, members, held)
 
     def _segments(
         self,
@@ -142,7 +148,7 @@ class MicrobatchMaker:
 
 def _nothing(batch: TokenBatch) -> TokenBatch:
     """A sequence of one token with the entries of a batch, all 0: nothing stands before it, so nobody asks about it."""
-    zeros = {name: value.new_zeros(1) for name, value in batch.fields.present().items()}
+    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.present().items()}
     return TokenBatch([1], TokenFields(**zeros))
 
 

@@ -50,11 +50,15 @@ class ModelRank(ABC):
     """Whether the reference policy is no longer the model that the run started from."""
     writing: BackgroundWrite | None = None
     """What is being written of a checkpoint in the background."""
+    replays_routing = False
+    """Whether tokens go through the experts that the engine chose; only a policy's may."""
 
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
         self._maker = MicrobatchMaker(config.parallel, config.packing, shape, config.fp8.token_multiple)
-        self.routing = None if shape.experts is None else StepRouting(chunks, config.moe, self.routing_name)
+        self.routing: StepRouting | None = None
+        if shape.experts is not None:
+            self.routing = StepRouting(chunks, config.moe, self.routing_name, replays=self.replays_routing)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
 
     def whole_chunks(self) -> list[DecoderModel]:
@@ -89,16 +93,19 @@ class ModelRank(ABC):
         """
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """Names of the stored entries that this rank's pipeline stage uses: none in the middle of the pipeline.
+        """Names of the stored entries that this rank's pipeline stage uses: in the middle of the pipeline none but the
+        recorded experts, when its layers have any to replay.
 
         Args:
             loss_fn: loss function of an optimizer step; None: the pass only computes outputs.
         """
+        replayed = self.routing is not None and self.replays_routing and self.routing.routers
+        routed = ("routed_experts",) if replayed else ()
         if not parallel_state.is_pipeline_last_stage():
-            return ("token_ids",) if parallel_state.is_pipeline_first_stage() else ()
+            return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
         if loss_fn is not None:
-            return ("token_ids", *loss_fn.reads)
-        return ("token_ids", "sampled")
+            return ("token_ids", *loss_fn.reads, *routed)
+        return ("token_ids", "sampled", *routed)
 
     def train(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts

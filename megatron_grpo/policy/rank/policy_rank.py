@@ -44,6 +44,7 @@ class PolicyRank(ModelRank):
         decay_steps: int,
     ) -> None:
         self.shape, self.temperature = shape, temperature
+        self.replays_routing = config.moe.replay_routing
         chunks = self._build(config)
         load_hf_weights(chunks, shape, folder)
         self._has_reference = reference is not None

@@ -22,14 +22,17 @@ class StepRouting:
         chunks: the rank's shard of a model with experts.
         config: how experts are kept in use.
         name: what names of metrics begin with.
+        replays: whether tokens go through the experts that the engine chose.
     """
 
-    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str) -> None:
+    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:
         self._name = name
         self.routers: list[ExpertRouter] = routers(chunks)
+        self._replays = replays
         self._rate = config.bias_update_rate
         for router in self.routers:
             router.aux_loss_coeff, router.z_loss_coeff = config.aux_loss_coeff, config.z_loss_coeff
+            router.replays = replays
 
     def begin(self, sequences: float) -> None:
         """A step begins, on so many sequences over all replicas."""
@@ -73,16 +76,20 @@ class StepRouting:
             counts: [layers of this rank, experts], float32, from `counts`.
         """
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
-        losses = torch.stack([r.losses for r in self.routers if r.losses is not None] or [counts.new_zeros(2)]).sum(0)
+        nothing = counts.new_zeros(2)
+        losses = torch.stack([r.losses for r in self.routers if r.losses is not None] or [nothing]).sum(0)
+        agreement = torch.stack([r.agreement for r in self.routers if r.agreement is not None] or [nothing]).sum(0)
+        over_tokens = torch.cat([losses, agreement])
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(losses, group=stage)
+        dist.all_reduce(over_tokens, group=stage)
         extremes = torch.stack([level.amax(dim=1).sum(), level.amin(dim=1).sum()])
-        sums = torch.cat([extremes, losses, losses.new_tensor([float(len(level))])])
+        sums = torch.cat([extremes, over_tokens, losses.new_tensor([float(len(level))])])
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-        highest, lowest, aux, z, layers = sums.tolist()
-        return {
+        highest, lowest, aux, z, agreed, compared, layers = sums.tolist()
+        told = {
             f"{self._name}_load_highest": highest / layers,
             f"{self._name}_load_lowest": lowest / layers,
             f"{self._name}_aux_loss": aux,
             f"{self._name}_z_loss": z,
         }
+        return told | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self._replays else {})

@@ -36,7 +36,8 @@ def flat_entries(lengths: Sequence[int]) -> dict[str, Tensor]:
     total = sum(lengths)
     numbers = torch.arange(1, total + 1)
     entries = {name: numbers / (3.0 + i) for i, name in enumerate(ENTRIES)}
-    return entries | {"token_ids": numbers.int(), "sampled": numbers % 3 == 0}
+    routed = torch.stack([numbers % 7, -(numbers % 5), numbers % 3], dim=1).to(torch.int8)
+    return entries | {"token_ids": numbers.int(), "sampled": numbers % 3 == 0, "routed_experts": routed}
 
 
 def make_batch(lengths: Sequence[int]) -> TokenBatch:
@@ -67,6 +68,14 @@ def test_an_entry_that_is_not_there_is_noticed() -> None:
 def test_entries_of_another_shape_are_a_defect(shape: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="advantages has shape"):
         TokenBatch([3, 1], TokenFields(token_ids=torch.ones(4, dtype=torch.int32), advantages=torch.ones(shape)))
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_only_routed_experts_are_many_numbers_a_token(tokens: int) -> None:
+    routed = torch.zeros(4, 6, dtype=torch.int8)
+    assert TokenBatch([3, 1], TokenFields(routed_experts=routed)).fields.routed_experts is routed
+    with pytest.raises(AssertionError, match="routed_experts has shape"):
+        TokenBatch([3, 1], TokenFields(routed_experts=torch.zeros(tokens, 6, dtype=torch.int8)))
 
 
 def test_moving_keeps_every_entry() -> None:
@@ -115,8 +124,9 @@ def test_rectangles_are_padded_on_the_right_with_zeros(lengths: list[int], room:
     assert list(rectangles.present()) == ENTRIES
     for name, values in batch.fields.present().items():
         rectangle = getattr(rectangles, name)
-        expected = [row + [0] * (width - len(row)) for row in pieces(values, lengths)]
-        assert rectangle.shape == (len(lengths), width)
+        zero = values.new_zeros(values.shape[1:]).tolist()
+        expected = [row + [zero] * (width - len(row)) for row in pieces(values, lengths)]
+        assert rectangle.shape == (len(lengths), width, *values.shape[1:])
         assert rectangle.tolist() == expected, name
         assert rectangle.dtype == (torch.int64 if name == "token_ids" else values.dtype)
 
@@ -138,7 +148,7 @@ def test_places_are_those_of_a_rectangle_read_row_by_row(lengths: list[int], roo
     assert places.tolist() == [row * width + t for row, length in enumerate(lengths) for t in range(length)]
     # The way back, which a rank takes with the model's output.
     for name, rectangle in batch.rectangles(width).present().items():
-        assert rectangle.reshape(-1)[places].tolist() == getattr(batch.fields, name).tolist()
+        assert rectangle.flatten(0, 1)[places].tolist() == getattr(batch.fields, name).tolist()
 
 
 @pytest.mark.parametrize("width", [0, 1, 6])

@@ -50,6 +50,8 @@ class FakeEngine:
     load: int = 0
     trouble: dict[int, list[Any]] = field(default_factory=dict)
     asked: list[GenerationRequest] = field(default_factory=list)
+    records: bool = False
+    """Whether responses come with routed experts, all of which are the number of the request."""
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
         self.asked.append(request)
@@ -66,6 +68,7 @@ class FakeEngine:
             text=f"<{number}>",
             stop_reason="stop",
             spans=[Span(0, 1, 6), Span(1, 2, 7)],
+            routed=np.full((len(request.prompt_ids) + 1, 2), number, np.int8) if self.records else None,
         )
 
     def place(self, sizes: list[int]) -> list[FakeEngine]:
@@ -118,6 +121,23 @@ def test_the_seed_of_a_sample_is_what_it_always_was() -> None:
     assert sample_seed(5, 2, 40, 1) == int.from_bytes(digest, "little") >> 2
     different = {sample_seed(*identity) for identity in np.ndindex(2, 2, 2, 2, 2)}
     assert len(different) == 32
+
+
+def test_tokens_keep_the_experts_that_they_were_sampled_under() -> None:
+    """In every turn the engine looks at the whole conversation again, and may choose otherwise."""
+    one_sample = replace(PLAN, samples_per_prompt=1)
+    (one,) = run(FakeEngine(records=True), FakeEnvironment(observations=[[7, 8], [9]]), one_sample)
+    assert len(one.token_ids) == 3 + 2 + 2 + 2 + 1 + 2
+    assert one.routed is not None
+    assert one.routed.dtype == np.int8
+    assert one.routed[:, 0].tolist() == [1] * 4 + [2] * 4 + [3] * 3, "the last token of a turn passes with the next"
+    (other,) = run(FakeEngine(), FakeEnvironment(), one_sample)
+    assert other.routed is None
+    (failed,) = run(
+        FakeEngine(records=True, trouble={SEEDS[0]: [RolloutFailure("no")] * 2}), FakeEnvironment(), one_sample
+    )
+    assert failed.routed is None
+    assert "routed" not in one.to_row()
 
 
 def test_a_single_turn() -> None:

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.rollouts.shards import evenly_chosen, gather_shards, places_of, shard_arrays, split_by_shard
+from megatron_grpo.models.routed import RoutedForm
+from megatron_grpo.rollouts.shards import (
+    evenly_chosen,
+    gather_shards,
+    places_of,
+    shard_arrays,
+    shard_fields,
+    split_by_shard,
+)
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 
@@ -25,6 +33,19 @@ def test_tokens_masks_and_logprobs_of_several_turns() -> None:
     assert arrays["sampled"].tolist() == [False, False, False, True, True, False, True]
     assert arrays["generation_logprobs"].tolist() == [0, 0, 0, -1, -2, 0, -3]
     assert all(len(array) == 0 for array in shard_arrays([]).values())
+
+
+def test_routed_experts_stand_at_their_tokens_and_are_unknown_elsewhere() -> None:
+    form = RoutedForm(layers=(1, 2), top_k=2, experts=200)
+    known = np.arange(8, dtype=np.int16).reshape(2, 4)
+    trajectories = [make_trajectory(routed=known), failed_trajectory(prompt_tokens=2), make_trajectory(routed=known)]
+    routed = shard_arrays(trajectories, form)["routed_experts"]
+    nothing = [-1] * 4
+    assert routed.dtype == np.int16
+    assert routed.tolist() == [*known.tolist(), nothing, nothing, nothing, *known.tolist(), nothing]
+    assert tuple(shard_arrays(trajectories, form)) == shard_fields(form)
+    assert tuple(shard_arrays(trajectories)) == shard_fields(None)
+    assert shard_arrays([], form)["routed_experts"].shape == (0, 4)
 
 
 @settings(deadline=None)

@@ -1,0 +1,71 @@
+"""transformers made to send tokens through given experts: what replayed routing is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+GATES = (Qwen3MoeTopKRouter, DeepseekV3TopkRouter)
+
+
+def gates(model: PreTrainedModel) -> list[nn.Module]:
+    """The routers of a model, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, GATES)]
+
+
+@torch.no_grad()
+def own_routing(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """The experts that a model chooses: [tokens] of one sequence to [tokens, layers with experts, top_k], int64.
+
+    Within `forced`, what each router would choose where the layers before it are forced.
+    """
+    chosen: list[Tensor] = []
+    hooks = [
+        gate.register_forward_hook(lambda _gate, _given, found: chosen.append(found[2]), prepend=True)
+        for gate in gates(model)
+    ]
+    model(token_ids.long()[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1)
+
+
+@contextmanager
+def forced(model: PreTrainedModel, routed: Tensor) -> Iterator[None]:
+    """While open, the model sends the tokens of one sequence through these experts.
+
+    Args:
+        model: with `GATES`.
+        routed: [tokens, layers with experts, top_k], integers; -1 in all of a token's: it chooses itself.
+    """
+    hooks = []
+    for layer, gate in enumerate(gates(model)):
+        hooks.append(gate.register_forward_hook(_Forcing(routed[:, layer].long())))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Forcing:
+    """Replaces what a gate chose by given experts, [tokens, top_k], int64, and weighs those as the gate would have."""
+
+    def __init__(self, experts: Tensor) -> None:
+        self._experts = experts
+
+    def __call__(self, gate: Any, _given: Any, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, own = found
+        experts = torch.where(self._experts < 0, own, self._experts)
+        sigmoid = isinstance(gate, DeepseekV3TopkRouter)
+        scores = (logits.sigmoid() if sigmoid else logits.softmax(-1)).gather(1, experts)
+        if gate.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
+        return logits, scores * (gate.routed_scaling_factor if sigmoid else 1.0), experts

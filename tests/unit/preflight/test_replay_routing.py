@@ -1,0 +1,59 @@
+"""Where routing can be replayed, before any process starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.preflight.load import compose_config
+from tests.support.config_problems import SMALL
+from tests.support.moe_config import QWEN3_MOE
+
+REPLAY = "policy.moe.replay_routing=true"
+ON_GPUS = ["cluster.gpus_per_node=8"]
+
+
+def problems(given: list[str], *overrides: str, shape: ModelShape | None = None) -> dict[str, str]:
+    """Subject -> text, of a model with experts unless another is given; the file of the run's model has none."""
+    config = compose_config([*given, *(one for one in overrides if one != REPLAY)])
+    config.policy.moe.replay_routing = REPLAY in overrides
+    return {one.subject: one.text for one in layout_problems(config, shape or shape_of_config(QWEN3_MOE))}
+
+
+def test_a_model_without_experts_replays_nothing(given: list[str]) -> None:
+    dense = shape_of_config(SMALL)
+    assert problems(given, REPLAY, shape=dense) == {
+        "policy.moe.replay_routing=True": "the model has no experts; use false"
+    }
+    assert problems(given, shape=dense) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subject", "text"),
+    [
+        ([], "generation.engine.enforce_eager=False", "records only uncompiled; use true"),
+        (
+            [*ON_GPUS, "generation.engine.enable_prefix_caching=false"],
+            "generation.engine.enable_prefix_caching=False",
+            "with prefix caching only; use true",
+        ),
+        ([*ON_GPUS, "generation.parallel.pipeline=2"], "generation.parallel.pipeline=2", "from a pipeline; use 1"),
+    ],
+)
+def test_settings_with_which_engines_do_not_record(
+    given: list[str], overrides: list[str], subject: str, text: str
+) -> None:
+    assert problems(given, *overrides) == {}
+    ((found, message),) = problems(given, REPLAY, *overrides).items()
+    assert found == subject
+    assert text in message
+    assert "policy.moe.replay_routing" in message
+
+
+def test_settings_with_which_they_do(given: list[str]) -> None:
+    assert problems(given, REPLAY, *ON_GPUS, "generation.parallel.tensor=2") == {}
+    eager = "generation.engine.enforce_eager=true"
+    more = ["generation.parallel.pipeline=2", "generation.engine.enable_prefix_caching=false"]
+    assert problems(given, REPLAY, eager, *more) == {}
