@@ -18,7 +18,7 @@ STEPS = 120
 SHORT = (
     f"grpo.max_num_steps={STEPS}",
     f"grpo.val_period={STEPS}",
-    "policy.optimizer.decay_steps=400",  # the beginning of the recipe
+    "policy.optimizer.decay_steps=500",  # the beginning of the recipe
     f"checkpointing.save_period={STEPS - 3}",
     "checkpointing.keep_top_k=null",
 )
@@ -28,7 +28,7 @@ SHORT = (
 def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run without interruption."""
     run = TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT, recipe="quickstart_moe")
-    assert run.finish(timeout_s=600) == 0, run.log()
+    assert run.finish(timeout_s=900) == 0, run.log()
     return run
 
 
