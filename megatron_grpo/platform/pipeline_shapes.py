@@ -14,19 +14,32 @@ from megatron_grpo.platform.device import current_platform
 _KEPT = 16
 """Messages that may be on their way: their memory must live until they have arrived."""
 
+_told = False
+"""Whether this process has the repair."""
+
 
 def let_stages_tell_shapes() -> None:
-    """Have stages tell each other shapes in the way and order of the tensors that follow.
+    """Have interleaved stages tell each other shapes in the way and order of the tensors that follow; idempotent.
 
     Megatron-Core sends both shapes of a step in one batch and waits for all of it. Two stages have one peer in both
     directions, so that the shapes of the forward and of the backward pass change places; and where a stage only
     receives later what another is sending now, both wait for ever.
     """
+    global _told
+    if _told:
+        return
+    _told = True
+    original = p2p.P2PCommunicator._communicate_shapes
     on_their_way: deque[Any] = deque(maxlen=_KEPT)
 
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
+        if self.virtual_pipeline_model_parallel_size is None:
+            shapes: tuple[list[int], list[int]] = original(
+                self, tensor_send_next, tensor_send_prev, recv_prev, recv_next
+            )
+            return shapes
         device = current_platform().device
         previous, following = (
             torch.empty(3, dtype=torch.int64, device=device) if wanted else None for wanted in (recv_prev, recv_next)

@@ -73,7 +73,9 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
     asked = {} if experts is None else {"output_router_logits": True}
     stored = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
-    weights = as_stored({name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)})
+    mixtral = shape_of_folder(folder).family == "mixtral"
+    in_memory = {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)}
+    weights = as_stored(in_memory, mixtral=mixtral)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
@@ -85,7 +87,8 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
             total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
         logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
     total.backward()
-    gradients = as_stored({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = as_stored(of_trained, mixtral=mixtral)
     return Truth(torch.cat(logprobs), gradients, weights)
 
 
@@ -105,11 +108,15 @@ def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
     return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
 
 
-def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_stored(tensors: dict[str, Tensor], *, mixtral: bool = False) -> dict[str, Tensor]:
     """The tensors of a model in memory, by the names and in the shapes in which its files have them.
 
     In memory transformers keeps the experts of a layer in two tensors, [experts, 2 * width, hidden] and
-    [experts, hidden, width].
+    [experts, hidden, width], and gives those of Mixtral the names of other families.
+
+    Args:
+        tensors: by their names in memory.
+        mixtral: whether the model is one.
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -121,4 +128,13 @@ def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for expert, own in enumerate(tensor):
             parts = zip(in_file, own.chunk(len(in_file)), strict=True)
             stored |= {f"{block}.experts.{expert}.{part}.weight": value for part, value in parts}
-    return stored
+    return {_of_mixtral(name): tensor for name, tensor in stored.items()} if mixtral else stored
+
+
+def _of_mixtral(name: str) -> str:
+    """The name in Mixtral's files of a tensor that has another family's."""
+    if ".mlp." not in name:
+        return name
+    for other, own in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = name.replace(other, own)
+    return name

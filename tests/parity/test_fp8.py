@@ -13,6 +13,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.policy.modeling.build import transformer_config
 from megatron_grpo.policy.modeling.fp8 import require_fp8
 from megatron_grpo.policy.modeling.fp8_rounding import round_blocks, round_tensor
@@ -180,25 +181,25 @@ def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor
 def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel) -> None:
     """What Transformer Engine does with them has not run here."""
     fp8 = Fp8Config(format="hybrid", recipe="blockwise", parameters=True, first_layers_bf16=1, last_layers_bf16=2)
-    config = transformer_config(model.shape, ParallelConfig(), "bfloat16", False, fp8)
+    config = transformer_config(model.shape, ParallelConfig(), "bfloat16", False, fp8, {})
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
     assert (config.first_last_layers_bf16, config.num_layers_at_start_in_bf16) == (True, 1)
     assert config.num_layers_at_end_in_bf16 == 2
     for off in (Fp8Config(), replace(fp8, simulate=True)):
-        assert transformer_config(model.shape, ParallelConfig(), "bfloat16", False, off).fp8 is None
-        require_fp8(off)
+        assert transformer_config(model.shape, ParallelConfig(), "bfloat16", False, off, {}).fp8 is None
+        require_fp8(off, model.shape)
     with pytest.raises(RunError, match=r"policy\.fp8\.format=hybrid needs a GPU and Transformer Engine"):
-        require_fp8(fp8)
+        require_fp8(fp8, model.shape)
 
 
-def local_tokens_on_rank(layout: Layout, packing: bool, multiple: int) -> int:
-    return MicrobatchMaker(layout.parallel, packing, multiple).place([5, 9, 7]).local_tokens
+def local_tokens_on_rank(layout: Layout, shape: ModelShape, packing: bool, multiple: int) -> int:
+    return MicrobatchMaker(layout.parallel, packing, shape, multiple).place([5, 9, 7]).local_tokens
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True), Layout(context=2)], ids=str)
-def test_microbatches_have_the_tokens_that_products_take(layout: Layout) -> None:
+def test_microbatches_have_the_tokens_that_products_take(layout: Layout, model: TinyModel) -> None:
     """Also what sequence parallelism leaves each rank."""
     for packing in (True, False):
-        for tokens in run_on_ranks(layout, local_tokens_on_rank, packing, 16):
+        for tokens in run_on_ranks(layout, local_tokens_on_rank, model.shape, packing, 16):
             assert tokens % (16 * (layout.tensor if layout.sequence else 1)) == 0
             assert tokens * layout.context >= 21

@@ -35,8 +35,7 @@ def initialize_parallel(
     """
     assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
     apply_patches()
-    if parallel.virtual_pipeline > 1:
-        let_stages_tell_shapes()
+    let_stages_tell_shapes()
     platform = current_platform()
     # Megatron-Core counts on one hardware queue to order a layer's communication before its computation; it complains
     # about anything else even without a GPU.
