@@ -121,7 +121,7 @@ class Trajectory:
         return row
 
     def to_saved_row(self) -> dict[str, Any]:
-        """Every field, in types that JSON has: the row of `to_row`, and the routed experts as their bytes in base 85."""
+        """Every field, in types that JSON has: those of `to_row`, and the routed experts as their bytes in base 85."""
         if self.routed is None:
             return self.to_row()
         data = base64.b85encode(self.routed.tobytes()).decode()
