@@ -25,9 +25,12 @@ def test_composed_defaults_are_the_defaults_of_the_schema(given: list[str]) -> N
 OPTIONS = [(group, option) for group, found in config_groups().items() if group != RECIPES for option in found]
 GOES_WITH = {  # options that make sense only beside others
     ("data", "addition"): ["env=addition"],
+    ("data", "addition_moe"): ["env=addition"],
     ("env", "addition"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
+    ("generation", "addition_moe"): ["generation.parallel.expert=1"],  # the model given here has no experts
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
+    ("policy", "addition_moe"): ["generation=addition", "data.max_input_seq_length=16", "policy.parallel.expert=1"],
     ("policy", "llama3_70b"): ["policy.model.path=meta-llama/not-in-the-cache"],
 }
 
