@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_grpo.composition.help import version
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.source import model_folder
@@ -21,17 +21,18 @@ from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_
 from megatron_grpo.run.manifest import MANIFEST_FILE
 
 USAGE = """\
-python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft]
+python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized]
 
   checkpoint  folder of one checkpoint: RUN_DIR/checkpoints/step_N
   output      folder to write; must not exist yet
   format      hf: a model in Hugging Face format, adapters merged into its weights (the default);
-              peft: the adapters of a run with policy.lora.rank above 0 alone, as the peft package loads them
+              peft: the adapters of a run with policy.lora.rank above 0 alone, as the peft package loads them;
+              quantized: the weights of a run with policy.quantization in the 8 bits that it trained with, for vLLM
 """
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
 _GATHER_BYTES = 2**30
-_PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft")
+_PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft", "quantized")
 _ARGUMENTS = (*_PATHS, "format")
 
 
@@ -51,6 +52,8 @@ class ExportPlan:
     lora: LoraConfig
     adapters_alone: bool
     """Whether only the adapters are written, in the format of peft."""
+    quantization: QuantizationFormat | None
+    """What the layers' matrices are written in; None: in the precision of the run."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,16 +95,19 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
         raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    source, precision, lora = _trained_model(config_file)
+    source, precision, lora, quantization = _trained_model(config_file)
     alone = given.get("format") == "peft"
     if alone and not lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
+    in_bits = given.get("format") == "quantized"
+    if in_bits and quantization is None:
+        raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
     folder = model_folder(source)
     shape = shape_of_folder(folder)
     remark = verify(checkpoint)  # last: of a large checkpoint it takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    return ExportPlan(weights, folder, precision, shape, output, source, lora, alone)
+    return ExportPlan(weights, folder, precision, shape, output, source, lora, alone, quantization if in_bits else None)
 
 
 def export(plan: ExportPlan) -> None:
@@ -146,17 +152,24 @@ def _write(plan: ExportPlan, chunks: Sequence[Any]) -> None:
     from megatron_grpo.models.hf_folder import write_hf_folder
     from megatron_grpo.models.hf_weights import iter_hf_tensors
     from megatron_grpo.models.peft_adapter import write_peft_folder
+    from megatron_grpo.models.quantized_weights import quantization_entry, quantized_tensors
 
     if plan.adapters_alone:
         write_peft_folder(chunks, plan.shape, plan.lora, plan.base, plan.output)
         return
     tensors = iter_hf_tensors(chunks, plan.shape, _GATHER_BYTES)
     whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
-    write_hf_folder(whole, plan.source, plan.output)
+    if plan.quantization is None:
+        write_hf_folder(whole, plan.source, plan.output)
+        return
+    settings = {"quantization_config": quantization_entry(plan.quantization)}
+    write_hf_folder(quantized_tensors(whole, plan.quantization), plan.source, plan.output, settings=settings)
 
 
-def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16"], LoraConfig]:
-    """Path or name of the model that a run started from, its precision and its adapters.
+def _trained_model(
+    config_file: Path,
+) -> tuple[str, Literal["float32", "bfloat16"], LoraConfig, QuantizationFormat | None]:
+    """Path or name of the model that a run started from, its precision, its adapters and its quantisation.
 
     Raises:
         ValueError: the file is missing, or not the configuration of a run.
@@ -174,7 +187,10 @@ def _trained_model(config_file: Path) -> tuple[str, Literal["float32", "bfloat16
         lora = LoraConfig(**policy.get("lora", {})) if isinstance(policy, dict) else LoraConfig()
     except TypeError as error:
         raise ValueError(f"{config_file} is not the configuration of a run: policy.lora: {error}") from None
-    return source, precision, lora
+    quantization = policy.get("quantization") if isinstance(policy, dict) else None
+    if quantization not in (None, *get_args(QuantizationFormat)):
+        raise ValueError(f"{config_file} is not the configuration of a run: policy.quantization={quantization}")
+    return source, precision, lora, quantization
 
 
 def _require_writable(output: Path) -> None:

@@ -165,6 +165,10 @@ class Fp8Config(Section):
         return self.block if self.on_device else 1
 
 
+QuantizationFormat = Literal["int8", "fp8"]
+"""What the operands of the layers' products are rounded to in quantisation-aware training."""
+
+
 @dataclass(kw_only=True)
 class PolicyConfig(Section):
     """The Megatron-Core model that is trained."""
@@ -175,6 +179,11 @@ class PolicyConfig(Section):
     moe: MoeConfig = field(default_factory=MoeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
+
+    quantization: QuantizationFormat | None = None
+    """Quantisation-aware training: modelopt rounds the operands of the layers' products to 8-bit integers (int8) or to
+    E4M3 (fp8), at a scale for each row of a weight and each token; gradients are not rounded. null: off. The export
+    command writes such a model for vLLM with format=quantized."""
 
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; gradients are accumulated and reduced in float32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,25 @@ def write_hf_folder(
     source_folder: str | Path,
     output: str | Path,
     max_shard_bytes: int = 4 * 2**30,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
 
     Args:
-        tensors: (name, tensor of any shape [...] and one dtype for all); taken one at a time, kept in host memory until
-            their shard is written.
+        tensors: (name, tensor of any shape [...] and dtype); taken one at a time, kept in host memory until their shard
+            is written.
         source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
-            becomes that of the tensors.
+            becomes that of the first tensor.
         output: folder to make; must not exist, or be empty.
         max_shard_bytes: largest safetensors file, unless a single tensor is larger.
+        settings: what config.json gets besides.
 
     Raises:
         ValueError: `output` already holds something.
     """
     with new_folder(output) as folder:
         dtype = _write_shards(tensors, folder, max_shard_bytes)
-        _copy_side_files(Path(source_folder), folder, dtype)
+        _copy_side_files(Path(source_folder), folder, dtype, settings or {})
 
 
 @contextmanager
@@ -134,11 +136,11 @@ def new_folder(output: str | Path) -> Iterator[Path]:
 
 
 def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
-    """Write shards of at most max_shard_bytes (or one tensor each), name and index them; the dtype of the tensors."""
+    """Write shards of at most max_shard_bytes (or one tensor each), name and index them; the first tensor's dtype."""
     names: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0
-    dtype = torch.float32
+    dtype: torch.dtype | None = None
 
     def flush() -> None:
         save_file(pending, folder / f"shard-{len(names)}", metadata={"format": "pt"})
@@ -153,11 +155,11 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
-        dtype = tensor.dtype
+        dtype = dtype or tensor.dtype
     flush()
     if len(names) == 1:
         (folder / "shard-0").rename(folder / SINGLE_FILE)
-        return dtype
+        return dtype or torch.float32
     weight_map = {}
     for number, members in enumerate(names):
         file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
@@ -165,17 +167,16 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
         weight_map.update(dict.fromkeys(members, file))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    return dtype
+    return dtype or torch.float32
 
 
-def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
     for file in source.iterdir():
         if file.is_file() and file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copy2(file, folder / file.name)
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    name = str(dtype).removeprefix("torch.")
-    if config.get(key) != name:
-        config[key] = name
-        config_file.write_text(json.dumps(config, indent=2) + "\n")
+    changed = config | {key: str(dtype).removeprefix("torch.")} | dict(settings)
+    if changed != config:
+        config_file.write_text(json.dumps(changed, indent=2) + "\n")

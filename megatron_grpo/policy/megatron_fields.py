@@ -72,5 +72,7 @@ def _fuses_accumulation(config: PolicyConfig) -> bool:
     """Whether a matrix's gradient is added to its sum where it is made, which apex's extension can on a GPU."""
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
+    if config.quantization is not None:
+        return False  # the product is with a rounded weight, which has no gradient buffer
     extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
     return current_platform().name == "cuda" and extension is not None

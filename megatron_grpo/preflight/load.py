@@ -18,6 +18,7 @@ from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
+from megatron_grpo.preflight.quantization import quantization_problems
 from megatron_grpo.preflight.training import training_problems
 
 
@@ -93,6 +94,7 @@ def _by_itself(composed: Composed) -> Checked:
             *length_problems(config, shape),
             *adapter_problems(config, shape),
             *fp8_problems(config, shape),
+            *quantization_problems(config, shape),
             *config_problems(config),
             *training_problems(config, shape),
             *megatron_field_problems(config),

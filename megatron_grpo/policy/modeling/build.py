@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_grpo.config.schema import Fp8Config, LoraConfig, ParallelConfig
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, ParallelConfig, QuantizationFormat
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import padded_vocab
 from megatron_grpo.platform.device import current_platform
@@ -36,6 +36,7 @@ def build_model(
     fields: Mapping[str, Any] | None = None,
     lora: LoraConfig | None = None,
     fp8: Fp8Config | None = None,
+    quantization: QuantizationFormat | None = None,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, its weights not yet set: a chunk, or several that the
     microbatches pass in turn (virtual pipeline).
@@ -52,11 +53,12 @@ def build_model(
         fields: of Megatron-Core's TransformerConfig (`transformer_fields`), in place of the defaults here.
         lora: adapters, which alone are trained then; None, or a rank of 0: none.
         fp8: whether the layers' products are in FP8; None: they are not.
+        quantization: what the operands of the layers' products are rounded to, by modelopt; None: they are not.
 
     Raises:
         RunError: FP8 is asked for, and this rank's device or packages do not have it.
     """
-    additions = Additions(lora or LoraConfig(), fp8 or Fp8Config())
+    additions = Additions(lora or LoraConfig(), fp8 or Fp8Config(), quantization)
     require_fp8(additions.fp8, shape)
     config = transformer_config(shape, parallel, precision, activation_checkpointing, additions.fp8, fields or {})
     number = parallel.virtual_pipeline

@@ -7,19 +7,16 @@ every layout, so that a layout changes nothing. Gradients pass the rounding as t
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config
+from megatron_grpo.policy.modeling.linear_layers import with_front
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2)."""
@@ -105,12 +102,6 @@ class RoundedLinear:
         return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, 128, 128)
 
 
-@cache
-def rounded_class(layer: type) -> type:
-    """A subclass of a linear layer of Megatron-Core's, or of one of its subclasses, with FP8 numerics."""
-    return type(f"Rounded{layer.__name__}", (RoundedLinear, layer), {})
-
-
 def with_rounding(block: TransformerBlockSubmodules, fp8: Fp8Config) -> TransformerBlockSubmodules:
     """The spec of a stage's layers with FP8 numerics in every linear layer; changes it.
 
@@ -119,9 +110,7 @@ def with_rounding(block: TransformerBlockSubmodules, fp8: Fp8Config) -> Transfor
         fp8: the recipe; not delayed, whose scales depend on earlier steps.
     """
     assert fp8.recipe != "delayed", "its scales depend on earlier steps"
-    for layer in block.layer_specs:
-        _round_within(layer.submodules, fp8)
-    return block
+    return with_front(block, RoundedLinear, fp8=fp8)
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
@@ -137,24 +126,6 @@ def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
         for module in layer.modules():
             if isinstance(module, RoundedLinear):
                 module.fp8_on = not outer
-
-
-def _round_within(parts: Any, fp8: Fp8Config) -> None:
-    """Put FP8 numerics into the linear layers among some submodules of a spec, and into those within them."""
-    if not is_dataclass(parts):
-        return
-    for field in fields(parts):
-        part = getattr(parts, field.name)
-        kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        if _is_linear(kind):
-            if not issubclass(kind, RoundedLinear):  # the layers may share one spec
-                setattr(parts, field.name, ModuleSpec(module=rounded_class(kind), params={**params, "fp8": fp8}))
-        elif isinstance(part, ModuleSpec):
-            _round_within(part.submodules, fp8)
-
-
-def _is_linear(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
 
 
 def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.config.schema import Fp8Config, LoraConfig
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, QuantizationFormat
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.modeling.adapter import with_adapters
@@ -24,7 +24,9 @@ from megatron_grpo.policy.modeling.attention import LocalOrGlobalSelfAttention, 
 from megatron_grpo.policy.modeling.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.policy.modeling.fp8_rounding import with_rounding
 from megatron_grpo.policy.modeling.latent_attention import LatentAttention, LatentAttentionParts
+from megatron_grpo.policy.modeling.linear_layers import with_front
 from megatron_grpo.policy.modeling.norm import NormedRowParallelLinear, RMSNorm
+from megatron_grpo.policy.modeling.quantization import QuantizedLinear
 from megatron_grpo.policy.modeling.rope_scaling import rope_factor
 
 logger = logging.getLogger(__name__)
@@ -62,10 +64,11 @@ class Additions:
 
     lora: LoraConfig
     fp8: Fp8Config
+    quantization: QuantizationFormat | None
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return self.lora.rank > 0 or self.fp8.simulated
+        return self.lora.rank > 0 or self.fp8.simulated or self.quantization is not None
 
 
 def layer_spec(
@@ -87,6 +90,8 @@ def layer_spec(
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
     if additions.fp8.simulated:
         block = with_rounding(block, additions.fp8)
+    if additions.quantization is not None:
+        block = with_front(block, QuantizedLinear, quantization=additions.quantization)
     return with_adapters(block, additions.lora) if additions.lora.rank else block
 
 

@@ -65,6 +65,7 @@ class PolicyRank(ModelRank):
             fields=transformer_fields(config),
             lora=config.lora,
             fp8=config.fp8,
+            quantization=config.quantization,
         )
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:

@@ -1,0 +1,65 @@
+"""What of policy.quantization is refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.shape import ExpertShape, ModelShape
+from megatron_grpo.preflight.quantization import quantization_machine_problems, quantization_problems
+from tests.support.config_problems import SMALL
+
+SHAPE = shape_of_config(SMALL)
+
+
+def config(**policy: object) -> Config:
+    made = Config()
+    for name, value in {"quantization": "int8", **policy}.items():
+        setattr(made.policy, name, value)
+    return made
+
+
+def problems(made: Config, shape: ModelShape | None = SHAPE) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in quantization_problems(made, shape)}
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", None])
+def test_what_fits_is_taken(quantization: str | None) -> None:
+    assert problems(config(quantization=quantization)) == {}
+
+
+def test_what_acts_on_the_same_weights_is_refused_with_what_to_do() -> None:
+    subject = "policy.quantization=int8"
+    fp8 = problems(config(fp8=Fp8Config(format="hybrid", simulate=True)))
+    assert fp8[subject].endswith("use null, or policy.fp8.format=off")
+    assert problems(config(lora=LoraConfig(rank=4)))[subject].endswith("use null, or policy.lora.rank=0")
+    fused = problems(config(gradient_accumulation_fusion=True))
+    assert fused["policy.gradient_accumulation_fusion=True"].endswith("use null")
+    off = config(quantization=None, lora=LoraConfig(rank=4), gradient_accumulation_fusion=True)
+    assert problems(off) == {}
+
+
+def test_experts_are_refused() -> None:
+    experts = ExpertShape(count=4, ffn_hidden=32, top_k=2, layers=(True,) * 4)
+    (text,) = problems(config(), replace(SHAPE, experts=experts)).values()
+    assert text == "is not supported for a mixture of experts; use null"
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = quantization_machine_problems(config(quantization="fp8"))
+    assert problem.subject == "policy.quantization=fp8"
+    assert "pip install nvidia-modelopt" in problem.text
+    assert list(quantization_machine_problems(config(quantization=None))) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert list(quantization_machine_problems(config())) == []
+
+
+def test_the_value_model_is_not_quantised() -> None:
+    made = config()
+    made.algorithm = "ppo"
+    assert made.value_model is not None
+    assert made.value_model.quantization is None
