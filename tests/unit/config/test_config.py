@@ -34,9 +34,7 @@ GOES_WITH = {  # options that make sense only beside others
     ("data", "addition_moe"): ["env=addition"],
     ("env", "addition"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
-    ("generation", "addition_moe"): ["generation.parallel.expert=1"],  # the model given here has no experts
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
-    ("data", "addition_moe"): ["env=addition"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],
     ("policy", "addition_moe"): ["generation=addition", *OF_THE_MIXTURE],
     ("policy", "llama3_70b"): ["policy.model.path=meta-llama/not-in-the-cache"],
