@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv, once, and again only when the lock files or the packaging change.
 #   make quickstart              a whole GRPO run on this machine's CPU
 #   make test | test-unit | lint
-#   make test-slow              a short real run with every preset and option, beyond what test runs
+#   make test-slow              a short real run with every preset and option, and rare layouts, beyond what test runs
 #   make gpu-check               what only a CUDA machine can check, with that machine's own packages; prints a JSON
 #                                (PART=torch_only: the part that needs no Ray, vLLM or Transformer Engine; image: the rest)
 #   make lock | docs             write requirements/*.lock, docs/configuration.md anew
@@ -25,7 +25,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" tests/unit tests/parity tests/integration
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow tests/integration
+	$(BIN)/python -m pytest -m slow tests/parity tests/integration
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit

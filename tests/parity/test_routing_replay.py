@@ -33,7 +33,7 @@ LAYOUTS = [
 BySequence = dict[int, Tensor]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny_model(request.param, tmp_path_factory.mktemp("replay"))
 
