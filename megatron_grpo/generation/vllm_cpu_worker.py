@@ -50,7 +50,7 @@ class PipelineCPUWorker(CPUWorker):
         """The experts of finished requests, which are forgotten here, for `chosen_experts`.
 
         Args:
-            names: of the requests, as whoever added them called them.
+            names: names of the requests, as the engine's caller gave them.
 
         Returns:
             By name and number of the layer, of this stage's layers with experts, the bytes of [tokens, experts of a

@@ -39,7 +39,7 @@ def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T
     """One of Megatron-Core's configuration objects.
 
     Args:
-        kind: its class.
+        kind: class of the configuration object.
         ours: fields that the run sets.
         passed: fields that users set, their names and types checked; they count more. Types of tensors are given by
             name, as are members of enumerations.

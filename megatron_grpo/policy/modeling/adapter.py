@@ -72,7 +72,7 @@ class AdaptedLinear(ABC):
         """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
 
         Args:
-            name: of the layer in the whole model, which alone decides what is drawn: the same in every layout.
+            name: name of the layer in the whole model, which alone decides what is drawn, the same in every layout.
         """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
@@ -89,9 +89,9 @@ class AdaptedLinear(ABC):
         """Make the two matrices, their values not yet set.
 
         Args:
-            settings: of the adapter.
-            rows: of the weight on this rank.
-            columns: of the weight on this rank.
+            settings: rank, scale and form of the adapter.
+            rows: rows of the layer's weight on this rank.
+            columns: columns of the layer's weight on this rank.
             split: which of the two is split over tensor-parallel ranks: "lora_a" (by columns) or "lora_b" (by rows).
         """
         self.adapter = settings

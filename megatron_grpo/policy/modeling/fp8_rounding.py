@@ -118,7 +118,7 @@ def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
 
     Args:
         chunk: a GPTModel with FP8 numerics in its layers.
-        layers: of the whole model.
+        layers: number of layers of the whole model.
         fp8: how many.
     """
     for layer in chunk.decoder.layers:

@@ -60,7 +60,7 @@ class LatentAttention(MegatronModule):
         config: Megatron-Core's settings.
         submodules: what it is built of.
         layer_number: number of the layer in the whole model, from 1.
-        latent: its sizes.
+        latent: sizes of the attention's short vectors and heads.
         softmax_scale: factor of the product of a query and a key.
         rope_factor: factor of the rotated parts (YaRN).
     """

@@ -87,7 +87,7 @@ class _Parts:
     """[parts]: place of the first key among the tokens of all ranks, in the order of the sequences."""
 
     def within(self, window: int) -> _Parts:
-        """The same, cut so that nothing is computed of keys that no query of a part sees through the window.
+        """These parts, cut so that nothing is computed of keys that no query of a part sees through the window.
 
         A part of at most `window` queries has fewer than twice as many keys, however long its sequence is.
         """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from multiprocessing.context import ForkProcess
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+logger = logging.getLogger(__name__)
 
 
 class BackgroundWrite:
@@ -29,6 +32,7 @@ class BackgroundWrite:
             target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
         )
         self._process.start()
+        logger.info("process %d writes this rank's part of the checkpoint", self._process.pid)
 
     @property
     def is_over(self) -> bool:
@@ -42,7 +46,11 @@ class BackgroundWrite:
             CheckpointException: a rank could not write its part, or its process was killed.
         """
         if self._process is not None:
+            # The driver's deadline for completing the checkpoint names the ranks whose writers are late.
             self._process.join()
+            logger.info(
+                "process %d, the checkpoint's writer, ended with code %s", self._process.pid, self._process.exitcode
+            )
         dist.barrier()
         for finish in self._finishing:
             finish()

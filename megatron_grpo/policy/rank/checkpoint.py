@@ -137,7 +137,7 @@ def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None)
 
     Args:
         chunks: the rank's shard of the model.
-        metadata: of the checkpoint, which Megatron-Core adds its process groups to.
+        metadata: the checkpoint's metadata, which Megatron-Core adds its process groups to; None: it has none.
     """
     whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
     if not any(_is_adapters(name) for weights in whole.values() for name in weights):

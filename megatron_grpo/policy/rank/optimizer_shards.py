@@ -39,7 +39,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
     """A range of a tensor's elements as boxes of the tensor.
 
     Args:
-        shape: of the tensor, at least one dimension.
+        shape: shape of the tensor, of at least one dimension.
         start, stop: the range, in the order in which elements lie in memory.
 
     Yields:
@@ -111,7 +111,7 @@ def _boxes_of(
 
     Args:
         weight: what it holds of the parameter; a factory where that is several tensors (gate and up projections).
-        prefix: of the state's name in the checkpoint.
+        prefix: what the state's name in the checkpoint begins with.
         state: [stop - start]: the state, which the boxes share memory with.
         start, stop: the range of the parameter's elements.
     """
