@@ -22,13 +22,14 @@ quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" tests/unit tests/parity tests/integration
+	$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
+	$(BIN)/python -m pytest -m "not slow" tests/parity tests/integration
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests/parity tests/integration
 
 test-unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

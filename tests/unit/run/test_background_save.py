@@ -108,6 +108,10 @@ def test_a_kill_at_any_moment_leaves_the_one_before(run: FakeRun, tmp_path: Path
         advance_saving(run)  # type: ignore[arg-type]
         again = Checkpointer(tmp_path, replace(run.checkpointer.config))
         assert again.find() == again.path(1)
+    pending = run.checkpointer.pending
+    assert pending is not None
+    assert pending.sealing is not None
+    pending.sealing.result(timeout=60)  # a process that was killed writes no more
     assert [one.name for one in again.folder.glob(".writing_*")] == [f".writing_step_2_{os.getpid()}"]
     again.remove_leftovers()
     assert [one.name for one in again.folder.iterdir()] == ["step_1"]
