@@ -11,7 +11,8 @@ import ray
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
-from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
+from megatron_grpo.generation.vllm_arguments import VllmSettings
+from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.models.routed import RoutedForm
 
 ENGINE_NAME = "generation engine {}".format
