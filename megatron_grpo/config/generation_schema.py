@@ -9,6 +9,9 @@ from pydantic import Field
 
 from megatron_grpo.config.section import Fraction, Positive, Seconds, Section
 
+RefitMode = Literal["reshard", "broadcast"]
+"""How the policy's weights reach generation."""
+
 
 @dataclass(kw_only=True)
 class GenerationParallelConfig(Section):
@@ -90,8 +93,12 @@ class GenerationConfig(Section):
 class RefitConfig(Section):
     """Moving the policy's weights into generation after every step."""
 
+    mode: RefitMode = "reshard"
+    """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
+    broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share."""
+
     bucket_mib: Annotated[float, Field(gt=0)] = 256.0
-    """Size of the buffer that tensors are packed into before they are sent."""
+    """Size of the buffers that tensors are packed into before they are sent; of each, a rank has two."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one refit; past it the run stops with an error that names the ranks that are missing."""

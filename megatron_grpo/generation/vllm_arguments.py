@@ -44,7 +44,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_grpo.refit.broadcast.receiver.RefitWorker",
+        "worker_extension_cls": "megatron_grpo.refit.worker.RefitWorker",
     }
     if settings.routed is not None:
         arguments |= recording_arguments()

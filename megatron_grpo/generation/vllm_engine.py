@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
+from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
 from megatron_grpo.generation.routed_experts import chosen_experts
@@ -137,14 +138,15 @@ class VllmEngine:
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
     @phase("connect the refit")
-    async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
+    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
         """Join every worker to the refit's groups.
 
         Args:
-            rendezvous: fields of refit.broadcast.channel.Rendezvous, by name.
+            mode: how weights come.
+            rendezvous: fields of refit.groups.Rendezvous, by name.
             first_receiver: number of workers that the engines before this one have together.
         """
-        await self._on_workers("connect_refit", rendezvous, first_receiver)
+        await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
@@ -173,7 +175,7 @@ class VllmEngine:
             free(segments)
 
     async def _on_workers(self, method: str, *args: Any) -> None:
-        """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
         llm = await self._parked()
         with deaths_explained():
             problems = await while_alive(llm, llm.collective_rpc(method, args=args))

@@ -1,7 +1,7 @@
 """The table that says where vLLM's model keeps each Hugging Face tensor: which part, and where in which parameter.
 
-It stands beside the table of Megatron's parameters and is read off the same entries: what is merged there is merged here
-too, but in vLLM's order (all queries, all keys, all values), and cut by vLLM's rules.
+It stands beside the table of Megatron's parameters and is read off the same entries: what is merged there is merged
+here too, but in vLLM's order (all queries, all keys, all values), and cut by vLLM's rules.
 """
 
 from __future__ import annotations

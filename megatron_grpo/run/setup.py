@@ -21,7 +21,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.addition import prepare
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
@@ -89,7 +89,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for kind, model in (("policy", policy), ("value", value), ("engine", generation)):
         if model is not None:
             parts.add_slowest(kind, model.startup_s)
-    transport = BroadcastTransport(policy, generation, config.refit)
+    transport = transport_between(policy, generation, config.refit)
     with parts.part("refit"):
         transport.connect()
     if not opening.start_from.done():

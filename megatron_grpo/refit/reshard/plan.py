@@ -1,4 +1,4 @@
-"""Which slice of which tensor goes from which rank of the policy to which rank of the engines: arithmetic, no tensors."""
+"""Which slice of which tensor goes from which rank of the policy to which rank of an engine: arithmetic, no tensors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,12 @@ class _Route:
 
 
 def plan_pieces(
-    shape: ModelShape, sources: Sequence[Place], engine: Sequence[Place], engines: int, itemsizes: Sequence[int], limit: int
+    shape: ModelShape,
+    sources: Sequence[Place],
+    engine: Sequence[Place],
+    engines: int,
+    itemsizes: Sequence[int],
+    limit: int,
 ) -> Pieces:
     """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
 
