@@ -18,7 +18,9 @@ class Sent:
     """What one rank of the policy put on its way."""
 
     bytes: int
+    """With padding and seals."""
     tensors: int
+    """Whole ones, or slices of them."""
     buckets: int
 
 

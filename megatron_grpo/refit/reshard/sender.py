@@ -13,7 +13,7 @@ from megatron_grpo.models.hf_weights import BoundEntry, bound_entries
 from megatron_grpo.models.merge import split_parameter
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.refit.buckets import seal
+from megatron_grpo.refit.buckets import SEAL_BYTES, seal
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.interface import Sent
 from megatron_grpo.refit.reshard.links import Links, views
@@ -60,7 +60,7 @@ class ShardSender:
             self._wait(*one)
         self._key, self._parts = None, []
         messages = self._links.messages
-        sizes = [int(message.pieces["bytes"].sum()) for message in messages]
+        sizes = [message.offsets()[-1] + SEAL_BYTES for message in messages]
         return Sent(sum(sizes), sum(len(message.pieces) for message in messages), len(messages))
 
     def _bind(self) -> None:

@@ -8,17 +8,14 @@ import ray
 from torch.distributed import Store
 
 from megatron_grpo.config.generation_schema import RefitMode
-from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.places import engine_places, training_places
-from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.reshard.links import write_plan
 from megatron_grpo.refit.reshard.plan import plan_pieces
 from megatron_grpo.refit.reshard.schedule import schedule
 from megatron_grpo.refit.reshard.sender import connect_shards, send_shards
+from megatron_grpo.refit.reshard.wire import itemsizes, wire_dtypes
 from megatron_grpo.refit.transport import GroupTransport
-
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 class ReshardTransport(GroupTransport):
@@ -31,21 +28,9 @@ class ReshardTransport(GroupTransport):
         places = training_places(settings.config.parallel, settings.shape)
         engine = engine_places(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision)
-        itemsizes = [ITEMSIZES[dtype] for dtype in dtypes]
-        pieces = plan_pieces(settings.shape, places, engine, layout.data, itemsizes, self._bucket_bytes // 2)
+        pieces = plan_pieces(settings.shape, places, engine, layout.data, itemsizes(dtypes), self._bucket_bytes // 2)
         write_plan(store, schedule(pieces, self._bucket_bytes), len(places), len(engine) * layout.data, dtypes)
         return self._policy.submit(connect_shards, rendezvous, places)
 
     def _send(self, version: int) -> list[ray.ObjectRef]:
         return self._policy.submit(send_shards, version)
-
-
-def wire_dtypes(shape: ModelShape, precision: str) -> list[str]:
-    """Type of each tensor on its way, by row of the model's table: the policy's precision, but for biases of routing.
-
-    Args:
-        shape: sizes of the model.
-        precision: `policy.precision`.
-    """
-    biases = ".expert_bias"  # which experts are chosen with; Megatron-Core keeps them in float32
-    return ["float32" if entry.megatron[0].endswith(biases) else precision for entry in weight_entries(shape)]
