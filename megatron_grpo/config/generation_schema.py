@@ -101,4 +101,8 @@ class RefitConfig(Section):
     """Size of the buffers that tensors are packed into before they are sent; of each, a rank has two."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one refit; past it the run stops with an error that names the ranks that are missing."""
+    """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
+
+    retries: Annotated[int, Field(ge=0)] = 1
+    """How often a refit that failed is tried again, over links that are made anew. Generation serves nothing meanwhile;
+    when the last attempt fails too, the step is saved and the run ends."""

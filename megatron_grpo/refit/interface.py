@@ -34,6 +34,9 @@ class TransferReport:
     tensors: int
     buckets: int
     seconds: float
+    """Of all attempts."""
+    retries: int = 0
+    """Attempts that failed before."""
 
 
 class WeightTransport(ABC):
@@ -48,7 +51,7 @@ class WeightTransport(ABC):
         """Send the policy's current weights to every generation worker and commit them there as `version`.
 
         Raises:
-            RefitError: the deadline passed, a rank died or a checksum differed; the message names who.
+            RefitError: in every attempt the deadline passed, a rank died or a checksum differed; names who.
         """
 
 

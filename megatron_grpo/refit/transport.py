@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import ray
@@ -19,6 +20,8 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
 
+logger = logging.getLogger(__name__)
+
 
 class GroupTransport(WeightTransport):
     """Transfers over process groups that ranks of the policy and generation workers are members of."""
@@ -28,7 +31,7 @@ class GroupTransport(WeightTransport):
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig) -> None:
         self._policy = policy
         self._generation = generation
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._store: TCPStore | None = None
 
@@ -57,7 +60,20 @@ class GroupTransport(WeightTransport):
 
     def publish(self, version: int) -> TransferReport:
         began = time.monotonic()
-        deadline = began + self._timeout_s
+        failures: list[str] = []
+        while len(failures) <= self._retries:
+            try:
+                if failures:
+                    self.connect()  # what failed may have left half a message in a link
+                report = self._attempt(version)
+                return replace(report, seconds=time.monotonic() - began, retries=len(failures))
+            except RefitError as error:
+                logger.warning("attempt %d: %s", len(failures) + 1, error)
+                failures.append(str(error))
+        raise RefitError("; tried again: ".join(failures))
+
+    def _attempt(self, version: int) -> TransferReport:
+        deadline = time.monotonic() + self._timeout_s
         what = f"refit of version {version}"
         receives = self._generation.submit("receive_weights", version)
         sends = self._send(version)
@@ -68,7 +84,7 @@ class GroupTransport(WeightTransport):
             bytes_sent=sum(one.bytes for one in sent),
             tensors=sum(one.tensors for one in sent),
             buckets=sum(one.buckets for one in sent),
-            seconds=time.monotonic() - began,
+            seconds=0.0,
         )
 
     def _complete(

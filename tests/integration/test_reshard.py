@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,15 @@ __all__ = ["ray_cluster"]  # a fixture of every test here
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=60.0)
 """Buckets so small that layers straddle them and the embedding comes in strips."""
 
+
+def deep(**sizes: Any) -> Qwen3Config:
+    """A model with enough layers for an interleaved pipeline, its head apart from the embedding."""
+    return Qwen3Config(**{**sizes, "num_hidden_layers": 4, "tie_word_embeddings": False})
+
+
 FAMILIES: dict[str, Any] = {
     "dense": Qwen3Config,
+    "deep": deep,
     "experts": partial(
         Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
     ),
@@ -58,14 +65,12 @@ class Case:
     generation: dict[str, int]
 
 
-CASES = {
-    "tp2_to_pp2": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2}),
+CASES = {"tp2_to_pp2": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2})}
+RARE = {
     "pp2_to_tp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2}),
     "ep2_to_ep2": Case("experts", ParallelConfig(data=2, expert=2), {"tensor": 2, "expert": 2}),
-}
-RARE = {
     "dp2_to_two_engines": Case("dense", ParallelConfig(data=2), {"data": 2}),
-    "pp2vp1_to_tp2pp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2, "pipeline": 2}),
+    "pp2vp2_to_tp2pp2": Case("deep", ParallelConfig(pipeline=2, virtual_pipeline=2), {"tensor": 2, "pipeline": 2}),
     "tp2pp2_to_one": Case("dense", ParallelConfig(tensor=2, pipeline=2), {}),
     "tp2ep2_to_split_experts": Case("experts", ParallelConfig(tensor=2, expert=2, sequence=True), {"tensor": 2}),
     "ep2_to_pp2": Case("experts", ParallelConfig(data=2, expert=2), {"pipeline": 2}),
@@ -101,16 +106,28 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
 
 def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any) -> None:
     generation, policy, oracle = engine_and_policy
-    transport = ReshardTransport(policy, generation, REFIT)
+    transport = ReshardTransport(policy, generation, replace(REFIT, retries=0))
     transport.connect()
     transport.publish(10)
     ray.get(policy.submit(_flip_a_bit))
-    with pytest.raises(RefitError, match=r"message 1 from policy rank 1: checksum .* differs"):
+    with pytest.raises(RefitError, match=r"message \d+ from policy rank 1: checksum .* differs"):
         transport.publish(11)
     with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
         _answers(generation)
-    transport.publish(12)
+    assert transport.publish(12).retries == 0
     assert_serves(generation, oracle, version=12)
+    # With retries the same fault is no error.
+    transport = ReshardTransport(policy, generation, REFIT)
+    transport.connect()
+    ray.get(policy.submit(_flip_a_bit))
+    assert transport.publish(13).retries == 1
+    assert_serves(generation, oracle, version=13)
+    # Nor is a rank that loses its links in the middle: the others are told at once and do not wait for the deadline.
+    ray.get(policy.submit(_lose_the_links))
+    report = transport.publish(14)
+    assert report.retries == 1
+    assert report.seconds < REFIT.timeout_s / 2
+    assert_serves(generation, oracle, version=14)
 
 
 @pytest.fixture
@@ -161,3 +178,23 @@ def _flip_a_bit(_rank: Any) -> None:
         return begin(number)
 
     links.begin = flipped  # type: ignore[method-assign]
+
+
+def _lose_the_links(_rank: Any) -> None:
+    """On the second rank of the policy: fail at its second message."""
+    import torch
+
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def lost(number: int) -> Any:
+        if number == 1:
+            raise RuntimeError("the cable is out")
+        return begin(number)
+
+    links.begin = lost  # type: ignore[method-assign]

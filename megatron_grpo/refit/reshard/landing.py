@@ -94,6 +94,11 @@ class ModelWriter:
         if next(self._model.parameters()).device.type == "cpu":
             repack_tied_heads(self._model)
 
+    def abandon(self) -> None:
+        """Put back what layers that are half written had before."""
+        for layer in self._rebuilt.values():
+            layer.abandon()
+
     def _landing(self, piece: Any) -> Landing:
         key = _Key(int(piece["entry"]), int(piece["layer"]), int(piece["expert"]))
         if key not in self._landings:
@@ -149,33 +154,36 @@ class _Rebuilt:
     """A layer that vLLM makes its own form of: on a CPU all that multiply, elsewhere experts and quantised layers."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
         self._layer: Any = layer
-        self._open = False
+        self._reload: Any = layerwise
+        self._info = layerwise.get_layerwise_info(layer)
 
     def opened(self) -> Any:
         """The layer, with plain weights to write to."""
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        if not self._open:
-            info = layerwise.get_layerwise_info(self._layer)
-            info.kernel_tensors = layerwise.get_layer_params_buffers(self._layer)
-            info.kernel_non_persistent_buffers = set(self._layer._non_persistent_buffers_set)
-            layerwise.restore_layer_on_meta(self._layer, info)
-            layerwise.materialize_layer(self._layer, info)
-            self._open = True
-        return self._layer
+        info, layer = self._info, self._layer
+        if info.kernel_tensors is None:
+            info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            self._reload.restore_layer_on_meta(layer, info)
+            self._reload.materialize_layer(layer, info)
+        return layer
 
     def close(self) -> None:
         """Let vLLM make its form of the plain weights, in the memory of what was there before."""
-        from vllm.model_executor.model_loader.reload import layerwise
+        layer = self._layer
+        if hasattr(layer, "_already_called_process_weights_after_loading"):
+            del layer._already_called_process_weights_after_loading
+        forget_packed_experts(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+        if hasattr(layer, "update_param_tp_status"):
+            layer.update_param_tp_status()
+        self._reload._copy_and_restore_kernel_tensors(layer, self._info)
+        self._info.reset()
 
-        info = layerwise.get_layerwise_info(self._layer)
-        if hasattr(self._layer, "_already_called_process_weights_after_loading"):
-            del self._layer._already_called_process_weights_after_loading
-        forget_packed_experts(self._layer)
-        self._layer.quant_method.process_weights_after_loading(self._layer)
-        if hasattr(self._layer, "update_param_tp_status"):
-            self._layer.update_param_tp_status()
-        layerwise._copy_and_restore_kernel_tensors(self._layer, info)
-        info.reset()
-        self._open = False
+    def abandon(self) -> None:
+        """Put back what was there before, if the layer is open."""
+        if self._info.kernel_tensors is not None:
+            self._reload._place_kernel_tensors(self._layer, self._info)
+            self._info.reset()

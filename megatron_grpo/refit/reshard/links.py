@@ -62,7 +62,7 @@ class Links:
         self.messages = messages_of(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, in the order in which it goes through them."""
         member = rank + (self._sources if side == "target" else 0)
-        self._group: Group = join(rendezvous, "reshard", member, self._sources + rendezvous.receivers, device)
+        self._group: Group | None = join(rendezvous, "reshard", member, self._sources + rendezvous.receivers, device)
         largest = max((message.offsets()[-1] for message in self.messages), default=0)
         self._buffers = [torch.empty(largest + SEAL_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         self._try()
@@ -78,7 +78,13 @@ class Links:
         """Begin to send what is in the buffer of the message of this number, or to receive into it."""
         return self._begin(self.messages[number], self.buffer(number))
 
+    def close(self) -> None:
+        """End the rank's membership: whoever waits at the other end of a link is told at once."""
+        self._group = None
+
     def _begin(self, message: Message, buffer: Tensor) -> Work:
+        if self._group is None:
+            raise RuntimeError("the links of this rank failed before and were not made anew")
         if self._side == "source":
             return self._group.send([buffer], self._sources + message.target, 0)
         return self._group.recv([buffer], message.source, 0)

@@ -49,11 +49,18 @@ class ReshardReceiver:
         """Take one version: a message is put in place while the next one arrives.
 
         Raises:
-            ValueError: a seal was broken. Raised after the last message, so that nobody else is kept waiting and the
-                group stays usable; nothing that comes after it is written.
-            RuntimeError: a rank of the policy stopped sending.
+            ValueError: a seal was broken. Raised after the last message, so that nobody else is kept waiting; nothing
+                that comes after it is written.
+            RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
-        messages, links = self._links.messages, self._links
+        try:
+            self._receive(version)
+        except RuntimeError:
+            self._links.close()
+            raise
+
+    def _receive(self, version: int) -> None:
+        links, messages = self._links, self._links.messages
         under_way = {number: links.begin(number) for number in range(min(2, len(messages)))}
         broken: list[str] = []
         for number, message in enumerate(messages):
@@ -79,4 +86,5 @@ class ReshardReceiver:
         self._writer.finish()
 
     def abandon(self) -> None:
-        """What was written is written over by the next version."""
+        """Put back what layers that are half written had before; the rest is written over by the next version."""
+        self._writer.abandon()

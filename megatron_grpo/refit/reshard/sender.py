@@ -47,6 +47,16 @@ class ShardSender:
             RuntimeError: a receiver stopped receiving.
         """
         self._bind()
+        try:
+            self._send(version)
+        except RuntimeError:
+            self._links.close()
+            raise
+        messages = self._links.messages
+        sizes = [message.offsets()[-1] + SEAL_BYTES for message in messages]
+        return Sent(sum(sizes), sum(len(message.pieces) for message in messages), len(messages))
+
+    def _send(self, version: int) -> None:
         under_way: list[tuple[int, Work]] = []
         for number, message in enumerate(self._links.messages):
             if len(under_way) == 2:
@@ -59,9 +69,6 @@ class ShardSender:
         for one in under_way:
             self._wait(*one)
         self._key, self._parts = None, []
-        messages = self._links.messages
-        sizes = [message.offsets()[-1] + SEAL_BYTES for message in messages]
-        return Sent(sum(sizes), sum(len(message.pieces) for message in messages), len(messages))
 
     def _bind(self) -> None:
         """Find the parameters, which a model may replace between two refits."""
