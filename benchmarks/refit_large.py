@@ -2,9 +2,9 @@
 
     python benchmarks/refit_large.py [--gb-per-s 50]
 
-Nothing is moved: the estimate is that of megatron_grpo.refit_plan. It takes every rank to send and to receive at the same
-speed whomever it talks to (50 GB/s: one 400 Gb/s port a GPU), a message to cost 50 microseconds beside its bytes, and
-packing, checking and writing to be done while others are under way. Beside it stands what a broadcast would take at
+Nothing is moved: the estimate is that of megatron_grpo.refit_plan. It takes every rank to send and to receive at the
+same speed whomever it talks to (50 GB/s: one 400 Gb/s port a GPU), a message to cost 50 microseconds beside its bytes,
+and packing, checking and writing to be done while others are under way. Beside it stands what a broadcast would take at
 the same speed, in which every worker receives the whole model. Sizes of the models are those of their config.json.
 """
 
