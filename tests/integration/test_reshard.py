@@ -34,6 +34,12 @@ def deep(**sizes: Any) -> Qwen3Config:
     return Qwen3Config(**{**sizes, "num_hidden_layers": 4, "tie_word_embeddings": False})
 
 
+def latent(**sizes: Any) -> DeepseekV3Config:
+    """Multi-latent attention; vLLM knows no such model whose head is the embedding."""
+    own = {"tie_word_embeddings": False, "head_dim": 64, "num_key_value_heads": 4}
+    return DeepseekV3Config(**{**sizes, **own})
+
+
 FAMILIES: dict[str, Any] = {
     "dense": Qwen3Config,
     "deep": deep,
@@ -41,7 +47,7 @@ FAMILIES: dict[str, Any] = {
         Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
     ),
     "latent": partial(
-        DeepseekV3Config,
+        latent,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_shared_experts=1,
@@ -54,6 +60,19 @@ FAMILIES: dict[str, Any] = {
         qk_nope_head_dim=32,
         qk_rope_head_dim=64,
         v_head_dim=32,
+        # Without these vLLM takes other ways through attention and routing.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
     ),
 }
 
