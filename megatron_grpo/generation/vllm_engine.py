@@ -18,7 +18,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
 from megatron_grpo.generation.routed_experts import chosen_experts
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
@@ -72,6 +72,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+        if self._settings.config.engine.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if current_platform().name == "cpu":
             prepare_cpu_processes(self._settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -240,8 +242,10 @@ class VllmEngine:
             await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
 
     async def _warm_up(self) -> None:
-        # The first batch allocates and compiles; a full one, so that the first real one does not.
+        # The first batch allocates and compiles; a full one, so that the first real one does not. With the structure of
+        # the real ones, so that vLLM says here what it cannot make of it.
+        config = self._settings.config
+        settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
         request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-        batch = [request] * self._settings.config.engine.max_num_seqs
-        async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
+        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
             pass

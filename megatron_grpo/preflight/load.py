@@ -13,6 +13,7 @@ from megatron_grpo.models.source import known_shape
 from megatron_grpo.preflight.adapters import adapter_problems
 from megatron_grpo.preflight.checks import config_problems
 from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.preflight.engine import engine_problems
 from megatron_grpo.preflight.fp8 import fp8_problems
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
@@ -20,6 +21,7 @@ from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
 from megatron_grpo.preflight.quantization import quantization_problems
 from megatron_grpo.preflight.training import training_problems
+from megatron_grpo.preflight.vllm_fields import vllm_argument_problems
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ def _by_itself(composed: Composed) -> Checked:
             *config_problems(config),
             *training_problems(config, shape),
             *megatron_field_problems(config),
+            *engine_problems(config),
+            *vllm_argument_problems(config),
         ]
         problems += [
             problem
