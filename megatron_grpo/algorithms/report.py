@@ -88,4 +88,4 @@ def report(
     )
     failure = transfer if isinstance(transfer, RefitError) else None
     sent = {} if isinstance(transfer, RefitError) else {"refit_bytes": float(transfer.bytes_sent)}
-    return StepReport({**metrics, **sent}, dict(timing), speed, samples.sampled, failure)
+    return StepReport({**metrics, **sent}, dict(timing), {**speed, **samples.engines}, samples.sampled, failure)

@@ -19,7 +19,7 @@ from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 from megatron_grpo.config.section import MegatronFields, VllmArguments
 
-FREE_TYPE = "true or false, number, text or list"
+FREE_TYPE = "true or false, number, text, list or mapping"
 """Type of a key that is passed on to Megatron-Core or vLLM, whose own type preflight checks."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
 from megatron_grpo.generation.routed_experts import chosen_experts
@@ -28,6 +29,7 @@ from megatron_grpo.generation.vllm_fork import forget_socket
 from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
 from megatron_grpo.generation.vllm_requests import responses, sampling_params
+from megatron_grpo.generation.vllm_statistics import EngineStatistics
 from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class VllmEngine:
         """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
         self._in_flight = 0
+        self._statistics = EngineStatistics()
         self._entry = asyncio.Lock()
 
     @phase("start")
@@ -80,12 +83,16 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         times.append(time.monotonic())
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
+        )
+        self._statistics.attach(self._llm)
         forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
         times.append(time.monotonic())
         await self._warm_up()
+        self._statistics.take()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
         times.append(time.monotonic())
@@ -128,6 +135,7 @@ class VllmEngine:
                     await arrivals.some()
                     finals = drain(waiting)
                     self._left(len(finals))
+                    self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield Packed(responses(finals, self._texts(finals), await self._routed(finals)))
             finally:
                 self._left(len(waiting))
@@ -137,6 +145,10 @@ class VllmEngine:
         assert self._llm is not None, "start() comes first"
         with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
+
+    def take_counts(self) -> EngineCounts:
+        """What the engine had to do since the last call."""
+        return self._statistics.take()
 
     @phase("connect the refit")
     async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
@@ -196,6 +208,7 @@ class VllmEngine:
         ]
         async with self._entry:
             self._in_flight += len(requests)  # from here on nobody parks
+            self._statistics.in_flight(self._in_flight)
             try:
                 if self._parking is not None:
                     await self._parking
@@ -205,12 +218,14 @@ class VllmEngine:
                     await while_alive(self._llm, self._llm.resume_generation())
             except BaseException:
                 self._in_flight -= len(requests)
+                self._statistics.in_flight(self._in_flight)
                 raise
         return queues
 
     def _left(self, count: int) -> None:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
         self._in_flight -= count
+        self._statistics.in_flight(self._in_flight)
         if count and not self._in_flight and self._parking is None:
             self._parking = asyncio.create_task(self._park())
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
@@ -108,11 +110,19 @@ def engines(
     precision: str = "float32",
     max_length: int = MAX_LENGTH,
     routed: RoutedForm | None = None,
+    speculative: int = 0,
+    engine_args: dict[str, Any] | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
         parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, data=data),
-        engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=32),
+        engine=EngineConfig(
+            enforce_eager=True,
+            kv_cache_gib=0.1,
+            max_num_seqs=32,
+            speculative=SpeculativeConfig(num_speculative_tokens=speculative, prompt_lookup_min=1),
+        ),
+        engine_args=engine_args or {},
         timeout_s=120.0,
     )
     generation = VllmGeneration(
