@@ -41,7 +41,7 @@ class SpeculativeConfig(Section):
     model would have sampled of it is kept. The distribution stays the same, the tokens of a seed do not."""
 
     num_speculative_tokens: NonNegative = 0
-    """Tokens proposed at a time; 0: no speculative decoding."""
+    """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
 
     prompt_lookup_min: Positive = 2
     """Shortest n-gram that is looked up."""

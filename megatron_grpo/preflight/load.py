@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_grpo.cluster.gpus import find_gpus
 from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
@@ -90,6 +91,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
+        find_gpus(config.cluster)
         shape = known_shape(config)
         others = [
             *layout_problems(config, shape),

@@ -20,6 +20,7 @@ from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, genera
 PROMPT = [2, 5, 9, 4]
 TOKENS = 10
 SAMPLES = 12
+TOGETHER = 8
 
 Change = Callable[[Tensor, list[int]], Tensor]
 """(logits [vocabulary], response so far) -> logits [vocabulary] that the next token is drawn from."""
@@ -35,10 +36,12 @@ def oracle(model: Path) -> Oracle:
     return Oracle(model)
 
 
-@pytest.fixture(scope="module", params=[0, 3], ids=["plain", "n-grams"])
-def generation(model: Path, request: pytest.FixtureRequest) -> Iterator[VllmGeneration]:
+@pytest.fixture(scope="module")
+def generation(model: Path) -> Iterator[VllmGeneration]:
+    """Of which 8 responses are decoded together, with an argument that is passed on."""
     ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
-    with engines(model, pipeline=2, speculative=request.param) as started:
+    config = {"attention_config": {"flash_attn_version": 2}, "block_size": 32}
+    with engines(model, pipeline=2, generation_batch_size=TOGETHER, engine_args=config) as started:
         yield started
     ray.shutdown()
 
@@ -93,8 +96,6 @@ def bad_words(logits: Tensor, response: list[int]) -> Tensor:
 def test_log_probabilities_are_of_what_is_drawn_from(
     generation: VllmGeneration, oracle: Oracle, settings: SamplingSettings, change: Change
 ) -> None:
-    if settings.min_p and generation._config.engine.speculative.num_speculative_tokens:
-        pytest.skip("vLLM has no min_p with speculative decoding")
     for output in responses(generation, settings):
         ids = output.token_ids.tolist()
         logits = oracle.distributions(PROMPT, ids)
@@ -156,3 +157,16 @@ def test_a_form_that_cannot_be_is_one_clear_error(generation: VllmGeneration) ->
     with pytest.raises(RuntimeError, match="generation engine 0"):
         responses(generation, SamplingSettings(max_new_tokens=4, structure=wrong))
     assert len(responses(generation, SamplingSettings(max_new_tokens=4))) == SAMPLES
+
+
+def test_engines_count_what_they_do(generation: VllmGeneration) -> None:
+    ray.get(generation.submit("take_counts"))
+    found = responses(generation, SamplingSettings(max_new_tokens=TOKENS))
+    (counts,) = ray.get(generation.submit("take_counts"))
+    assert (counts.running, counts.waiting) == (TOGETHER, SAMPLES - TOGETHER)
+    assert counts.tokens == sum(len(one.token_ids) for one in found)
+    assert counts.prefix_tokens == SAMPLES * len(PROMPT)
+    assert 0 < counts.kv_cache_usage < 1
+    assert counts.busy_s > 0
+    (counts,) = ray.get(generation.submit("take_counts"))
+    assert (counts.tokens, counts.busy_s) == (0, 0.0)

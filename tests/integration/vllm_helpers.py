@@ -22,7 +22,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatron_grpo.config.generation_schema import SpeculativeConfig
 from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
@@ -110,7 +109,7 @@ def engines(
     precision: str = "float32",
     max_length: int = MAX_LENGTH,
     routed: RoutedForm | None = None,
-    speculative: int = 0,
+    generation_batch_size: int | None = None,
     engine_args: dict[str, Any] | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
@@ -120,8 +119,8 @@ def engines(
             enforce_eager=True,
             kv_cache_gib=0.1,
             max_num_seqs=32,
-            speculative=SpeculativeConfig(num_speculative_tokens=speculative, prompt_lookup_min=1),
         ),
+        generation_batch_size=generation_batch_size,
         engine_args=engine_args or {},
         timeout_s=120.0,
     )

@@ -179,7 +179,7 @@ _CHECKS: tuple[_Check, ...] = (
         ("policy.logprob_chunk_size",),
         lambda config: (
             config.policy.logprob_kernel == "fused"
-            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus_per_node > 0)
+            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
         ),
         "is for policy.logprob_kernel=chunked",
     ),

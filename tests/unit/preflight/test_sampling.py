@@ -8,6 +8,7 @@ from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 
+ON_GPUS = "cluster.gpus_per_node=8"
 ICEPOP = (
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=icepop",
@@ -54,12 +55,18 @@ ICEPOP = (
             "leaves some of the 4 engines without a response",
         ),
         (
-            ["generation.engine.speculative.num_speculative_tokens=3", "generation.min_p=0.1"],
+            [ON_GPUS, "generation.engine.speculative.num_speculative_tokens=3", "generation.min_p=0.1"],
             "generation.min_p=0.1",
             "vLLM has no min_p with speculative decoding",
         ),
         (
+            ["generation.engine.speculative.num_speculative_tokens=3"],
+            "generation.engine.speculative.num_speculative_tokens=3",
+            "on a CPU the installed vLLM reports other log-probabilities",
+        ),
+        (
             [
+                ON_GPUS,
                 "generation.engine.speculative.num_speculative_tokens=3",
                 "generation.engine.speculative.prompt_lookup_min=5",
             ],
@@ -72,6 +79,18 @@ def test_refused_before_anything_starts(given: list[str], overrides: list[str], 
     ((found, message),) = problems_of([*given, *overrides]).items()
     assert found == subject
     assert text in message
+
+
+def test_n_grams_need_a_single_stage(given: list[str]) -> None:
+    overrides = [
+        *given,
+        ON_GPUS,
+        "generation.engine.speculative.num_speculative_tokens=3",
+        "generation.parallel.pipeline=2",
+    ]
+    ((subject, text),) = problems_of(overrides).items()
+    assert subject == "generation.parallel.pipeline=2"
+    assert text.endswith("use 1")
 
 
 def test_filters_beside_what_drops_for_a_difference_are_told_of(given: list[str]) -> None:
