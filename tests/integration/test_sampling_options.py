@@ -109,8 +109,9 @@ def test_log_probabilities_are_of_what_is_drawn_from(
     [
         (Structure(regex="[a-f]{3}[0-9]{2}"), lambda text: re.fullmatch("[a-f]{3}[0-9]{2}", text) is not None),
         (Structure(choice=("abc", "x9")), lambda text: text in ("abc", "x9")),
+        (Structure(json_schema='{"enum": [7, 42]}'), lambda text: text in ("7", "42")),
     ],
-    ids=["regex", "choice"],
+    ids=["regex", "choice", "schema"],
 )
 def test_responses_have_the_form(
     generation: VllmGeneration, oracle: Oracle, structure: Structure, fits: Callable[[str], bool]
@@ -128,12 +129,13 @@ def test_responses_have_the_form(
 
 
 def _may_follow(structure: Structure, text: str, token: int) -> bool:
-    """By hand, what may come after a text: the letters of the two forms above, and their end."""
+    """By hand, what may come after a text: the letters of the forms above, and their end."""
     letter = LETTERS[token - 2] if token > EOS else ""
-    if structure.choice is not None:
+    if structure.regex is None:
+        texts = structure.choice or ("7", "42")
         if token == EOS:
-            return text in structure.choice
-        return bool(letter) and any(one.startswith(text + letter) for one in structure.choice)
+            return text in texts
+        return bool(letter) and any(one.startswith(text + letter) for one in texts)
     if len(text) == 5:
         return token == EOS
     return bool(letter) and letter in ("abcdef" if len(text) < 3 else "0123456789")
