@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import enum
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, get_args
 
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.generation.routed_experts import recording_arguments
@@ -38,7 +39,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "pipeline_parallel_size": config.parallel.pipeline,
         "enable_expert_parallel": config.parallel.expert > 1,
         "max_model_len": settings.max_total_sequence_length,
-        "max_num_seqs": config.engine.max_num_seqs,
+        "max_num_seqs": config.sequences_per_engine,
         "enforce_eager": config.engine.enforce_eager,
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
@@ -48,9 +49,28 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.routed is not None:
         arguments |= recording_arguments()
-    if current_platform().name == "cpu":
-        return arguments | _cpu_arguments(settings)
-    return arguments | _cuda_arguments(settings)
+    if config.engine.speculative.num_speculative_tokens:
+        arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
+    on_device = _cpu_arguments(settings) if current_platform().name == "cpu" else _cuda_arguments(settings)
+    given = {
+        "enable_chunked_prefill": config.engine.enable_chunked_prefill,
+        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
+    }
+    arguments |= on_device | {name: value for name, value in given.items() if value is not None}
+    return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
+
+
+def _made(name: str, value: Any) -> Any:
+    """The value of an argument that users pass on: mappings become vLLM's settings, names members of enumerations."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    declared = next(one.type for one in fields(AsyncEngineArgs) if one.name == name)
+    for kind in (declared, *get_args(declared)):
+        if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+            return kind(**value)
+        if isinstance(value, str) and isinstance(kind, enum.EnumType):
+            return kind[value]
+    return value
 
 
 def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:

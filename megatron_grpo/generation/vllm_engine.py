@@ -18,8 +18,9 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
 from megatron_grpo.generation.routed_experts import chosen_experts
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
@@ -29,6 +30,7 @@ from megatron_grpo.generation.vllm_fork import forget_socket
 from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
 from megatron_grpo.generation.vllm_requests import responses, sampling_params
+from megatron_grpo.generation.vllm_statistics import EngineStatistics
 from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class VllmEngine:
         """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
         self._in_flight = 0
+        self._statistics = EngineStatistics()
         self._entry = asyncio.Lock()
 
     @phase("start")
@@ -73,18 +76,24 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+        if self._settings.config.engine.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if current_platform().name == "cpu":
             prepare_cpu_processes(self._settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         times.append(time.monotonic())
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
+        )
+        self._statistics.attach(self._llm)
         forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
         times.append(time.monotonic())
         await self._warm_up()
+        self._statistics.take()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
         times.append(time.monotonic())
@@ -127,6 +136,7 @@ class VllmEngine:
                     await arrivals.some()
                     finals = drain(waiting)
                     self._left(len(finals))
+                    self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield Packed(responses(finals, self._texts(finals), await self._routed(finals)))
             finally:
                 self._left(len(waiting))
@@ -136,6 +146,10 @@ class VllmEngine:
         assert self._llm is not None, "start() comes first"
         with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
+
+    def take_counts(self) -> EngineCounts:
+        """What the engine had to do since the last call."""
+        return self._statistics.take()
 
     @phase("connect the refit")
     async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
@@ -196,6 +210,7 @@ class VllmEngine:
         ]
         async with self._entry:
             self._in_flight += len(requests)  # from here on nobody parks
+            self._statistics.in_flight(self._in_flight)
             try:
                 if self._parking is not None:
                     await self._parking
@@ -205,12 +220,14 @@ class VllmEngine:
                     await while_alive(self._llm, self._llm.resume_generation())
             except BaseException:
                 self._in_flight -= len(requests)
+                self._statistics.in_flight(self._in_flight)
                 raise
         return queues
 
     def _left(self, count: int) -> None:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
         self._in_flight -= count
+        self._statistics.in_flight(self._in_flight)
         if count and not self._in_flight and self._parking is None:
             self._parking = asyncio.create_task(self._park())
 
@@ -242,8 +259,10 @@ class VllmEngine:
             await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
 
     async def _warm_up(self) -> None:
-        # The first batch allocates and compiles; a full one, so that the first real one does not.
+        # The first batch allocates and compiles; a full one, so that the first real one does not. With the structure of
+        # the real ones, so that vLLM says here what it cannot make of it.
+        config = self._settings.config
+        settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
         request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-        batch = [request] * self._settings.config.engine.max_num_seqs
-        async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
+        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
             pass

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings, Structure
 from megatron_grpo.data.trajectory import Span
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
 
 def sampling_params(request: GenerationRequest, settings: SamplingSettings, longest: int) -> SamplingParams:
@@ -40,6 +41,12 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k or 0,
+        min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
+        presence_penalty=settings.presence_penalty,
+        frequency_penalty=settings.frequency_penalty,
+        bad_words=list(settings.bad_words),
+        structured_outputs=_structured(settings.structure),
         seed=request.seed,
         max_tokens=max_tokens,
         stop=list(settings.stop_strings),
@@ -50,6 +57,16 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def _structured(structure: Structure | None) -> StructuredOutputsParams | None:
+    """The form of a response as vLLM takes it; it writes into this, so each request has its own."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if structure is None:
+        return None
+    choice = None if structure.choice is None else list(structure.choice)
+    return StructuredOutputsParams(regex=structure.regex, json=structure.json_schema, choice=choice)
 
 
 def responses(
