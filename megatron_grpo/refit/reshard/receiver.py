@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,11 +54,10 @@ class ReshardReceiver:
                 that comes after it is written.
             RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._links.close)
             self._receive(version)
-        except RuntimeError:
-            self._links.close()
-            raise
+            on_failure.pop_all()
 
     def _receive(self, version: int) -> None:
         links, messages = self._links, self._links.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,11 +48,10 @@ class ShardSender:
             RuntimeError: a receiver stopped receiving.
         """
         self._bind()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._links.close)
             self._send(version)
-        except RuntimeError:
-            self._links.close()
-            raise
+            on_failure.pop_all()
         messages = self._links.messages
         sizes = [message.offsets()[-1] + SEAL_BYTES for message in messages]
         return Sent(sum(sizes), sum(len(message.pieces) for message in messages), len(messages))
