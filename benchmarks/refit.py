@@ -1,6 +1,9 @@
-"""Times a refit against a raw broadcast of as many bytes over groups of equal kind; prints JSON.
+"""Times a refit against a raw transfer of as many bytes over groups of equal kind; prints JSON.
 
-python benchmarks/refit.py --policy-pipeline 2 --generation-pipeline 2
+For a refit shard to shard the raw transfer sends the bytes of every link of the plan in one piece, without packing,
+sealing, checking or writing them anywhere; for a broadcast it broadcasts the bytes of each stage.
+
+python benchmarks/refit.py --mode reshard --policy-tensor 2 --generation-pipeline 2 --hidden 1024 --layers 8
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -15,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from header import header
@@ -32,9 +37,11 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.broadcast.channel import Rendezvous, join
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.refit.broadcast.channel import join_stage
+from megatron_grpo.refit.groups import Rendezvous, join
 from megatron_grpo.refit.interface import TransferReport
+from megatron_grpo.refit.reshard.outlook import RefitOutlook, refit_outlook
+from megatron_grpo.refit.select import transport_between
 
 START_S = 600.0
 HOST = "127.0.0.1"
@@ -45,23 +52,40 @@ def main() -> None:
     ray.init(include_dashboard=False, num_cpus=2, _node_ip_address=HOST, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         parameters = _make_model(Path(folder), options)
-        reports = _refits(Path(folder), options)
+        reports, extra = _refits(Path(folder), options)
+        outlook = refit_outlook(shape_of_folder(folder), *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
     seconds = [report.seconds for report in reports[options.warmup :]]
-    raw = _raw_broadcasts(options, reports[-1].bytes_sent)[options.warmup :]
+    if options.mode == "reshard":
+        raw = _raw_links(options, outlook)[options.warmup :]
+    else:
+        raw = _raw_broadcasts(options, reports[-1].bytes_sent)[options.warmup :]
+    workers = outlook.receiving.ranks
+    received = reports[-1].bytes_sent * (1 if options.mode == "reshard" else workers)
     result = {
         **header("refit"),
+        "mode": options.mode,
         "policy": {"tensor": options.policy_tensor, "pipeline": options.policy_pipeline},
         "generation": {"tensor": options.generation_tensor, "pipeline": options.generation_pipeline},
         "parameters": parameters,
+        "bucket_mib": options.bucket_mib,
         "bytes": reports[-1].bytes_sent,
+        "received_over_owned": round(received / outlook.bytes, 4),
         "tensors": reports[-1].tensors,
         "buckets": reports[-1].buckets,
         "refit_ms": _summary(seconds),
-        "raw_broadcast_ms": _summary(raw),
+        "raw_ms": _summary(raw),
         "ratio": round(statistics.median(seconds) / statistics.median(raw), 2),
+        "extra_memory_mib": extra,
     }
     print(json.dumps(result, indent=2))
+
+
+def _layouts(options: argparse.Namespace) -> tuple[ParallelConfig, GenerationParallelConfig]:
+    return (
+        ParallelConfig(tensor=options.policy_tensor, pipeline=options.policy_pipeline),
+        GenerationParallelConfig(tensor=options.generation_tensor, pipeline=options.generation_pipeline),
+    )
 
 
 def _options() -> argparse.Namespace:
@@ -78,7 +102,8 @@ def _options() -> argparse.Namespace:
         "warmup": 3,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--bucket-mib", type=float, default=256.0)
+    parser.add_argument("--bucket-mib", type=float, default=RefitConfig().bucket_mib)
+    parser.add_argument("--mode", choices=["reshard", "broadcast"], default="reshard")
     return parser.parse_args()
 
 
@@ -108,8 +133,9 @@ def _make_model(folder: Path, options: argparse.Namespace) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _refits(folder: Path, options: argparse.Namespace) -> list[TransferReport]:
-    layout = ParallelConfig(tensor=options.policy_tensor, pipeline=options.policy_pipeline)
+def _refits(folder: Path, options: argparse.Namespace) -> tuple[list[TransferReport], dict[str, float]]:
+    """What was sent each time; and by process what the last refit took beside what is there anyway, in MiB."""
+    layout, engines = _layouts(options)
     settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
         shape=shape_of_folder(folder),
@@ -122,7 +148,7 @@ def _refits(folder: Path, options: argparse.Namespace) -> list[TransferReport]:
     generation = VllmGeneration(
         str(folder),
         GenerationConfig(
-            parallel=GenerationParallelConfig(tensor=options.generation_tensor, pipeline=options.generation_pipeline),
+            parallel=engines,
             engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=8),
         ),
         precision="float32",
@@ -136,12 +162,82 @@ def _refits(folder: Path, options: argparse.Namespace) -> list[TransferReport]:
         policy.start()
         policy.wait_ready()
         generation.wait_ready()
-        transport = BroadcastTransport(policy, generation, RefitConfig(bucket_mib=options.bucket_mib, timeout_s=60.0))
+        config = RefitConfig(mode=options.mode, bucket_mib=options.bucket_mib, timeout_s=60.0)
+        transport = transport_between(policy, generation, config)
         transport.connect()
-        return [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
+        reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
+        pids = ray.get(policy.submit(_pid))
+        processes = {f"policy rank {rank}": psutil.Process(pid) for rank, pid in enumerate(pids)}
+        processes |= {f"worker {number}": process for number, process in enumerate(_workers())}
+        before = {name: _begin_peak(process) for name, process in processes.items()}
+        transport.publish(len(reports) + 1)
+        return reports, {name: round((_peak(one) - before[name]) / 2**20, 1) for name, one in processes.items()}
     finally:
         policy.shutdown()
         generation.shutdown()
+
+
+def _pid(_rank: Any) -> int:
+    return os.getpid()
+
+
+def _workers() -> list[psutil.Process]:
+    """vLLM's worker processes of this session."""
+    everybody = psutil.Process().children(recursive=True)
+    return [process for process in everybody if "VllmWorker" in " ".join([process.name(), *process.cmdline()])]
+
+
+def _begin_peak(process: psutil.Process) -> int:
+    """Bytes that a process has now; from here on its peak is counted anew."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    return int(process.memory_info().rss)
+
+
+def _peak(process: psutil.Process) -> int:
+    """Most bytes that a process has had since."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def _raw_links(options: argparse.Namespace, outlook: RefitOutlook) -> list[float]:
+    """Seconds of each transfer of the plan's bytes, link by link, between as many processes."""
+    sources, targets = outlook.sending.ranks, outlook.receiving.ranks
+    store = open_store(HOST, 60.0)
+    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=targets, timeout_s=60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    common = (outlook.links, sources, sources + targets, rendezvous, options.warmup + options.repeats, results)
+    processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
+    for process in processes:
+        process.start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
+
+
+def _raw_member(
+    rank: int,
+    links: dict[tuple[int, int], int],
+    sources: int,
+    size: int,
+    rendezvous: Rendezvous,
+    repeats: int,
+    results: Any,
+) -> None:
+    group = join(rendezvous, "raw", rank, size, torch.device("cpu"))
+    mine = {
+        sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
+        for (source, target), nbytes in links.items()
+        if rank in (source, sources + target)
+    }
+
+    def transfer() -> None:
+        begin = group.send if rank < sources else group.recv
+        for work in [begin([buffer], peer, 0) for peer, buffer in mine.items()]:
+            work.wait()
+
+    results.put(_timed(transfer, repeats))
 
 
 def _raw_broadcasts(options: argparse.Namespace, total_bytes: int) -> list[float]:
@@ -165,13 +261,13 @@ def _raw_broadcasts(options: argparse.Namespace, total_bytes: int) -> list[float
 
 
 def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    group = join(rendezvous, stage, 0, torch.device("cpu"))
+    group = join_stage(rendezvous, stage, 0, torch.device("cpu"))
     buffer = torch.ones(size, dtype=torch.uint8)
     results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
 def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    groups = [join(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
+    groups = [join_stage(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
 
     def receive() -> None:

@@ -87,5 +87,7 @@ def report(
         peak=peak,
     )
     failure = transfer if isinstance(transfer, RefitError) else None
-    sent = {} if isinstance(transfer, RefitError) else {"refit_bytes": float(transfer.bytes_sent)}
-    return StepReport({**metrics, **sent}, dict(timing), speed, samples.sampled, failure)
+    sent = {}
+    if not isinstance(transfer, RefitError):
+        sent = {"refit_bytes": float(transfer.bytes_sent), "refit_retries": float(transfer.retries)}
+    return StepReport({**metrics, **sent}, dict(timing), {**speed, **samples.engines}, samples.sampled, failure)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.scoring import Scores, score
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.engine_counts import engine_figures
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.observability.timers import StepTimer
@@ -25,6 +26,8 @@ class StepSamples:
     sampled: list[Outcome] = field(default_factory=list)
     """Everything that was sampled, also what dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
+    engines: dict[str, float] = field(default_factory=dict)
+    """How busy the engines were, which depends on the clock."""
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -42,6 +45,14 @@ def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: Step
             fill the step within its limit.
         RunError: a sampling log-probability is not finite.
     """
+    samples = _sampled(source, batches, timer)
+    if samples is not None:
+        samples.engines = engine_figures(source.rollouts.take_engine_counts())
+    return samples
+
+
+def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
+    """As `sample`, without the figures of the engines."""
     samples, loop = StepSamples(), source.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}

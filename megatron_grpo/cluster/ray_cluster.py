@@ -11,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_grpo.cluster.gpus import too_few
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.cluster.signals import own_sigterm_handler_kept
@@ -34,7 +35,7 @@ class RayCluster:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
 
         Raises:
-            RunError: no cluster answers there, or Ray does not start here.
+            RunError: no cluster answers there, it has too few GPUs, or Ray does not start here.
         """
         with own_sigterm_handler_kept():
             self._start()
@@ -50,6 +51,9 @@ class RayCluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
+            missing = too_few(self.config, ray.nodes())
+            if missing is not None:
+                raise RunError(missing)
             return
         try:
             with _without_monitors():
@@ -57,7 +61,7 @@ class RayCluster:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    object_store_memory=None if self.config.gpus_per_node else OBJECT_STORE_BYTES,
+                    object_store_memory=None if self.config.gpus else OBJECT_STORE_BYTES,
                 )
         except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
             raise RunError(f"Ray does not start on this machine: {error}") from error
@@ -71,7 +75,7 @@ class RayCluster:
         tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
         bundle per GPU, which vLLM's Ray executor fills.
         """
-        per_node = self.config.gpus_per_node
+        per_node = self.config.gpus
         if not per_node:
             return
         self._policy_group = _whole_nodes(policy.world_size, per_node)
@@ -103,7 +107,7 @@ class RayCluster:
     def _rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
         if group is None:
             return {"num_cpus": 0}
-        bundle = rank // self.config.gpus_per_node
+        bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
 
     def engine_options(self, engine: int) -> dict[str, Any]:

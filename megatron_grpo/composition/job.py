@@ -20,7 +20,7 @@ from megatron_grpo.config.loop_keys import LOOPS, named_for
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 
 SETTING_OF_FIELD = {
-    "generation_batch_size": "generation.engine.max_num_seqs",
+    "generation_batch_size": "generation.generation_batch_size",
     "generation_pipeline_parallel_size": "generation.parallel.pipeline",
     "generation_temperature": "generation.temperature",
     "generation_top_k": "generation.top_k",

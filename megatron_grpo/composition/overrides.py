@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import groups, keys, known_key, known_section, matches
+from megatron_grpo.config.keys import FREE_TYPE, groups, keys, known_key, known_section, matches
 
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
@@ -138,7 +138,7 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
     if override.is_sweep_override():
         advice = f"a text with commas needs quotes: '{name}=\"...\"'" if kind in _TEXT else "lists are written [a,b]"
         return Problem(text, f"several values at once; a run takes one, and {advice}")
-    if kind is not None and isinstance(given, dict):
+    if kind not in (None, FREE_TYPE) and isinstance(given, dict):
         return Problem(f"{name}={shown(value)}", f"must be {kind}")
     if kind in _TEXT and isinstance(given, bool | int | float):
         return None  # run_dir=2026_01 is no number

@@ -7,7 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import Fraction, Positive, Seconds, Section
+from megatron_grpo.config.section import Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section, VllmArguments
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+RefitMode = Literal["reshard", "broadcast"]
+"""How the policy's weights reach generation."""
 
 
 @dataclass(kw_only=True)
@@ -34,6 +39,21 @@ class GenerationParallelConfig(Section):
 
 
 @dataclass(kw_only=True)
+class SpeculativeConfig(Section):
+    """Speculative decoding by n-grams: what followed the last tokens where they stood before is proposed, and what the
+    model would have sampled of it is kept. The distribution stays the same, the tokens of a seed do not."""
+
+    num_speculative_tokens: NonNegative = 0
+    """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
+
+    prompt_lookup_min: Positive = 2
+    """Shortest n-gram that is looked up."""
+
+    prompt_lookup_max: Positive = 4
+    """Longest n-gram that is looked up."""
+
+
+@dataclass(kw_only=True)
 class EngineConfig(Section):
     """vLLM engine settings."""
 
@@ -54,6 +74,32 @@ class EngineConfig(Section):
 
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt beginnings within one weight version."""
+
+    enable_chunked_prefill: bool | None = None
+    """Cut long prompts into pieces that share forward passes with responses; null: on GPUs. A CPU engine cannot."""
+
+    max_num_batched_tokens: Positive | None = None
+    """Most tokens of one forward pass, prompts and responses together; null: 4096 on a CPU, and at least the longest
+    sequence; on GPUs as vLLM has it."""
+
+    batch_invariant: bool = False
+    """Use only kernels of vLLM by which a response does not depend on those it is sampled beside; slower, GPUs only."""
+
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+
+@dataclass(kw_only=True)
+class StructuredConfig(Section):
+    """What the form of every response is: one of these. Tokens that do not fit it are never sampled."""
+
+    regex: str | None = None
+    """Regular expression that the whole response matches."""
+
+    json_schema: str | None = None
+    """JSON schema, as JSON text: the response is a JSON document of this form."""
+
+    choice: list[str] | None = None
+    """Texts of which the response is one."""
 
 
 @dataclass(kw_only=True)
@@ -76,22 +122,63 @@ class GenerationConfig(Section):
     top_k: Positive | None = None
     """Sample from this many likeliest tokens; null is no filter."""
 
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from the tokens with at least this share of the likeliest one's probability; 0 is no filter. As with all
+    that changes the distribution, training looks at the whole one, and `token_mult_prob_error` is above 1."""
+
+    repetition_penalty: PositiveFloat = 1.0
+    """Logits of tokens that the prompt or the response has already are divided by this where they are positive, and
+    else multiplied; 1 is no penalty."""
+
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the response has already."""
+
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens, as many times as the response has them already."""
+
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that are never sampled: the last token of one is left out when those before it stand there."""
+
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
+
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, beside the tokenizer's end-of-text token."""
 
     stop_strings: list[str] = field(default_factory=list)
     """Texts that end a response."""
 
+    generation_batch_size: Positive | None = None
+    """Most responses that are decoded together, over all engines; the others wait. null: engine.max_num_seqs in each
+    engine."""
+
     timeout_s: Seconds = 1800.0
     """Deadline of one generation phase."""
+
+    engine_args: VllmArguments = field(default_factory=dict)
+    """Further arguments of vLLM's engine, for whatever has no key of its own here."""
+
+    @property
+    def sequences_per_engine(self) -> int:
+        """Most responses that one engine decodes together."""
+        if self.generation_batch_size is None:
+            return self.engine.max_num_seqs
+        return -(-self.generation_batch_size // self.parallel.data)
 
 
 @dataclass(kw_only=True)
 class RefitConfig(Section):
     """Moving the policy's weights into generation after every step."""
 
+    mode: RefitMode = "reshard"
+    """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
+    broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share."""
+
     bucket_mib: Annotated[float, Field(gt=0)] = 256.0
-    """Size of the buffer that tensors are packed into before they are sent."""
+    """Size of the buffers that tensors are packed into before they are sent; of each, a rank has two."""
 
     timeout_s: Seconds = 600.0
-    """Deadline of one refit; past it the run stops with an error that names the ranks that are missing."""
+    """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
+
+    retries: Annotated[int, Field(ge=0)] = 1
+    """How often a refit that failed is tried again, over links that are made anew. Generation serves nothing meanwhile;
+    when the last attempt fails too, the step is saved and the run ends."""

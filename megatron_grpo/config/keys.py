@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
+from megatron_grpo.config.section import MegatronFields, VllmArguments
 
-FREE_TYPE = "true or false, number, text or list"
-"""Type of a key that is passed to Megatron-Core, whose own type preflight checks."""
+FREE_TYPE = "true or false, number, text, list or mapping"
+"""Type of a key that is passed on to Megatron-Core or vLLM, whose own type preflight checks."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -124,8 +125,9 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
             text = docs.get(field.name) or inspect.getdoc(hint) or ""
             walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
             below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
-        elif hint == dict[str, Any]:
-            key = Key(f"{name}.<field>", FREE_TYPE, "as Megatron-Core has it", "The field of this name.")
+        elif hint in (MegatronFields, VllmArguments):
+            (owner,) = hint.__metadata__
+            key = Key(f"{name}.<field>", FREE_TYPE, f"as {owner} has it", "The field of this name.")
             below.append(Group(name, docs.get(field.name, ""), (key,)))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]

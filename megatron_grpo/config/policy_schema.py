@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_grpo.config.parallel_schema import ParallelConfig
-from megatron_grpo.config.section import MISSING, NonNegative, Positive, PositiveFloat, Seconds, Section
+from megatron_grpo.config.section import MISSING, MegatronFields, NonNegative, Positive, PositiveFloat, Seconds, Section
 
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -236,14 +236,14 @@ class PolicyConfig(Section):
     """Add the gradients of matrices to their sums within the multiplication that makes them; needs GPUs and apex's
     extension fused_weight_gradient_mlp_cuda. null: where they are there."""
 
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, for whatever has no key of its own here; the value model has
     them too."""
 
-    ddp: dict[str, Any] = field(default_factory=dict)
+    ddp: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's DistributedDataParallelConfig; the value model has them too."""
 
-    megatron_optimizer: dict[str, Any] = field(default_factory=dict)
+    megatron_optimizer: MegatronFields = field(default_factory=dict)
     """Further fields of Megatron-Core's OptimizerConfig; the value model has them too. Types of tensors are written
     bfloat16, float16, float32."""
 

@@ -17,8 +17,8 @@ class ClusterConfig(Section):
     num_nodes: Positive = 1
     """Number of machines."""
 
-    gpus_per_node: NonNegative = 0
-    """GPUs of each machine; 0: run on CPU."""
+    gpus_per_node: NonNegative | None = None
+    """GPUs of each machine; 0: run on CPU; null: as many as the machine has on which the run is started."""
 
     ray_address: str | None = None
     """Address of a running Ray cluster; null starts one on this machine that ends with the run."""
@@ -28,6 +28,11 @@ class ClusterConfig(Section):
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
     """Peak of one policy rank's device, for model_flop_utilization; null: known for common GPUs, else not reported."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of each machine; 0 also where they were left open and nobody has found any."""
+        return self.gpus_per_node or 0
 
 
 @dataclass(kw_only=True)

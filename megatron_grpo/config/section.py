@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -16,6 +16,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
+VllmArguments = Annotated[dict[str, Any], "vLLM"]
+"""Names and values that are passed on, and whose they are; preflight checks them against what is installed."""
 
 
 class Section:

@@ -8,17 +8,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.config.generation_schema import StructuredConfig
 from megatron_grpo.data.trajectory import Span, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """The form of a response; one of the fields is set."""
+
+    regex: str | None = None
+    json_schema: str | None = None
+    """JSON text."""
+    choice: tuple[str, ...] | None = None
+
+
+def structure_of(config: StructuredConfig) -> Structure | None:
+    """The form that a configuration asks for; None: it asks for none."""
+    if config == StructuredConfig():
+        return None
+    choice = None if config.choice is None else tuple(config.choice)
+    return Structure(regex=config.regex, json_schema=config.json_schema, choice=choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are drawn. Log-probabilities are reported after temperature (and filters), as they were drawn."""
+    """How tokens are drawn. Log-probabilities are reported as they were drawn: after penalties, temperature, filter."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()
+    structure: Structure | None = None
+    """None: responses may have any form."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 

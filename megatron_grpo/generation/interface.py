@@ -23,10 +23,11 @@ class GenerationInterface(ABC):
     @property
     @abstractmethod
     def engines(self) -> Sequence[Any]:
-        """Ray actors, in the order of their index, with two methods that rollout workers call.
+        """Ray actors, in the order of their index, with two methods that rollout workers call and one of their pool.
 
         `generate(requests, settings, call)` is a streaming generator of lists of (index of the request, its response or
-        the reason why there is none); `abort(call, indices)` ends some requests of a call early.
+        the reason why there is none); `abort(call, indices)` ends some requests of a call early;
+        `take_counts()` returns what the engine had to do since the last call, as `EngineCounts`.
         """
 
     @abstractmethod

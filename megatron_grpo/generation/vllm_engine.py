@@ -6,11 +6,9 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -19,51 +17,32 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
-from megatron_grpo.generation.routed_experts import chosen_experts, recording_arguments
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
+from megatron_grpo.generation.routed_experts import chosen_experts
 from megatron_grpo.generation.shared_memory import free, queue_segments
-from megatron_grpo.generation.vllm_fork import forget_socket, start_importing
-from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER, WEIGHT_TRANSFER_BACKEND
-from megatron_grpo.models.routed import RoutedForm
+from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
+from megatron_grpo.generation.vllm_arrivals import Arrivals, drain
+from megatron_grpo.generation.vllm_cores import prepare_cpu_processes
+from megatron_grpo.generation.vllm_fork import forget_socket
+from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
+from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
+from megatron_grpo.generation.vllm_requests import responses, sampling_params
+from megatron_grpo.generation.vllm_statistics import EngineStatistics
 from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
-
-Result = TypeVar("Result")
-
-CPU_BATCH_TOKENS = 4096
-"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
-PACE_S = 0.02
-"""Responses that come within this time of each other leave together: few large messages instead of many small ones."""
-
-DEATH_CHECK_S = 1.0
-"""Seconds between two looks at whether vLLM's processes are still there, while they are waited for."""
-
 GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """Everything one engine is built from; plain values, so that it travels to the actor."""
-
-    index: int
-    model_path: str
-    config: GenerationConfig
-    precision: str
-    max_total_sequence_length: int
-    routed: RoutedForm | None = None
-    """What the experts look like that responses come with; None: they come without."""
 
 
 class VllmEngine:
@@ -81,6 +60,7 @@ class VllmEngine:
         """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
         self._in_flight = 0
+        self._statistics = EngineStatistics()
         self._entry = asyncio.Lock()
 
     @phase("start")
@@ -96,18 +76,24 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+        if self._settings.config.engine.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if current_platform().name == "cpu":
-            _prepare_cpu_processes(self._settings)
+            prepare_cpu_processes(self._settings)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         times.append(time.monotonic())
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._settings)))
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
+        )
+        self._statistics.attach(self._llm)
         forget_socket()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._parking = asyncio.create_task(self._park())
         times.append(time.monotonic())
         await self._warm_up()
+        self._statistics.take()
         # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
         gc.freeze()
         times.append(time.monotonic())
@@ -138,8 +124,8 @@ class VllmEngine:
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         waiting: dict[int, RequestOutputCollector] = {}
-        arrivals = _Arrivals(len(requests))
-        with phase("generate"), _deaths_explained():
+        arrivals = Arrivals(len(requests))
+        with phase("generate"), deaths_explained():
             try:
                 waiting = await self._add(call, requests, settings)
                 for queue in waiting.values():
@@ -148,27 +134,33 @@ class VllmEngine:
                         arrivals.set()
                 while waiting:
                     await arrivals.some()
-                    finals = _drain(waiting)
+                    finals = drain(waiting)
                     self._left(len(finals))
-                    yield Packed(self._outputs(finals, await self._routed(finals)))
+                    self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
+                    yield Packed(responses(finals, self._texts(finals), await self._routed(finals)))
             finally:
                 self._left(len(waiting))
 
     async def abort(self, call: str, indices: list[int]) -> None:
         """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
         assert self._llm is not None, "start() comes first"
-        with _deaths_explained():
+        with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
+    def take_counts(self) -> EngineCounts:
+        """What the engine had to do since the last call."""
+        return self._statistics.take()
+
     @phase("connect the refit")
-    async def connect_weights(self, rendezvous: dict[str, Any], first_receiver: int) -> None:
+    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
         """Join every worker to the refit's groups.
 
         Args:
-            rendezvous: fields of refit.broadcast.channel.Rendezvous, by name.
+            mode: how weights come.
+            rendezvous: fields of refit.groups.Rendezvous, by name.
             first_receiver: number of workers that the engines before this one have together.
         """
-        await self._on_workers("connect_refit", rendezvous, first_receiver)
+        await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
@@ -180,9 +172,9 @@ class VllmEngine:
     async def commit_weights(self, version: int) -> None:
         """Serve what was received, under this version."""
         llm = await self._parked()
-        with _deaths_explained():
-            await _while_alive(llm, llm.update_weight_version(str(version)))
-            await _while_alive(llm, llm.reset_prefix_cache())
+        with deaths_explained():
+            await while_alive(llm, llm.update_weight_version(str(version)))
+            await while_alive(llm, llm.reset_prefix_cache())
         self._unusable = None
 
     def shutdown(self) -> None:
@@ -197,10 +189,10 @@ class VllmEngine:
             free(segments)
 
     async def _on_workers(self, method: str, *args: Any) -> None:
-        """Call a method of refit.receiver.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
         llm = await self._parked()
-        with _deaths_explained():
-            problems = await _while_alive(llm, llm.collective_rpc(method, args=args))
+        with deaths_explained():
+            problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
 
@@ -211,29 +203,39 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None, "start() comes first"
+        longest = self._settings.max_total_sequence_length
         prepared = [
-            (f"{call}.{index}", tokens_input(request.prompt_ids.tolist()), self._sampling_params(request, settings))
+            (f"{call}.{index}", tokens_input(request.prompt_ids.tolist()), sampling_params(request, settings, longest))
             for index, request in enumerate(requests)
         ]
         async with self._entry:
             self._in_flight += len(requests)  # from here on nobody parks
+            self._statistics.in_flight(self._in_flight)
             try:
                 if self._parking is not None:
                     await self._parking
                 queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
                 if self._parking is not None:
                     self._parking = None
-                    await _while_alive(self._llm, self._llm.resume_generation())
+                    await while_alive(self._llm, self._llm.resume_generation())
             except BaseException:
                 self._in_flight -= len(requests)
+                self._statistics.in_flight(self._in_flight)
                 raise
         return queues
 
     def _left(self, count: int) -> None:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
         self._in_flight -= count
+        self._statistics.in_flight(self._in_flight)
         if count and not self._in_flight and self._parking is None:
             self._parking = asyncio.create_task(self._park())
+
+    def _texts(self, finals: dict[int, RequestOutput]) -> list[str]:
+        """The text of each response, without special tokens."""
+        assert self._llm is not None
+        token_ids = [final.outputs[0].token_ids for final in finals.values()]
+        return self._llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
 
     async def _routed(self, finals: dict[int, RequestOutput]) -> dict[int, NDArray[Any]]:
         """By request, [prompt and response tokens but the last, numbers of a token]; empty when nobody asks."""
@@ -241,45 +243,8 @@ class VllmEngine:
         if form is None:
             return {}
         assert self._llm is not None
-        found = await _while_alive(self._llm, chosen_experts(self._llm, list(finals.values()), form))
+        found = await while_alive(self._llm, chosen_experts(self._llm, list(finals.values()), form))
         return dict(zip(finals, found, strict=True))
-
-    def _outputs(
-        self, finals: dict[int, RequestOutput], routed: dict[int, NDArray[Any]]
-    ) -> list[tuple[int, GenerationOutput | str]]:
-        assert self._llm is not None
-        token_ids = [final.outputs[0].token_ids for final in finals.values()]
-        texts = self._llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            (index, _output(final, text, routed.get(index)))
-            for (index, final), text in zip(finals.items(), texts, strict=True)
-        ]
-
-    def _sampling_params(self, request: GenerationRequest, settings: SamplingSettings) -> SamplingParams:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        room = self._settings.max_total_sequence_length - len(request.prompt_ids)
-        max_tokens = min(request.max_new_tokens, settings.max_new_tokens, room)
-        if max_tokens < 1:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within "
-                f"policy.max_total_sequence_length={self._settings.max_total_sequence_length}"
-            )
-        return SamplingParams(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k or 0,
-            seed=request.seed,
-            max_tokens=max_tokens,
-            stop=list(settings.stop_strings),
-            stop_token_ids=list(settings.stop_token_ids),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=bool(settings.stop_strings),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
 
     async def _parked(self) -> AsyncLLM:
         if self._parking is None:
@@ -290,168 +255,14 @@ class VllmEngine:
 
     async def _park(self) -> None:
         assert self._llm is not None
-        with _deaths_explained():
-            await _while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
+        with deaths_explained():
+            await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
 
     async def _warm_up(self) -> None:
-        # The first batch allocates and compiles; a full one, so that the first real one does not.
+        # The first batch allocates and compiles; a full one, so that the first real one does not. With the structure of
+        # the real ones, so that vLLM says here what it cannot make of it.
+        config = self._settings.config
+        settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
         request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-        batch = [request] * self._settings.config.engine.max_num_seqs
-        async for _ in self.generate(batch, SamplingSettings(max_new_tokens=2), "warm-up"):
+        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
             pass
-
-
-async def _while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    task = asyncio.create_task(call)
-    while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
-        if llm.errored:
-            task.cancel()
-            raise EngineDeadError
-    return task.result()
-
-
-@contextmanager
-def _deaths_explained() -> Iterator[None]:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError:
-        raise RuntimeError("a vLLM process of this engine has ended") from None
-    except (RuntimeError, ValueError):
-        raise
-    except Exception as error:  # noqa: BLE001 - a call that a process ends under raises just that
-        raise RuntimeError(f"a vLLM process of this engine failed: {error}") from None
-
-
-def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """vLLM's arguments for this engine."""
-    config = settings.config
-    arguments: dict[str, Any] = {
-        "model": settings.model_path,
-        "dtype": config.engine.dtype or settings.precision,
-        "tensor_parallel_size": config.parallel.tensor,
-        "pipeline_parallel_size": config.parallel.pipeline,
-        "enable_expert_parallel": config.parallel.expert > 1,
-        "max_model_len": settings.max_total_sequence_length,
-        "max_num_seqs": config.engine.max_num_seqs,
-        "enforce_eager": config.engine.enforce_eager,
-        "enable_prefix_caching": config.engine.enable_prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        "worker_extension_cls": "megatron_grpo.refit.broadcast.receiver.RefitWorker",
-    }
-    if settings.routed is not None:
-        arguments |= recording_arguments()
-    if current_platform().name == "cpu":
-        return arguments | _cpu_arguments(settings)
-    return arguments | _cuda_arguments(settings)
-
-
-def _prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
-    ranks = settings.config.parallel.ranks_per_engine
-    cores = cores_of_ranks(
-        sorted(os.sched_getaffinity(0)),
-        first=settings.index * ranks,
-        ranks=ranks,
-        total=settings.config.parallel.data * ranks,
-    )
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    if settings.config.engine.enforce_eager:
-        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    start_importing(threads=len(cores.split("|")[0].split(",")))
-
-
-def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    return {
-        "distributed_executor_backend": "mp",
-        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
-        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
-        "worker_cls": "megatron_grpo.generation.vllm_cpu_worker.PipelineCPUWorker",
-    }
-
-
-def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
-    import ray
-
-    # An engine within a node owns its GPUs through this actor; a larger one has a placement group of its own.
-    fits = len(ray.get_gpu_ids()) >= settings.config.parallel.ranks_per_engine
-    return {
-        "distributed_executor_backend": "mp" if fits else "ray",
-        "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
-    }
-
-
-def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
-
-    Returns:
-        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
-    """
-    if total > len(cores):
-        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
-    share = len(cores) // total
-    return "|".join(
-        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
-    )
-
-
-class _Arrivals:
-    """Stands in for the events of many of vLLM's queues, each of which gets one output: counts those that have."""
-
-    def __init__(self, expected: int) -> None:
-        self._left = expected
-        self._some, self._all = asyncio.Event(), asyncio.Event()
-
-    def set(self) -> None:
-        """A queue has got its output."""
-        self._left -= 1
-        self._some.set()
-        if not self._left:
-            self._all.set()
-
-    def clear(self) -> None:
-        """A queue was emptied."""
-
-    async def some(self) -> None:
-        """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
-        await self._some.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PACE_S):
-                await self._all.wait()
-        self._some.clear()
-
-
-def _drain(waiting: dict[int, RequestOutputCollector]) -> dict[int, RequestOutput]:
-    """Take what has arrived out of the queues, and out of those that are waited for."""
-    finals = {index: output for index, queue in waiting.items() if (output := queue.get_nowait()) is not None}
-    for index in finals:
-        del waiting[index]
-    return finals
-
-
-def _output(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:
-    """A response, or why there is none; `routed`: [tokens, numbers of a token], the experts that it comes with."""
-    completion = final.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        return f"vLLM ended a request early: {completion.finish_reason}"
-    logprobs = completion.logprobs.logprobs
-    spans = completion.weight_versions or []
-    assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
-    assert len(spans) == 1, f"the weights do not change while a request is in flight: {spans}"
-    return GenerationOutput(
-        token_ids=np.array(completion.token_ids, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        text=text,
-        stop_reason=completion.finish_reason,
-        spans=[Span(span.start, span.end, int(span.version)) for span in spans],
-        routed=routed,
-    )

@@ -9,9 +9,10 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
-from megatron_grpo.generation.vllm_engine import VllmEngine, VllmSettings
+from megatron_grpo.generation.vllm_arguments import VllmSettings
+from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.models.routed import RoutedForm
 
 ENGINE_NAME = "generation engine {}".format
@@ -80,6 +81,11 @@ class VllmGeneration(GenerationInterface):
     @property
     def engines(self) -> Sequence[Any]:
         return self._engines
+
+    @property
+    def parallel(self) -> GenerationParallelConfig:
+        """How engines are laid out."""
+        return self._config.parallel
 
     def endpoints(self) -> list[EngineEndpoint]:
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]

@@ -36,9 +36,7 @@ def register() -> None:
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
-    WeightTransferEngineFactory.register_engine(
-        WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.broadcast.receiver", "BucketReceiver"
-    )
+    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.worker", "WeightReceiver")
     # Of layers without weights of their own, a tied head for one, it warns at every refit.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
     from vllm.platforms import current_platform

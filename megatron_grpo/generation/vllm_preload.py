@@ -10,7 +10,7 @@ MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.model_loader",
     "megatron_grpo.generation.vllm_cpu_worker",
-    "megatron_grpo.refit.broadcast.receiver",
+    "megatron_grpo.refit.worker",
 )
 
 with contextlib.suppress(ImportError):

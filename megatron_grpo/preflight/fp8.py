@@ -34,7 +34,7 @@ def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 def fp8_machine_problems(config: Config) -> Iterator[Problem]:
     """What this machine lacks for FP8: a package, or a GPU that is new enough, as far as it can be asked."""
     fp8 = config.policy.fp8
-    if not fp8.on_device or config.cluster.gpus_per_node == 0:
+    if not fp8.on_device or config.cluster.gpus == 0:
         return
     subject = f"policy.fp8.format={fp8.format}"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -75,7 +75,7 @@ def _recipe(config: Config) -> Iterator[Problem]:
 def _on_device(config: Config) -> Iterator[Problem]:
     policy, fp8 = config.policy, config.policy.fp8
     subject = f"policy.fp8.format={fp8.format}"
-    if config.cluster.gpus_per_node == 0:
+    if config.cluster.gpus == 0:
         text = "needs GPUs, and this is a run on CPU; use off, or policy.fp8.simulate=true for its numerics"
         yield Problem(subject, text)
     if policy.precision != "bfloat16":

@@ -60,7 +60,7 @@ def _replay(config: Config, shape: ModelShape) -> Iterator[Problem]:
         yield Problem("policy.moe.replay_routing=True", "the model has no experts; use false")
         return
     engine = config.generation.engine
-    if config.cluster.gpus_per_node == 0:
+    if config.cluster.gpus == 0:
         if not engine.enforce_eager:
             text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
             yield Problem("generation.engine.enforce_eager=False", text)
@@ -114,24 +114,23 @@ def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
 
 def _devices(config: Config) -> Iterator[Problem]:
     cluster, parallel = config.cluster, config.generation.parallel
-    if cluster.gpus_per_node == 0:
+    if cluster.gpus == 0:
         return
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
     needs["generation.parallel"] = parallel.ranks_per_engine * parallel.data
-    there = cluster.num_nodes * cluster.gpus_per_node
+    there = cluster.num_nodes * cluster.gpus
     if sum(needs.values()) > there:
         first, *rest = needs.items()
         taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks}" for section, ranks in rest)])
         yield Problem(
-            f"cluster.gpus_per_node={cluster.gpus_per_node}",
-            f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller or give more GPUs",
+            f"cluster.gpus_per_node={cluster.gpus}",
+            f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller, or "
+            "give more GPUs, or 0 for a run on CPU",
         )
     tensors = [(section, layout.tensor) for section, layout in _trained(config)]
     for section, tensor in [*tensors, ("generation", parallel.tensor)]:
-        if tensor > cluster.gpus_per_node:
-            text = (
-                f"matrices are split within a node, which has {cluster.gpus_per_node} GPUs; use pipeline across nodes"
-            )
+        if tensor > cluster.gpus:
+            text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
             yield Problem(f"{section}.parallel.tensor={tensor}", text)
 
 

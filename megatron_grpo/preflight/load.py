@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_grpo.cluster.gpus import find_gpus
 from megatron_grpo.composition.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
@@ -13,6 +14,7 @@ from megatron_grpo.models.source import known_shape
 from megatron_grpo.preflight.adapters import adapter_problems
 from megatron_grpo.preflight.checks import config_problems
 from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.preflight.engine import engine_problems
 from megatron_grpo.preflight.fp8 import fp8_problems
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
@@ -20,6 +22,7 @@ from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
 from megatron_grpo.preflight.quantization import quantization_problems
 from megatron_grpo.preflight.training import training_problems
+from megatron_grpo.preflight.vllm_fields import vllm_argument_problems
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
+        find_gpus(config.cluster)
         shape = known_shape(config)
         others = [
             *layout_problems(config, shape),
@@ -98,6 +102,8 @@ def _by_itself(composed: Composed) -> Checked:
             *config_problems(config),
             *training_problems(config, shape),
             *megatron_field_problems(config),
+            *engine_problems(config),
+            *vllm_argument_problems(config),
         ]
         problems += [
             problem

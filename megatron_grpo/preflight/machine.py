@@ -6,8 +6,8 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from megatron_grpo.cluster.gpus import visible_gpus
 from megatron_grpo.cluster.ray_address import malformed, unreachable
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
@@ -53,24 +53,15 @@ def examine_machine(config: Config) -> MachineReport:
     return MachineReport(problems, remarks)
 
 
-def visible_gpus() -> int:
-    """CUDA devices of this machine as the driver's device files show them, within CUDA_VISIBLE_DEVICES."""
-    devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return devices
-    return min(devices, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
-
-
 def _gpus(config: Config) -> Iterator[Problem]:
     cluster = config.cluster
-    if cluster.gpus_per_node == 0 or cluster.ray_address is not None:
+    if cluster.gpus == 0 or cluster.ray_address is not None:
         return
     there = visible_gpus()
-    if there < cluster.gpus_per_node:
+    if there < cluster.gpus:
         have = f"only {there} CUDA GPU(s)" if there else "no CUDA GPU"
         yield Problem(
-            f"cluster.gpus_per_node={cluster.gpus_per_node}",
+            f"cluster.gpus_per_node={cluster.gpus}",
             f"this machine has {have}; start the run on such nodes, or give cluster.ray_address of a cluster of them",
         )
 
@@ -91,6 +82,9 @@ def _ray(config: Config) -> Iterator[Problem]:
         reason = None if silent is None else f"no Ray cluster answers there: {silent}"
     if reason is not None:
         yield Problem(f"cluster.ray_address={address}", reason)
+    elif config.cluster.gpus_per_node is None:
+        text = "this machine has no CUDA GPU to count, and the Ray cluster's may have; give their number, or 0 for CPU"
+        yield Problem("cluster.gpus_per_node=null", text)
 
 
 def _driver_gpu(config: Config) -> Iterator[Problem]:
@@ -105,7 +99,7 @@ def _kernels(config: Config) -> Iterator[Problem]:
     subject = "policy.logprob_kernel=fused"
     if config.cluster.ray_address is None and importlib.util.find_spec("triton") is None:
         yield Problem(subject, "needs the triton package: pip install triton, or use chunked or auto")
-    elif config.cluster.gpus_per_node == 0 and os.environ.get("TRITON_INTERPRET") != "1":
+    elif config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1":
         text = (
             "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 in "
             "the environment to have it interpreted, slowly, as tests do"

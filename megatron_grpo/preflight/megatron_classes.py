@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from megatron_grpo.preflight.passed_values import refusal
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 """How a configuration writes a torch.dtype."""
@@ -44,29 +44,12 @@ class MegatronField:
         """What is wrong with a value, in words; None: it is of the field's type.
 
         Args:
-            value: as YAML gives it. A list is also a tuple, an int also a float, and a bool is no number.
+            value: as YAML gives it (`refusal`).
         """
         kind = self.kind
         if kind is None:
             return f"takes a {self.annotation}, which a configuration cannot hold"
-        given = tuple(value) if isinstance(value, list) and "Tuple" in self.annotation else value
-        try:
-            TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(given)
-        except ValidationError:
-            return f"must be {_in_words(kind)}"
-        return None
-
-
-def _in_words(kind: Any) -> str:
-    """A type for a message: "true or false", "int or null", "one of fp32, fp64 or null"."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, args))
-    if origin is typing.Union:
-        return " or ".join(_in_words(one) for one in args)
-    if origin in (list, tuple):
-        return f"list of {_in_words(args[0])}"
-    return {bool: "true or false", str: "text", type(None): "null"}.get(kind) or str(getattr(kind, "__name__", kind))
+        return refusal(kind, value)
 
 
 @functools.cache

@@ -22,9 +22,7 @@ def outlook(config: Config, start_from: Path | None) -> str:
     if config.value_model is not None:
         models.append(f"value model on {_ranks(config.value.parallel)}")
     engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine}"
-    where = (
-        f"{config.cluster.num_nodes} x {config.cluster.gpus_per_node} GPUs" if config.cluster.gpus_per_node else "CPU"
-    )
+    where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     return (
         f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(models)}, {engines} "
         f"{_plural('rank', generation.ranks_per_engine)}, on {where}; {_beginning(config, start_from)}"

@@ -22,7 +22,7 @@ def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
     """
     yield from _recomputation(config, shape)
     yield from _overlap(config)
-    if config.policy.gradient_accumulation_fusion and config.cluster.gpus_per_node == 0:
+    if config.policy.gradient_accumulation_fusion and config.cluster.gpus == 0:
         yield Problem("policy.gradient_accumulation_fusion=True", "needs GPUs; use null, which is true where it can be")
     yield from _optimizer(config, "policy", config.policy.optimizer)
     if config.loop.has_value_model:
@@ -39,7 +39,7 @@ def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Problem
     if len(set(modules)) < len(modules):
         yield Problem(key, "names a module twice")
     engine = [module for module in modules if module in _OF_TRANSFORMER_ENGINE]
-    if engine and config.cluster.gpus_per_node == 0:
+    if engine and config.cluster.gpus == 0:
         yield Problem(
             key, f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
         )
@@ -56,7 +56,7 @@ def _overlap(config: Config) -> Iterator[Problem]:
     policy = config.policy
     if not policy.overlap_param_gather:
         return
-    reduces = config.cluster.gpus_per_node > 0 if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
+    reduces = config.cluster.gpus > 0 if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
     if not reduces:
         yield Problem("policy.overlap_param_gather=True", "needs policy.overlap_grad_reduce=true")
     trained = [
@@ -74,8 +74,8 @@ def _optimizer(config: Config, section: str, optimizer: OptimizerConfig) -> Iter
         f"{section}.optimizer.precision_aware=True": optimizer.precision_aware,
     }
     for key, wanted in asked.items():
-        if wanted and config.cluster.gpus_per_node == 0:
+        if wanted and config.cluster.gpus == 0:
             text = "without GPUs everything is in host memory already" if "offload" in key else "needs GPUs"
-            yield Problem(key, f"{text}; leave it out, or give cluster.gpus_per_node")
+            yield Problem(key, f"{text}; leave it out, or give cluster.gpus")
         elif wanted and not optimizer.distributed:
             yield Problem(key, f"needs {section}.optimizer.distributed=true")

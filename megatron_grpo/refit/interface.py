@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_grpo.config.errors import RunError
 
@@ -13,15 +14,29 @@ class RefitError(RunError):
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank of the policy put on its way."""
+
+    bytes: int
+    """With padding and seals."""
+    tensors: int
+    """Whole ones, or slices of them."""
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferReport:
     """One completed refit."""
 
     version: int
     bytes_sent: int
-    """Payload, counted once however many workers received it."""
+    """Payload, counted once however many workers received it from one sender."""
     tensors: int
     buckets: int
     seconds: float
+    """Of all attempts."""
+    retries: int = 0
+    """Attempts that failed before."""
 
 
 class WeightTransport(ABC):
@@ -36,5 +51,26 @@ class WeightTransport(ABC):
         """Send the policy's current weights to every generation worker and commit them there as `version`.
 
         Raises:
-            RefitError: the deadline passed, a rank died or a checksum differed; the message names who.
+            RefitError: in every attempt the deadline passed, a rank died or a checksum differed; names who.
         """
+
+
+class Receiver(Protocol):
+    """A generation worker's end of a connected refit."""
+
+    def begin(self) -> None:
+        """Prepare the model to be given new weights."""
+
+    def receive(self, version: int) -> None:
+        """Take one version of the weights.
+
+        Raises:
+            ValueError: what came is not what was sent, or of another version.
+            RuntimeError: somebody stopped sending.
+        """
+
+    def finish(self) -> None:
+        """Let the model compute with what it was given."""
+
+    def abandon(self) -> None:
+        """Leave the model so that a later refit can begin; what it holds until then is of no version."""

@@ -18,6 +18,7 @@ from megatron_grpo.cluster.futures import explain, gather
 from megatron_grpo.cluster.late import report_hanging
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.rollout_schema import RolloutsConfig
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
@@ -182,6 +183,18 @@ class RolloutPool:
             engines = [ENGINE_NAME(number) for number in range(len(self._engines))]
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
         return groups
+
+    def take_engine_counts(self) -> list[EngineCounts]:
+        """What each engine had to do since the last call.
+
+        Raises:
+            SamplingError: an engine failed.
+        """
+        calls = [engine.take_counts.remote() for engine in self._engines]
+        try:
+            return gather(calls, deadline_s=self._generation_timeout_s, what="statistics", name=ENGINE_NAME)
+        except RunError as error:
+            raise SamplingError(str(error)) from error
 
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]

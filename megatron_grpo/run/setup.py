@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.responses import SamplingSettings, structure_of
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
@@ -21,7 +21,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.addition import prepare
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
@@ -89,7 +89,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for kind, model in (("policy", policy), ("value", value), ("engine", generation)):
         if model is not None:
             parts.add_slowest(kind, model.startup_s)
-    transport = BroadcastTransport(policy, generation, config.refit)
+    transport = transport_between(policy, generation, config.refit)
     with parts.part("refit"):
         transport.connect()
     if not opening.start_from.done():
@@ -160,6 +160,12 @@ def _sampling(config: Config, eos_token_id: int | None) -> SamplingSettings:
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k,
+        min_p=generation.min_p,
+        repetition_penalty=generation.repetition_penalty,
+        presence_penalty=generation.presence_penalty,
+        frequency_penalty=generation.frequency_penalty,
+        bad_words=tuple(generation.bad_words),
+        structure=structure_of(generation.structured),
         stop_token_ids=tuple(sorted(stops)),
         stop_strings=tuple(generation.stop_strings),
     )

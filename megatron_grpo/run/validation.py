@@ -44,5 +44,6 @@ def _respond(run: GRPORun) -> list[SampledGroup]:
             step=0,
             timer=timer,
         )
+    run.rollouts.take_engine_counts()  # what a validation had the engines do is no step's
     run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
     return groups

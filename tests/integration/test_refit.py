@@ -24,7 +24,7 @@ POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipelin
 ENGINE_LAYOUTS = {"tp1": {"data": 2}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
 PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
 TOKENS = 8
-REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0)
+REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0, retries=0)
 """Buckets small enough that layers straddle them and the embedding has one of its own."""
 
 
@@ -55,7 +55,10 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         policy.shutdown()
 
 
-@pytest.fixture(scope="module", params=ENGINE_LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=["tp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2"))],
+)
 def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGeneration]:
     with engines(base, **ENGINE_LAYOUTS[request.param]) as started:
         yield started

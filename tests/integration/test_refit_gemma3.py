@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from tests.integration.test_refit import REFIT, assert_serves, ray_cluster, start_policy
@@ -12,6 +14,7 @@ from tests.integration.vllm_helpers import Oracle, engines, gemma3, make_model
 __all__ = ["ray_cluster"]  # a fixture of every test here
 
 
+@pytest.mark.slow
 def test_generation_equals_transformers_before_and_after_a_refit(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", seed=0, family=gemma3)
     trained = make_model(tmp_path / "trained", seed=1, family=gemma3)

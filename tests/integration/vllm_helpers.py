@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -108,11 +109,19 @@ def engines(
     precision: str = "float32",
     max_length: int = MAX_LENGTH,
     routed: RoutedForm | None = None,
+    generation_batch_size: int | None = None,
+    engine_args: dict[str, Any] | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
         parallel=GenerationParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, data=data),
-        engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.1, max_num_seqs=32),
+        engine=EngineConfig(
+            enforce_eager=True,
+            kv_cache_gib=0.1,
+            max_num_seqs=32,
+        ),
+        generation_batch_size=generation_batch_size,
+        engine_args=engine_args or {},
         timeout_s=120.0,
     )
     generation = VllmGeneration(

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_grpo.data.batch import STORED_DTYPES, StepBatch
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
@@ -95,6 +96,9 @@ class FakeRollouts:
         self.asked.append({"rows": rows, "samples_per_prompt": samples_per_prompt, **drawn})
         with timer.phase("generation"):
             return self.put(self.answers(prompts, samples_per_prompt))
+
+    def take_engine_counts(self) -> list[EngineCounts]:
+        return [EngineCounts(running=1)]
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         return [SampledGroup([one.outcome for one in group], Reference(list(group))) for group in groups]

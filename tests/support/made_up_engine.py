@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
@@ -75,6 +76,11 @@ class MadeUpEngine:
             await asyncio.sleep(0)
         if stuck:
             await asyncio.sleep(600)
+
+    def take_counts(self) -> EngineCounts:
+        """As `VllmEngine.take_counts`, of the calls."""
+        calls, self.calls = self.calls, []
+        return EngineCounts(running=max(map(len, calls), default=0))
 
     async def abort(self, call: str, indices: list[int]) -> None:
         """As `VllmEngine.abort`, but that nothing ends."""

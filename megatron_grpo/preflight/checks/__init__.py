@@ -9,6 +9,7 @@ from megatron_grpo.preflight.checks.loss import loss_problems
 from megatron_grpo.preflight.checks.ppo import ppo_problems
 from megatron_grpo.preflight.checks.prompts import prompt_problems
 from megatron_grpo.preflight.checks.rewards import reward_problems
+from megatron_grpo.preflight.checks.sampling import sampling_problems
 
 
 def config_problems(config: Config) -> list[Problem]:
@@ -19,6 +20,7 @@ def config_problems(config: Config) -> list[Problem]:
     """
     return [
         *prompt_problems(config),
+        *sampling_problems(config),
         *loop_problems(config),
         *reward_problems(config),
         *loss_problems(config),

@@ -9,6 +9,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config, OptimizerConfig
 from megatron_grpo.preflight.checks.idle import idle_settings
+from megatron_grpo.preflight.checks.sampling import filter_cautions
 
 _ZERO_OR_ONE = ("math", "addition")
 """Environments whose rewards are 0 or 1."""
@@ -35,6 +36,7 @@ def cautions(config: Config) -> Iterator[Problem]:
     yield from _rarely_ranked(config)
     yield from _long_warmups(config)
     yield from _threshold(config)
+    yield from filter_cautions(config)
 
 
 def _rarely_ranked(config: Config) -> Iterator[Problem]:

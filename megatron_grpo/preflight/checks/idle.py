@@ -179,9 +179,14 @@ _CHECKS: tuple[_Check, ...] = (
         ("policy.logprob_chunk_size",),
         lambda config: (
             config.policy.logprob_kernel == "fused"
-            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus_per_node > 0)
+            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
         ),
         "is for policy.logprob_kernel=chunked",
+    ),
+    (
+        ("generation.engine.speculative.prompt_lookup_min", "generation.engine.speculative.prompt_lookup_max"),
+        lambda config: config.generation.engine.speculative.num_speculative_tokens == 0,
+        "needs generation.engine.speculative.num_speculative_tokens above 0",
     ),
     (
         ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
@@ -200,7 +205,7 @@ def idle_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
     words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
     of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
-    sections = ("loss_fn", config.algorithm, "reference", "policy", "checkpointing", *of_ppo)
+    sections = ("loss_fn", config.algorithm, "reference", "policy", "generation", "checkpointing", *of_ppo)
     for section in sections:
         for key, value in changed(config, section):
             for names, is_idle, text in _CHECKS:

@@ -32,8 +32,8 @@ def _loop(config: Config) -> Iterator[Problem]:
             f"leaves nothing to compare with, and loss_fn.reference_policy_kl_penalty={penalty:g} has to; set it to 0"
         )
         yield Problem("ppo.skip_reference_policy_logprobs_calculation=True", text)
-    if ppo.calculate_advantages_on_gpu and config.cluster.gpus_per_node == 0:
-        yield Problem("ppo.calculate_advantages_on_gpu=True", "this is a run on CPU: cluster.gpus_per_node is 0")
+    if ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0:
+        yield Problem("ppo.calculate_advantages_on_gpu=True", "this is a run on CPU: cluster.gpus is 0")
 
 
 def _estimator(estimator: PPOAdvantageConfig) -> Iterator[Problem]:

@@ -11,20 +11,13 @@ from torch import Tensor
 
 from megatron_grpo.models.hf_weights import hf_specs, iter_hf_tensors
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.refit.broadcast.channel import Group, Rendezvous, join, write_plan
+from megatron_grpo.refit.broadcast.channel import join_stage, write_plan
 from megatron_grpo.refit.buckets import Bucket, plan_buckets, seal
+from megatron_grpo.refit.groups import Group, Rendezvous
+from megatron_grpo.refit.interface import Sent
 
 if TYPE_CHECKING:
     from megatron_grpo.policy.rank.policy_rank import PolicyRank
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What one sender put on its way."""
-
-    bytes: int
-    tensors: int
-    buckets: int
 
 
 @dataclass(slots=True)
@@ -89,7 +82,7 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
     buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
     device = current_platform().device
     write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
-    _sender = BucketSender(place.stage, buckets, join(rendezvous, place.stage, 0, device), device)
+    _sender = BucketSender(place.stage, buckets, join_stage(rendezvous, place.stage, 0, device), device)
 
 
 def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:

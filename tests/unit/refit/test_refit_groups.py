@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_grpo.cluster.rendezvous import open_store
-from megatron_grpo.refit.broadcast.channel import Rendezvous, join, read_plans, write_plan
+from megatron_grpo.refit.broadcast.channel import join_stage, read_plans, write_plan
 from megatron_grpo.refit.broadcast.sender import BucketSender
 from megatron_grpo.refit.buckets import plan_buckets
+from megatron_grpo.refit.groups import Rendezvous
 
 CPU = torch.device("cpu")
 SPECS = [("w", "float32", (1000,)), ("b", "float32", (3,))]
@@ -24,7 +25,7 @@ def test_a_receiver_gets_what_the_sender_packs() -> None:
     with _Receiver(rendezvous) as results:
         buckets = plan_buckets(SPECS, 2048)
         write_plan(store, 0, 1, buckets, 2048)
-        group = join(rendezvous, 0, 0, CPU)
+        group = join_stage(rendezvous, 0, 0, CPU)
         report = BucketSender(0, buckets, group, CPU).send(sent.items(), version=3)
         received = results.get(timeout=20)
     assert report.buckets == 2
@@ -36,7 +37,7 @@ def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     _store, rendezvous = _open(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        join(rendezvous, 0, 0, CPU)
+        join_stage(rendezvous, 0, 0, CPU)
     assert time.monotonic() - began < 10
 
 
@@ -64,7 +65,7 @@ class _Receiver:
 
 def _receive(rendezvous: Rendezvous, results: Any) -> None:
     (buckets,) = read_plans(rendezvous.store())
-    group = join(rendezvous, 0, 1, CPU)
+    group = join_stage(rendezvous, 0, 1, CPU)
     received = {}
     for bucket in buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)

@@ -1,0 +1,111 @@
+"""Checks of how responses are sampled: penalties, forms, and how many at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, StructuredConfig
+from megatron_grpo.config.schema import Config
+
+_FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
+"""Keys of generation that change the distribution which tokens are drawn from."""
+
+
+def sampling_problems(config: Config) -> Iterator[Problem]:
+    """Keys of sampling that exclude each other, or that vLLM would refuse at the first request."""
+    generation = config.generation
+    if "" in generation.bad_words:
+        yield Problem("generation.bad_words", "holds an empty text, which nobody can sample")
+    yield from _structure(generation.structured)
+    yield from _left_out(config)
+    yield from _at_once(generation)
+    yield from _speculation(generation)
+
+
+def filter_cautions(config: Config) -> Iterator[Problem]:
+    """Filters that make an option drop responses for differing from what was sampled, as filters make them do."""
+    drops = _drops(config)
+    if drops is None:
+        return
+    default = GenerationConfig()
+    for name in _FILTERS:
+        value = getattr(config.generation, name)
+        if value != getattr(default, name):
+            text = (
+                "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
+                f"{drops} leaves tokens out for that difference, too"
+            )
+            yield Problem(f"generation.{name}={shown(value)}", text)
+
+
+def _drops(config: Config) -> str | None:
+    """The option that leaves out what training and sampling disagree about; None: there is none."""
+    kind = config.loss_fn.truncated_importance_sampling_type
+    if kind in ("icepop", "seq-mask-tis"):
+        return f"loss_fn.truncated_importance_sampling_type={kind}"
+    threshold = config.loop.seq_logprob_error_threshold
+    return None if threshold is None else f"{config.algorithm}.seq_logprob_error_threshold={threshold:g}"
+
+
+def _structure(structured: StructuredConfig) -> Iterator[Problem]:
+    given = [name for name, value in vars(structured).items() if value is not None]
+    if len(given) > 1:
+        others = " and ".join(f"generation.structured.{name}" for name in given[1:])
+        yield Problem(f"generation.structured.{given[0]}", f"excludes {others}: a response has one form")
+    if structured.choice is not None and not all(structured.choice or [""]):
+        text = "must hold at least one text, and no empty one"
+        yield Problem(f"generation.structured.choice={shown(structured.choice)}", text)
+    if structured.json_schema is not None:
+        try:
+            schema = json.loads(structured.json_schema)
+        except ValueError as error:
+            schema, text = None, f"is no JSON text: {error}"
+        else:
+            text = 'must be a JSON object, such as {"type": "object"}'
+        if not isinstance(schema, dict):
+            yield Problem(f"generation.structured.json_schema={shown(structured.json_schema)}", text)
+    if structured.regex is not None:
+        try:
+            re.compile(structured.regex)
+        except re.error as error:
+            text = f"is no regular expression: {error}"
+            yield Problem(f"generation.structured.regex={shown(structured.regex)}", text)
+
+
+def _left_out(config: Config) -> Iterator[Problem]:
+    drops = _drops(config)
+    if config.generation.structured == StructuredConfig() or drops is None:
+        return
+    text = (
+        "leaves out what the model itself would have sampled with another probability, and the form gives many tokens "
+        "a probability of 1; use null, or another type than icepop and seq-mask-tis, beside generation.structured"
+    )
+    yield Problem(drops, text)
+
+
+def _at_once(generation: GenerationConfig) -> Iterator[Problem]:
+    size, engines = generation.generation_batch_size, generation.parallel.data
+    if size is None:
+        return
+    subject = f"generation.generation_batch_size={size}"
+    if size < engines:
+        yield Problem(subject, f"leaves some of the {engines} engines without a response; give {engines} or more")
+    if generation.engine.max_num_seqs != EngineConfig().max_num_seqs:
+        text = f"and generation.engine.max_num_seqs={generation.engine.max_num_seqs} say the same; give one of them"
+        yield Problem(subject, text)
+
+
+def _speculation(generation: GenerationConfig) -> Iterator[Problem]:
+    speculative = generation.engine.speculative
+    if speculative.num_speculative_tokens == 0:
+        return
+    prefix = "generation.engine.speculative"
+    if speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        text = f"must not be above {prefix}.prompt_lookup_max={speculative.prompt_lookup_max}"
+        yield Problem(f"{prefix}.prompt_lookup_min={speculative.prompt_lookup_min}", text)
+    if generation.min_p > 0:
+        text = "vLLM has no min_p with speculative decoding; use 0 for one of them"
+        yield Problem(f"generation.min_p={generation.min_p:g}", text)

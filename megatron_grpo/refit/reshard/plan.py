@@ -1,0 +1,240 @@
+"""Which slice of which tensor goes from which rank of the policy to which rank of an engine: arithmetic, no tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.places import Part, Place
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vllm_weights import landings
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer
+
+PIECE = np.dtype(
+    [
+        ("source", np.int32),  # rank of the policy
+        ("target", np.int32),  # rank among those of all engines, engine by engine
+        ("entry", np.int16),  # row of the model's table
+        ("tensor", np.int8),  # number among the entry's tensors
+        ("layer", np.int16),
+        ("expert", np.int16),
+        ("rows", np.int32, 2),  # of the whole Hugging Face tensor, from the first to one behind the last
+        ("columns", np.int32, 2),  # likewise; (0, 1) of a vector
+        ("bytes", np.int64),
+        ("turn", np.int32),  # of its message, among those of its source and among those of its target
+    ]
+)
+"""A box of a Hugging Face tensor on its way."""
+
+Pieces = NDArray[Any]
+"""[pieces], PIECE."""
+
+EMBEDDING, END = -1, -2
+"""Stand where the number of a layer stands, for what is in none: the embedding; the last norm and the head."""
+
+
+class Box(NamedTuple):
+    """Rows and columns of a tensor, each from the first to one behind the last."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return max(self.row_end - self.row, 0) * max(self.column_end - self.column, 0)
+
+    def meet(self, other: Box) -> Box:
+        """What is in both."""
+        return Box(
+            max(self.row, other.row),
+            min(self.row_end, other.row_end),
+            max(self.column, other.column),
+            min(self.column_end, other.column_end),
+        )
+
+    def in_rows(self, limit: int) -> Iterator[Box]:
+        """The box in strips of at most `limit` numbers, but of one row at least."""
+        if not self.size:
+            return
+        height = max(limit // (self.column_end - self.column), 1)
+        for row in range(self.row, self.row_end, height):
+            yield self._replace(row=row, row_end=min(row + height, self.row_end))
+
+
+def box_of(part: WeightSlice) -> Box:
+    """A slice as rows and columns."""
+    rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
+    if part.axis == 0:
+        return Box(part.start, part.stop, 0, columns)
+    if part.axis == 1:
+        return Box(0, rows, part.start, part.stop)
+    return Box(0, rows, 0, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What goes from one part of a matrix to one rank of an engine, the same for every layer and expert."""
+
+    tensor: int
+    part: int
+    """Number of the part among those that the policy's ranks split the matrix into."""
+    strip: Box
+
+
+def plan_pieces(
+    shape: ModelShape,
+    sources: Sequence[Place],
+    engine: Sequence[Place],
+    engines: int,
+    itemsizes: Sequence[int],
+    limit: int,
+) -> Pieces:
+    """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
+
+    Ranks of the policy that hold the same share the sending by bytes.
+
+    Args:
+        shape: sizes of the model.
+        sources: places of the policy's ranks, in their order.
+        engine: places of the ranks of one engine, in their order.
+        engines: engines, all laid out alike.
+        itemsizes: by row of the table, bytes of a number on its way.
+        limit: most bytes of a piece, unless a single row is longer.
+
+    Returns:
+        Pieces in the order of the table, layer by layer.
+    """
+    entries = weight_entries(shape)
+    holders = _Holders(sources)
+    found: list[Pieces] = []
+    sets: list[NDArray[np.int64]] = []
+    for number, layer in _rows_in_order(entries, shape):
+        entry = entries[number]
+        for rank, place in enumerate(engine):
+            if not _keeps(entry, place, layer):
+                continue
+            experts = np.arange(*place.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
+            for route in _routes(entry, shape, holders.parts(entry), place, itemsizes[number], limit):
+                pieces = np.zeros(len(experts), dtype=PIECE)
+                pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, route.tensor
+                pieces["layer"], pieces["expert"] = layer, experts
+                pieces["rows"], pieces["columns"] = route.strip[:2], route.strip[2:]
+                pieces["bytes"] = route.strip.size * itemsizes[number]
+                found.append(pieces)
+                sets.append(holders.numbers(entry, layer, route.part, experts))
+    one = np.concatenate(found)
+    pieces = np.tile(one, engines)
+    pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(one))
+    pieces["source"] = holders.share(np.concatenate(sets), one["bytes"], engines)
+    return pieces
+
+
+def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterator[tuple[int, int]]:
+    """(row of the table, layer) of everything that is sent, layer by layer; layer 0 of what is in none."""
+    position = 0
+    while position < len(entries):
+        end = position
+        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
+            end += 1
+        for layer in range(shape.layers if end > position else 0):
+            kind = "experts" if shape.has_experts(layer) else "dense"
+            for number in range(position, end):
+                if entries[number].layers in ("all", kind):
+                    yield number, layer
+        if end < len(entries) and not entries[end].copy:
+            yield end, 0
+        position = end + 1
+
+
+def _keeps(entry: WeightEntry, place: Place, layer: int) -> bool:
+    """Whether a rank has a parameter of its own for an entry."""
+    where = _where(entry, layer)
+    return where in place.layers or (where == EMBEDDING and place.embedding) or (where == END and place.end)
+
+
+def _routes(
+    entry: WeightEntry, shape: ModelShape, parts: int, place: Place, itemsize: int, limit: int
+) -> Iterator[_Route]:
+    """What each part of an entry's matrices has for one rank of an engine, in strips of at most `limit` bytes."""
+    wanted = landings(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
+    held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
+    for tensor, landing in enumerate(wanted):
+        for part, slices in enumerate(held):
+            both = box_of(slices[tensor]).meet(box_of(landing.part))
+            yield from (_Route(tensor, part, strip) for strip in both.in_rows(limit // itemsize))
+
+
+class _Holders:
+    """Which ranks of the policy hold a part of an entry's matrices: sets of ranks, by number."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._sets: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._experts = max(places[0].experts[1] - places[0].experts[0], 1)
+        self._stages: dict[Any, list[int]] = defaultdict(list)
+        for rank, place in enumerate(places):
+            for where in (*place.layers, *([EMBEDDING] if place.embedding else []), *([END] if place.end else [])):
+                self._stages[where].append(rank)
+
+    def parts(self, entry: WeightEntry) -> int:
+        """Into how many parts ranks split an entry's matrices."""
+        return _part(entry, self._places[0]).count
+
+    def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
+        firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
+        return np.array([self._number(entry, layer, part, int(first)) for first in firsts])[inverse]
+
+    def _number(self, entry: WeightEntry, layer: int, part: int, first_expert: int) -> int:
+        where = _where(entry, layer)
+        key = (where, entry.per_expert, entry.axis is None, part, first_expert)
+        if key not in self._numbers:
+            ranks = tuple(rank for rank in self._stages[where] if self._has(rank, entry, part, first_expert))
+            self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
+        return self._numbers[key]
+
+    def _has(self, rank: int, entry: WeightEntry, part: int, first_expert: int) -> bool:
+        """Whether a rank has this part of an entry's matrices, in the layers that it has at all."""
+        place = self._places[rank]
+        if entry.axis is not None and _part(entry, place).index != part:
+            return False
+        return not entry.per_expert or place.experts[0] == first_expert
+
+    def share(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
+        """[engines * pieces], engine by engine: who sends. Those of a set take equal shares, consecutive pieces each.
+
+        Args:
+            numbers: [pieces], the set that holds each piece of an engine.
+            sizes: [pieces], bytes.
+            engines: engines, each of which gets all pieces.
+        """
+        senders = np.empty((engines, len(numbers)), dtype=np.int32)
+        order = np.argsort(numbers, kind="stable")
+        bounds = np.searchsorted(numbers[order], np.arange(len(self._sets) + 1))
+        for ranks, begin, end in zip(self._sets, bounds, bounds[1:], strict=False):
+            mine = order[begin:end]
+            until = np.cumsum(sizes[mine])
+            middles = until - sizes[mine] / 2 + np.arange(engines)[:, None] * until[-1]
+            senders[:, mine] = np.array(ranks)[(middles * len(ranks) / (engines * until[-1])).astype(np.int64)]
+        return senders.reshape(-1)
+
+
+def _part(entry: WeightEntry, place: Place) -> Part:
+    return place.expert_tensor if entry.per_expert else place.tensor
+
+
+def _where(entry: WeightEntry, layer: int) -> int:
+    """The layer that an entry's parameter is in, or EMBEDDING or END."""
+    if is_per_layer(entry.megatron[0]):
+        return layer
+    return EMBEDDING if entry.megatron[0].startswith("embedding.") else END

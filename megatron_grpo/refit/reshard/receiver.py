@@ -1,0 +1,90 @@
+"""The generation worker's half of a refit shard to shard: receive messages, verify them, put slices in place."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.places import engine_places
+from megatron_grpo.refit.buckets import broken_seal
+from megatron_grpo.refit.groups import Rendezvous
+from megatron_grpo.refit.reshard.landing import ModelWriter
+from megatron_grpo.refit.reshard.links import Links, views
+
+
+class ReshardReceiver:
+    """One worker's end of its links.
+
+    Args:
+        model: vLLM's model.
+        vllm_config: vLLM's settings of the engine.
+        device: where the model is.
+        rendezvous: where to meet.
+        number: the worker's among those of all engines.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rendezvous: Rendezvous, number: int
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        shape = shape_of_folder(vllm_config.model_config.model)
+        layout = GenerationParallelConfig(
+            tensor=parallel.tensor_parallel_size,
+            pipeline=parallel.pipeline_parallel_size,
+            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+        )
+        self._links = Links(rendezvous, "target", number, device)
+        place = engine_places(layout, shape)[parallel.rank]
+        pieces = [message.pieces for message in self._links.messages]
+        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, pieces)
+
+    def begin(self) -> None:
+        """Nothing is written yet."""
+        self._writer.begin()
+
+    def receive(self, version: int) -> None:
+        """Take one version: a message is put in place while the next one arrives.
+
+        Raises:
+            ValueError: a seal was broken. Raised after the last message, so that nobody else is kept waiting; nothing
+                that comes after it is written.
+            RuntimeError: a rank of the policy stopped sending, or the links failed before.
+        """
+        with ExitStack() as on_failure:
+            on_failure.callback(self._links.close)
+            self._receive(version)
+            on_failure.pop_all()
+
+    def _receive(self, version: int) -> None:
+        links, messages = self._links, self._links.messages
+        under_way = {number: links.begin(number) for number in range(min(2, len(messages)))}
+        broken: list[str] = []
+        for number, message in enumerate(messages):
+            try:
+                under_way.pop(number).wait()
+            except RuntimeError as error:
+                text = f"message {number} of {len(messages)} did not come from {links.peer(message)}: {error}"
+                raise RuntimeError(text) from error
+            buffer = links.buffer(number)
+            problem = broken_seal(buffer, version)
+            if problem is not None:
+                broken.append(f"message {number} from {links.peer(message)}: {problem}")
+            if not broken:
+                for piece, view in zip(message.pieces, views(message, buffer, links.dtypes), strict=True):
+                    self._writer.write(piece, view)
+            if number + 2 < len(messages):  # into the buffer that has just been emptied
+                under_way[number + 2] = links.begin(number + 2)
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    def finish(self) -> None:
+        """Let vLLM make what it derives from weights."""
+        self._writer.finish()
+
+    def abandon(self) -> None:
+        """Put back what layers that are half written had before; the rest is written over by the next version."""
+        self._writer.abandon()

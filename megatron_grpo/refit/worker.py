@@ -1,0 +1,124 @@
+"""The generation worker's half of a refit, as vLLM knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.refit.broadcast.receiver import BroadcastReceiver
+from megatron_grpo.refit.groups import Rendezvous
+from megatron_grpo.refit.interface import Receiver
+from megatron_grpo.refit.reshard.receiver import ReshardReceiver
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
+
+
+@dataclass
+class ReceiverInit(WeightTransferInitInfo):
+    """Where to meet, and this engine's place among the receivers."""
+
+    mode: RefitMode
+    rendezvous: Rendezvous
+    first_receiver: int
+    """Receivers of the engines before this one."""
+
+
+@dataclass
+class ReceiverUpdate(WeightTransferUpdateInfo):
+    """One refit."""
+
+    version: int
+
+
+class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
+    """Registered with vLLM by the plugin; lives in every worker process."""
+
+    init_info_cls = ReceiverInit
+    update_info_cls = ReceiverUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
+        """Connect to the policy, in the way that it names."""
+        self.shutdown()
+        receivers: dict[RefitMode, Callable[..., Receiver]] = {
+            "broadcast": BroadcastReceiver,
+            "reshard": ReshardReceiver,
+        }
+        number = init_info.first_receiver + self.parallel_config.rank
+        self._receiver = receivers[init_info.mode](
+            self.model, self.vllm_config, self.device, init_info.rendezvous, number
+        )
+
+    def start_weight_update(self) -> None:
+        """Prepare the model to be given new weights."""
+        self._connected().begin()
+
+    def receive_weights(self, update_info: ReceiverUpdate) -> None:
+        """Take one version of the weights."""
+        self._connected().receive(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Let the model compute with what it was given."""
+        self._connected().finish()
+
+    def abandon(self) -> None:
+        """After a refit that failed: let a later one begin."""
+        if self._receiver is not None:
+            self._receiver.abandon()
+
+    def shutdown(self) -> None:
+        """Leave the groups."""
+        self._receiver = None
+
+    def _connected(self) -> Receiver:
+        assert self._receiver is not None, "connect_refit() comes first"
+        return self._receiver
+
+
+class RefitWorker(Worker):
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`).
+
+    They return what went wrong and raise nothing: of several failing workers vLLM's executor reads only the first
+    answer, and takes the second for the answer to the next call.
+    """
+
+    @phase("connect the refit")
+    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
+        """Connect to the policy. A Rendezvous travels as a dict: vLLM's messages carry plain types only."""
+        try:
+            self.init_weight_transfer_engine(
+                {"mode": mode, "rendezvous": Rendezvous(**rendezvous), "first_receiver": first_receiver}
+            )
+        except Exception as error:  # noqa: BLE001 - see the class
+            return self._described(error)
+        return None
+
+    @phase("receive weights")
+    def receive_refit(self, version: int) -> str | None:
+        """Receive one version in one call."""
+        try:
+            self.start_weight_update()
+            self.update_weights({"version": version})
+            self.finish_weight_update()
+        except Exception as error:  # noqa: BLE001 - see the class
+            self.weight_transfer_engine.abandon()
+            return self._described(error)
+        return None
+
+    def _described(self, error: Exception) -> str:
+        return f"worker {self.rank}: {error or type(error).__name__}"

@@ -1,0 +1,219 @@
+"""Refits shard to shard into vLLM engines of every layout: the same bits as from a broadcast, and from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+
+from megatron_grpo.config.schema import ParallelConfig, RefitConfig
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.policy.driver.policy import MegatronPolicy
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.refit.interface import RefitError, WeightTransport
+from megatron_grpo.refit.reshard.transport import ReshardTransport
+from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
+from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
+
+REFIT = RefitConfig(bucket_mib=0.02, timeout_s=60.0)
+"""Buckets so small that layers straddle them and the embedding comes in strips."""
+
+
+def deep(**sizes: Any) -> Qwen3Config:
+    """A model with enough layers for an interleaved pipeline, its head apart from the embedding."""
+    return Qwen3Config(**{**sizes, "num_hidden_layers": 4, "tie_word_embeddings": False})
+
+
+def latent(**sizes: Any) -> DeepseekV3Config:
+    """Multi-latent attention; vLLM knows no such model whose head is the embedding."""
+    own = {"tie_word_embeddings": False, "head_dim": 64, "num_key_value_heads": 4}
+    return DeepseekV3Config(**{**sizes, **own})
+
+
+FAMILIES: dict[str, Any] = {
+    "dense": Qwen3Config,
+    "deep": deep,
+    "experts": partial(
+        Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+    "latent": partial(
+        latent,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        # Without these vLLM takes other ways through attention and routing.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    training: ParallelConfig
+    generation: dict[str, int]
+
+
+CASES = {"tp2_to_pp2": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2})}
+RARE = {
+    "pp2_to_tp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2}),
+    "ep2_to_ep2": Case("experts", ParallelConfig(data=2, expert=2), {"tensor": 2, "expert": 2}),
+    "dp2_to_two_engines": Case("dense", ParallelConfig(data=2), {"data": 2}),
+    "pp2vp2_to_tp2pp2": Case("deep", ParallelConfig(pipeline=2, virtual_pipeline=2), {"tensor": 2, "pipeline": 2}),
+    "tp2pp2_to_one": Case("dense", ParallelConfig(tensor=2, pipeline=2), {}),
+    "tp2ep2_to_split_experts": Case("experts", ParallelConfig(tensor=2, expert=2, sequence=True), {"tensor": 2}),
+    "ep2_to_pp2": Case("experts", ParallelConfig(data=2, expert=2), {"pipeline": 2}),
+    "latent_tp2_to_pp2": Case("latent", ParallelConfig(tensor=2, sequence=True), {"pipeline": 2}),
+    "latent_ep2_to_ep2": Case("latent", ParallelConfig(data=2, expert=2), {"tensor": 2, "expert": 2}),
+}
+PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in RARE.values())], ids=[*CASES, *RARE]
+)
+def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folder(case: Case, tmp_path: Path) -> None:
+    family = FAMILIES[case.family]
+    base = make_model(tmp_path / "base", seed=0, family=family)
+    trained = make_model(tmp_path / "trained", seed=1, family=family)
+    policy = start_policy(trained, case.training)
+    try:
+        with engines(trained, **case.generation) as generation:
+            loaded = _answers(generation)
+        with engines(base, **case.generation) as generation:
+            policy.wait_ready()
+            before = _answers(generation)
+            assert not np.array_equal(before, loaded), "another model"
+            assert np.array_equal(_after(ReshardTransport, policy, generation, version=1), loaded)
+            assert_serves(generation, Oracle(trained), version=1)
+            assert np.array_equal(_after(BroadcastTransport, policy, generation, version=2), loaded)
+            # What another way of loading leaves behind is no obstacle, nor is a second version.
+            assert np.array_equal(_after(ReshardTransport, policy, generation, version=3), loaded)
+    finally:
+        policy.shutdown()
+
+
+def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any) -> None:
+    generation, policy, oracle = engine_and_policy
+    transport = ReshardTransport(policy, generation, replace(REFIT, retries=0))
+    transport.connect()
+    transport.publish(10)
+    ray.get(policy.submit(_flip_a_bit))
+    with pytest.raises(RefitError, match=r"message \d+ from policy rank 1: checksum .* differs"):
+        transport.publish(11)
+    with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
+        _answers(generation)
+    assert transport.publish(12).retries == 0
+    assert_serves(generation, oracle, version=12)
+    # With retries the same fault is no error.
+    transport = ReshardTransport(policy, generation, REFIT)
+    transport.connect()
+    ray.get(policy.submit(_flip_a_bit))
+    assert transport.publish(13).retries == 1
+    assert_serves(generation, oracle, version=13)
+    # Nor is a rank that loses its links in the middle: the others are told at once and do not wait for the deadline.
+    ray.get(policy.submit(_lose_the_links))
+    report = transport.publish(14)
+    assert report.retries == 1
+    assert report.seconds < REFIT.timeout_s / 2
+    assert_serves(generation, oracle, version=14)
+
+
+@pytest.fixture
+def engine_and_policy(tmp_path: Path) -> Iterator[tuple[VllmGeneration, MegatronPolicy, Oracle]]:
+    base, trained = make_model(tmp_path / "base", seed=0), make_model(tmp_path / "trained", seed=1)
+    policy = start_policy(trained, ParallelConfig(tensor=2))
+    with engines(base, pipeline=2) as generation:
+        policy.wait_ready()
+        yield generation, policy, Oracle(trained)
+    policy.shutdown()
+
+
+def _after(
+    kind: type[ReshardTransport] | type[BroadcastTransport],
+    policy: MegatronPolicy,
+    generation: VllmGeneration,
+    version: int,
+) -> np.ndarray:
+    transport: WeightTransport = kind(policy, generation, REFIT)
+    transport.connect()
+    assert transport.publish(version).version == version
+    return _answers(generation)
+
+
+def _answers(generation: VllmGeneration) -> np.ndarray:
+    """[prompts, tokens]: log-probabilities of greedy responses, which depend on every weight."""
+    requests = [request(prompt, seed=0, max_new_tokens=6) for prompt in PROMPTS]
+    found = generate(generation, requests, SamplingSettings(max_new_tokens=6, temperature=0.0))
+    return np.array([np.resize(one.logprobs, 6) for one in found])
+
+
+def _flip_a_bit(_rank: Any) -> None:
+    """On the second rank of the policy: flip one bit of its second message after it is sealed, once."""
+    import torch
+
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def flipped(number: int) -> Any:
+        if number == 1:
+            links.buffer(number)[3] ^= 1
+            links.begin = begin  # type: ignore[method-assign]
+        return begin(number)
+
+    links.begin = flipped  # type: ignore[method-assign]
+
+
+def _lose_the_links(_rank: Any) -> None:
+    """On the second rank of the policy: fail at its second message."""
+    import torch
+
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def lost(number: int) -> Any:
+        if number == 1:
+            raise RuntimeError("the cable is out")
+        return begin(number)
+
+    links.begin = lost  # type: ignore[method-assign]

@@ -1,0 +1,134 @@
+"""Sampling options that exclude each other, or that vLLM would refuse later: what is said before a start."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.preflight.load import compose_config
+from tests.support.config_problems import problems_of
+
+ON_GPUS = "cluster.gpus_per_node=8"
+ICEPOP = (
+    "loss_fn.use_importance_sampling_correction=true",
+    "loss_fn.truncated_importance_sampling_type=icepop",
+    "loss_fn.truncated_importance_sampling_ratio=5",
+    "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subject", "text"),
+    [
+        (["generation.min_p=1.5"], "generation.min_p=1.5", "must be float >= 0 and <= 1"),
+        (["generation.presence_penalty=3"], "generation.presence_penalty=3", "must be float >= -2 and <= 2"),
+        (["generation.repetition_penalty=0"], "generation.repetition_penalty=0", "must be float > 0"),
+        (["generation.bad_words=[a,'']"], "generation.bad_words", "holds an empty text"),
+        (
+            ["generation.structured.regex='[0-9]+'", "generation.structured.choice=[a]"],
+            "generation.structured.regex",
+            "excludes generation.structured.choice",
+        ),
+        (["generation.structured.regex='[0-9'"], "generation.structured.regex=[0-9", "is no regular expression"),
+        (["generation.structured.json_schema=abc"], "generation.structured.json_schema=abc", "is no JSON text"),
+        (["generation.structured.json_schema='[1]'"], "generation.structured.json_schema=[1]", "must be a JSON object"),
+        (["generation.structured.choice=[]"], "generation.structured.choice=[]", "at least one text"),
+        (["generation.structured.choice=[a,'']"], "generation.structured.choice=['a', '']", "and no empty one"),
+        (
+            ["generation.structured.choice=[a,b]", *ICEPOP],
+            "loss_fn.truncated_importance_sampling_type=icepop",
+            "the form gives many tokens a probability of 1",
+        ),
+        (
+            ["generation.structured.choice=[a,b]", "grpo.seq_logprob_error_threshold=2"],
+            "grpo.seq_logprob_error_threshold=2",
+            "beside generation.structured",
+        ),
+        (
+            ["generation.generation_batch_size=8", "generation.engine.max_num_seqs=4"],
+            "generation.generation_batch_size=8",
+            "say the same; give one of them",
+        ),
+        (
+            ["generation.generation_batch_size=3", "generation.parallel.data=4"],
+            "generation.generation_batch_size=3",
+            "leaves some of the 4 engines without a response",
+        ),
+        (
+            [ON_GPUS, "generation.engine.speculative.num_speculative_tokens=3", "generation.min_p=0.1"],
+            "generation.min_p=0.1",
+            "vLLM has no min_p with speculative decoding",
+        ),
+        (
+            ["generation.engine.speculative.num_speculative_tokens=3"],
+            "generation.engine.speculative.num_speculative_tokens=3",
+            "on a CPU the installed vLLM reports other log-probabilities",
+        ),
+        (
+            [
+                ON_GPUS,
+                "generation.engine.speculative.num_speculative_tokens=3",
+                "generation.engine.speculative.prompt_lookup_min=5",
+            ],
+            "generation.engine.speculative.prompt_lookup_min=5",
+            "must not be above generation.engine.speculative.prompt_lookup_max=4",
+        ),
+    ],
+)
+def test_refused_before_anything_starts(given: list[str], overrides: list[str], subject: str, text: str) -> None:
+    ((found, message),) = problems_of([*given, *overrides]).items()
+    assert found == subject
+    assert text in message
+
+
+def test_n_grams_need_a_single_stage(given: list[str]) -> None:
+    overrides = [
+        *given,
+        ON_GPUS,
+        "generation.engine.speculative.num_speculative_tokens=3",
+        "generation.parallel.pipeline=2",
+    ]
+    ((subject, text),) = problems_of(overrides).items()
+    assert subject == "generation.parallel.pipeline=2"
+    assert text.endswith("use 1")
+
+
+def test_filters_beside_what_drops_for_a_difference_are_told_of(given: list[str]) -> None:
+    overrides = [*given, "generation.min_p=0.1", "generation.top_k=5", "generation.bad_words=[x]"]
+    assert not {one.key for one in remarks(compose_config(overrides))} & {"generation.min_p", "generation.top_k"}
+    told = {one.subject: one.text for one in remarks(compose_config([*overrides, *ICEPOP]))}
+    assert told.keys() >= {"generation.min_p=0.1", "generation.top_k=5", "generation.bad_words=['x']"}
+    assert "truncated_importance_sampling_type=icepop leaves tokens out" in told["generation.min_p=0.1"]
+
+
+def test_n_grams_of_no_speculation_are_idle(given: list[str]) -> None:
+    (told,) = remarks(compose_config([*given, "generation.engine.speculative.prompt_lookup_max=5"]))
+    assert told.subject == "generation.engine.speculative.prompt_lookup_max=5"
+
+
+@pytest.mark.parametrize(("size", "engines", "each"), [(None, 2, 256), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
+def test_responses_decoded_together_are_shared_out(given: list[str], size: int | None, engines: int, each: int) -> None:
+    config = compose_config(
+        [
+            *given,
+            f"generation.parallel.data={engines}",
+            f"generation.generation_batch_size={'null' if size is None else size}",
+        ]
+    )
+    assert config.generation.sequences_per_engine == each
+
+
+@pytest.mark.parametrize(
+    ("foreign", "here"),
+    [
+        ("min_p=0.1", "TRL's min_p is generation.min_p here"),
+        ("repetition_penalty=1.1", "TRL's repetition_penalty is generation.repetition_penalty here"),
+        ("generation_batch_size=4", "TRL's generation_batch_size is generation.generation_batch_size here"),
+        ("vllm_guided_decoding_regex=x", "TRL's vllm_guided_decoding_regex is generation.structured.regex here"),
+        ("generation_kwargs.presence_penalty=1", "did you mean generation.presence_penalty?"),
+        ("generation_kwargs=1", "TRL's generation_kwargs is generation.presence_penalty and"),
+    ],
+)
+def test_names_that_users_know(given: list[str], foreign: str, here: str) -> None:
+    (text,) = problems_of([*given, f"+{foreign}"]).values()
+    assert here in text

@@ -1,0 +1,404 @@
+"""Plans of refits shard to shard, carried out on real tensors, against vLLM's layout written out; and large ones by
+arithmetic."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.parallel_schema import ParallelConfig
+from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.merge import merge_slices, split_parameter
+from megatron_grpo.models.places import Place, engine_places, training_places
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, padded_vocab
+from megatron_grpo.refit.reshard.landing import ModelWriter
+from megatron_grpo.refit.reshard.plan import Pieces, box_of, plan_pieces
+from megatron_grpo.refit.reshard.schedule import aligned, messages_of, schedule
+from tests.support.moe_config import QWEN3_MOE
+
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 70,
+    "tie_word_embeddings": True,
+}
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_attention_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "vocab_size": 70,
+}
+SHAPES = {"qwen2": DENSE, "qwen3_moe": {**QWEN3_MOE, "hidden_size": 16, "vocab_size": 70}, "deepseek_v3": LATENT}
+
+
+def full_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The same numbers for a name wherever it is asked for."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def cut(part: WeightSlice) -> Tensor:
+    whole = full_tensor(part.name, part.shape)
+    return whole if part.axis is None else whole.narrow(part.axis, part.start, part.stop - part.start)
+
+
+def sent_piece(piece: Any, place: Place, shape: ModelShape) -> Tensor:
+    """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
+    entry, expert = weight_entries(shape)[piece["entry"]], int(piece["expert"])
+    part = place.expert_tensor if entry.per_expert else place.tensor
+    slices = entry.slices(shape, int(piece["layer"]), part.index, part.count, expert)
+    rows = padded_vocab(shape, part.count) // part.count
+    parameter = merge_slices(entry, [cut(one) for one in slices], shape, rows)
+    whole = split_parameter(entry, parameter, slices, shape)[piece["tensor"]]
+    matrix = whole if whole.dim() == 2 else whole[:, None]
+    box = box_of(slices[piece["tensor"]])
+    rows, columns = piece["rows"] - box.row, piece["columns"] - box.column
+    assert min(rows[0], columns[0]) >= 0
+    assert (rows[1], columns[1]) <= tuple(matrix.shape)
+    return matrix[rows[0] : rows[1], columns[0] : columns[1]]
+
+
+def vllm_parameters(shape: ModelShape, place: Place) -> dict[str, Tensor]:
+    """What vLLM's model holds on a rank, by name, from vLLM's rules written out for each kind of layer."""
+    held = Held(shape, place)
+    found: dict[str, Tensor] = {}
+    for layer in place.layers:
+        prefix = f"model.layers.{layer}."
+        for name in held.tensors:
+            if name.startswith(prefix) and name.endswith(("norm.weight", "mlp.gate.weight", "correction_bias")):
+                found[name] = held.whole(name)
+        found |= held.heads(prefix + "self_attn.") if shape.latent is None else held.latent(prefix + "self_attn.")
+        found |= held.dense(prefix)
+        if shape.has_experts(layer):
+            found |= held.experts(prefix + "mlp.experts.")
+    return found | held.ends()
+
+
+class Held:
+    """A rank's share of Hugging Face tensors, in vLLM's arrangement."""
+
+    def __init__(self, shape: ModelShape, place: Place) -> None:
+        self.shape, self.place = shape, place
+        self.rank, self.size = place.tensor.index, place.tensor.count
+        self.tensors = {
+            tensor.name.format(layer=layer, expert=expert): tensor.shape(shape)
+            for entry in weight_entries(shape)
+            for tensor in entry.hf
+            for layer in place.layers
+            for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)
+            if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(layer)
+        }
+
+    def whole(self, name: str) -> Tensor:
+        return full_tensor(name, self.tensors[name])
+
+    def rows(self, name: str) -> Tensor:
+        return self.whole(name).chunk(self.size)[self.rank]
+
+    def columns(self, name: str) -> Tensor:
+        return self.whole(name).chunk(self.size, dim=1)[self.rank]
+
+    def heads(self, prefix: str) -> dict[str, Tensor]:
+        """Attention with queries, keys and values of heads: all queries, all keys, all values of the rank."""
+        groups, size = self.shape.key_value_heads, self.size
+        first, count = self.rank * groups // size, max(groups // size, 1)
+        found = {prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight")}
+        for kind in ("weight", "bias") if self.shape.qkv_bias else ("weight",):
+            parts = [self.rows(f"{prefix}q_proj.{kind}")]
+            for which in "kv":
+                each = self.whole(f"{prefix}{which}_proj.{kind}").split(self.shape.head_dim)
+                parts += each[first : first + count]
+            found[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
+        return found
+
+    def latent(self, prefix: str) -> dict[str, Tensor]:
+        """Multi-latent attention: what makes the short vectors in one matrix that every rank has."""
+        down = [self.whole(f"{prefix}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        return {
+            prefix + "fused_qkv_a_proj.weight": torch.cat(down),
+            prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight"),
+            **{f"{prefix}{name}.weight": self.rows(f"{prefix}{name}.weight") for name in ("q_b_proj", "kv_b_proj")},
+        }
+
+    def dense(self, prefix: str) -> dict[str, Tensor]:
+        """Networks of all tokens: gate rows, then up rows."""
+        found = {}
+        for name in self.tensors:
+            if name.startswith(prefix) and name.endswith("gate_proj.weight") and ".experts." not in name:
+                block = name.removesuffix("gate_proj.weight")
+                both = [self.rows(f"{block}{which}_proj.weight") for which in ("gate", "up")]
+                found[block + "gate_up_proj.weight"] = torch.cat(both)
+                found[block + "down_proj.weight"] = self.columns(block + "down_proj.weight")
+        return found
+
+    def experts(self, prefix: str) -> dict[str, Tensor]:
+        """The rank's experts, one behind the other, each as a network of all tokens, or a part of it."""
+        rank, size = self.place.expert_tensor.index, self.place.expert_tensor.count
+        w13, w2 = [], []
+        for expert in range(*self.place.experts):
+            gate, up, down = (self.whole(f"{prefix}{expert}.{which}_proj.weight") for which in ("gate", "up", "down"))
+            w13.append(torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]))
+            w2.append(down.chunk(size, dim=1)[rank])
+        return {
+            prefix + "routed_experts.w13_weight": torch.stack(w13),
+            prefix + "routed_experts.w2_weight": torch.stack(w2),
+        }
+
+    def ends(self) -> dict[str, Tensor]:
+        """Embedding and head, with zeros behind the vocabulary; and the last norm."""
+        shape, place, found = self.shape, self.place, {}
+        head = place.end and not shape.tied_embeddings
+        for name, here in (("model.embed_tokens.weight", place.embedding), ("lm_head.weight", head)):
+            if here:
+                vocabulary = torch.zeros(-(-shape.vocab // 64) * 64, shape.hidden)
+                vocabulary[: shape.vocab] = full_tensor(name, (shape.vocab, shape.hidden))
+                found[name] = vocabulary.chunk(self.size)[self.rank]
+        if place.end:
+            found["model.norm.weight"] = full_tensor("model.norm.weight", (shape.hidden,))
+        return found
+
+
+def model_of(parameters: dict[str, Tensor]) -> nn.Module:
+    """Modules with zeros of these names and sizes."""
+    root = nn.Module()
+    for name, tensor in parameters.items():
+        module, _, last = name.rpartition(".")
+        layer = root
+        for part in module.split("."):
+            if part not in layer._modules:
+                layer.add_module(part, nn.Module())
+            layer = layer.get_submodule(part)
+        layer.register_parameter(last, nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+    return root
+
+
+def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
+    sizes = [4] * len(weight_entries(shape))
+    engine = engine_places(generation, shape)
+    return plan_pieces(shape, training_places(training, shape), engine, generation.data, sizes, bucket // 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParallelConfig, int]:
+    family = draw(st.sampled_from(sorted(SHAPES)))
+    shape = shape_of_config(SHAPES[family])
+    pipeline = draw(st.sampled_from([1, 2, 4]))
+    chunks = draw(st.sampled_from([1, 2] if pipeline == 2 else [1]))
+    tensor, data = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    expert, expert_tensor = 1, 1
+    if shape.experts is not None:
+        expert = draw(st.sampled_from([n for n in (1, 2, 4) if tensor * data % n == 0]))
+        expert_tensor = draw(st.sampled_from([n for n in (1, 2) if tensor * data % (n * expert) == 0]))
+    training = ParallelConfig(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=chunks,
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        first_stage_layers=draw(st.sampled_from([None, 1])) if pipeline == 2 and chunks == 1 else None,
+    )
+    width = draw(st.sampled_from([1, 2, 4]))
+    generation = GenerationParallelConfig(
+        tensor=width,
+        pipeline=draw(st.sampled_from([1, 2, 3])),
+        data=draw(st.sampled_from([1, 2])),
+        expert=draw(st.sampled_from([1, width])) if shape.experts is not None else 1,
+    )
+    return shape, training, generation, draw(st.sampled_from([96, 1024, 2**20]))
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
+    shape, training, generation, bucket = case
+    sources, engine = training_places(training, shape), engine_places(generation, shape)
+    scheduled = schedule(plan(shape, training, generation, bucket), bucket)
+    for target in range(len(engine) * generation.data):
+        place = engine[target % len(engine)]
+        expected = vllm_parameters(shape, place)
+        mine = scheduled[scheduled["target"] == target]
+        model = model_of(expected)
+        writer = ModelWriter(model, torch.float32, shape, place, [mine])
+        for piece in mine:
+            writer.write(piece, sent_piece(piece, sources[piece["source"]], shape))
+        held = dict(model.named_parameters())
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+        # As many as there are, all of them right: none came twice.
+        brought = sum(int(np.diff(p["rows"])[0] * np.diff(p["columns"])[0]) for p in mine)
+        padding = (-(-shape.vocab // 64) * 64 - shape.vocab) * shape.hidden
+        assert (
+            sum(t.numel() for t in expected.values()) - 2 * padding
+            <= brought
+            <= sum(t.numel() for t in expected.values())
+        )
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
+    """Ranks that can have a single message under way, each in its own order, get through all of them."""
+    shape, training, generation, bucket = case
+    pieces = plan(shape, training, generation, bucket)
+    scheduled = schedule(pieces, bucket)
+    assert sorted(map(str, scheduled[list(PLANNED)].tolist())) == sorted(map(str, pieces[list(PLANNED)].tolist()))
+    queues = {
+        (side, rank): [(message.source, message.target) for message in messages_of(scheduled[scheduled[side] == rank])]
+        for side in ("source", "target")
+        for rank in set(scheduled[side].tolist())
+    }
+    while any(queues.values()):
+        ready = [
+            (source, target)
+            for (side, source), queue in queues.items()
+            if side == "source" and queue
+            for _, target in queue[:1]
+            if queues["target", target][:1] == [(source, target)]
+        ]
+        assert ready, "nobody can go on"
+        for source, target in ready:
+            del queues["source", source][0], queues["target", target][0]
+    for message in (
+        m for rank in set(scheduled["source"]) for m in messages_of(scheduled[scheduled["source"] == rank])
+    ):
+        assert message.offsets()[-1] <= bucket or len(message.pieces) <= 2
+
+
+PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
+
+DEEPSEEK_V3: dict[str, Any] = LATENT | {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+QWEN3_235B: dict[str, Any] = QWEN3_MOE | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+LARGE = {
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        ParallelConfig(tensor=8, pipeline=16, data=8, expert=16, first_stage_layers=3, last_stage_layers=2),
+        GenerationParallelConfig(tensor=8, pipeline=4, data=2),
+    ),
+    "qwen3_235b": (
+        QWEN3_235B,
+        ParallelConfig(tensor=4, pipeline=16, data=16, expert=8, first_stage_layers=5, last_stage_layers=5),
+        GenerationParallelConfig(tensor=8, pipeline=2, data=2, expert=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_layouts_by_arithmetic(name: str) -> None:
+    """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
+    raw, training, generation = LARGE[name]
+    shape = shape_of_config(raw)
+    engine, bucket = engine_places(generation, shape), 256 * 2**20
+    pieces = plan(shape, training, generation, bucket)
+    for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
+        place = engine[target % len(engine)]
+        mine = pieces[pieces["target"] == target]
+        keys = mine[["entry", "tensor", "layer", "expert"]]
+        order = np.lexsort((mine["columns"][:, 0], mine["rows"][:, 0], *(keys[k] for k in keys.dtype.names[::-1])))
+        ordered = mine[order]
+        same = keys[order][1:] == keys[order][:-1]
+        # Strips of one tensor follow each other in rows, or lie side by side in columns.
+        apart = (ordered["rows"][1:, 0] >= ordered["rows"][:-1, 1]) | (
+            ordered["columns"][1:, 0] >= ordered["columns"][:-1, 1]
+        )
+        assert (apart | ~same).all()
+        assert mine["bytes"].sum() == 4 * owned_numbers(shape, place)
+    load = np.bincount(pieces["source"], weights=pieces["bytes"], minlength=training.world_size)
+    by_stage = load.reshape(training.pipeline, -1)
+    assert (by_stage.max(1) - by_stage.min(1)).max() <= 0.35 * load.mean(), "replicas and neighbours share"
+    assert aligned(np.array([1, 16, 17])).tolist() == [16, 16, 32]
+
+
+def owned_numbers(shape: ModelShape, place: Place) -> int:
+    """How many numbers a rank of an engine has, without padding, from the sizes of the model."""
+    total = 0
+    for entry in weight_entries(shape):
+        total += _numbers_of(entry, shape, place)
+    return total
+
+
+def _numbers_of(entry: WeightEntry, shape: ModelShape, place: Place) -> int:
+    split = {"vocab", "ffn", "heads", "expert_ffn", "shared_ffn"}
+    split |= {"latent_queries", "latent_keys_values", "latent_values"}
+    if entry.copy:
+        return 0
+    layers = [n for n in place.layers if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(n)]
+    if "{layer}" not in entry.megatron[0]:
+        layers = [0] if (place.embedding if entry.megatron[0].startswith("embedding") else place.end) else []
+    part = place.expert_tensor if entry.per_expert else place.tensor
+    numbers = 0
+    for tensor in entry.hf:
+        size = int(np.prod(tensor.shape(shape)))
+        if "kv_heads" in tensor.dims:
+            size = size // shape.key_value_heads * max(shape.key_value_heads // part.count, 1)
+        elif "vocab" in tensor.dims:
+            assert shape.vocab % 64 == 0, "no rank has padding"
+            size //= part.count
+        elif split & set(tensor.dims):
+            size //= part.count
+        numbers += size
+    experts = place.experts[1] - place.experts[0] if entry.per_expert else 1
+    return numbers * experts * len(layers)
+
+
+def test_a_model_that_is_not_filled_is_refused() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    shape, layouts = shape_of_config({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
+    [place] = engine_places(layouts[1], shape)
+    model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
+    record_metadata_for_reloading(model)
+    with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
+        ModelWriter(model, torch.float32, shape, place, [plan(shape, *layouts, 2**20)])

@@ -1,0 +1,44 @@
+"""The refit_plan command line: what it prints, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo import refit_plan
+
+LAYOUT = ["+exp=quickstart", "policy.parallel.tensor=2", "policy.parallel.pipeline=1"]
+
+
+def test_numbers_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refit_plan.main([*LAYOUT, "--json", "--gb-per-s=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sending, receiving = found["sending"], found["receiving"]
+    assert (sending["ranks"], receiving["ranks"]) == (2, 2)
+    assert sending["most_peers"] == receiving["most_peers"] == 2, "both halves of every matrix go to both stages"
+    # The embedding, which is tied to the head, is on both stages; everything else is on one.
+    assert found["bytes"] == receiving["bytes"]["smallest"] + receiving["bytes"]["largest"]
+    assert found["estimated_s"] >= receiving["bytes"]["largest"] / 2e9
+
+
+def test_links_are_listed_where_they_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refit_plan.main(LAYOUT) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "->" in line] == [
+        f"  policy rank {source} -> worker {target}" for source in (0, 1) for target in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["+exp=quickstart", "--speed=3"], "--speed=3  is no option"),
+        (["+exp=quickstart", "--gb-per-s=fast"], "--gb-per-s=fast  must be a number above 0"),
+        (["+exp=quickstart", "policy.parallel.tensor=3"], "policy.parallel.tensor=3"),
+        (["+exp=llama3_70b_slurm"], "give a folder with the model's config.json"),
+    ],
+)
+def test_a_mistake_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refit_plan.main(words) == 2
+    assert message in capsys.readouterr().err
