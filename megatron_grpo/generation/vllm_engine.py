@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
@@ -64,12 +64,20 @@ class VllmSettings:
     max_total_sequence_length: int
     routed: RoutedForm | None = None
     """What the experts look like that responses come with; None: they come without."""
+    in_flight: AsyncGRPOConfig | None = None
+    """What happens to the cache when weights change under responses; None: they never do."""
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether responses go on from the cache of the old weights when new ones come."""
+        return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
 class VllmEngine:
     """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
 
-    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first.
+    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
+    with `VllmSettings.in_flight` may weights change while something is in flight, and a cache outlast a pause.
     """
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -82,6 +90,11 @@ class VllmEngine:
         self._unusable: str | None = None
         self._in_flight = 0
         self._entry = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Whether requests may enter; not while weights change under those in flight."""
+        self._open.set()
+        self._salt: str | None = None
+        """What separates prompts that are cached under different weights, where a cache outlasts them."""
 
     @phase("start")
     async def start(self) -> dict[str, float]:
@@ -135,7 +148,7 @@ class VllmEngine:
         Raises:
             RuntimeError: the engine cannot sample; the message says why.
         """
-        if self._unusable is not None:
+        if self._unusable is not None and self._settings.in_flight is None:
             raise RuntimeError(self._unusable)
         waiting: dict[int, RequestOutputCollector] = {}
         arrivals = _Arrivals(len(requests))
@@ -172,8 +185,13 @@ class VllmEngine:
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
-        """Take one version into every worker. From here until it is committed the engine refuses to generate."""
+        """Take one version into every worker. From here until it is committed the engine refuses to generate.
+
+        With `in_flight`, requests that come meanwhile wait for the commit, and those in flight are paused until then.
+        """
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
+        if self._settings.in_flight is not None:
+            await self._pause_in_flight()
         await self._on_workers("receive_refit", version)
 
     @phase("commit weights")
@@ -182,8 +200,15 @@ class VllmEngine:
         llm = await self._parked()
         with _deaths_explained():
             await _while_alive(llm, llm.update_weight_version(str(version)))
-            await _while_alive(llm, llm.reset_prefix_cache())
-        self._unusable = None
+            if self._settings.keeps_cache:
+                self._salt = str(version)
+            else:
+                await _while_alive(llm, llm.reset_prefix_cache())
+            self._unusable = None
+            if self._in_flight:
+                self._parking = None
+                await _while_alive(llm, llm.resume_generation())
+        self._open.set()
 
     def shutdown(self) -> None:
         """End the engine's processes."""
@@ -212,15 +237,18 @@ class VllmEngine:
 
         assert self._llm is not None, "start() comes first"
         prepared = [
-            (f"{call}.{index}", tokens_input(request.prompt_ids.tolist()), self._sampling_params(request, settings))
+            (f"{call}.{index}", request.prompt_ids.tolist(), self._sampling_params(request, settings))
             for index, request in enumerate(requests)
         ]
-        async with self._entry:
+        async with self._entering():
             self._in_flight += len(requests)  # from here on nobody parks
             try:
                 if self._parking is not None:
                     await self._parking
-                queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
+                queues = {
+                    index: await self._llm.add_request(name, tokens_input(prompt_ids, cache_salt=self._salt), parameters)
+                    for index, (name, prompt_ids, parameters) in enumerate(prepared)
+                }
                 if self._parking is not None:
                     self._parking = None
                     await _while_alive(self._llm, self._llm.resume_generation())
@@ -228,6 +256,23 @@ class VllmEngine:
                 self._in_flight -= len(requests)
                 raise
         return queues
+
+    @asynccontextmanager
+    async def _entering(self) -> AsyncIterator[None]:
+        """Hold the entry, at a moment at which no weights change."""
+        while True:
+            await self._open.wait()
+            async with self._entry:
+                if self._open.is_set():  # it may have been closed while others were entering
+                    yield
+                    return
+
+    async def _pause_in_flight(self) -> None:
+        """Let nobody enter until the next commit, and pause what is in flight."""
+        self._open.clear()
+        async with self._entry:  # who is entering is in flight first
+            if self._parking is None:
+                self._parking = asyncio.create_task(self._park())
 
     def _left(self, count: int) -> None:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
@@ -291,7 +336,8 @@ class VllmEngine:
     async def _park(self) -> None:
         assert self._llm is not None
         with _deaths_explained():
-            await _while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
+            clear_cache = not self._settings.keeps_cache
+            await _while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
 
     async def _warm_up(self) -> None:
         # The first batch allocates and compiles; a full one, so that the first real one does not.
@@ -446,7 +492,7 @@ def _output(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> Gen
     logprobs = completion.logprobs.logprobs
     spans = completion.weight_versions or []
     assert len(logprobs) == len(completion.token_ids), "one log-probability per sampled token"
-    assert len(spans) == 1, f"the weights do not change while a request is in flight: {spans}"
+    assert spans, "every token has a version"
     return GenerationOutput(
         token_ids=np.array(completion.token_ids, dtype=np.int32),
         logprobs=np.array(logprobs, dtype=np.float32),
