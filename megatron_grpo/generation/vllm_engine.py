@@ -246,7 +246,9 @@ class VllmEngine:
                 if self._parking is not None:
                     await self._parking
                 queues = {
-                    index: await self._llm.add_request(name, tokens_input(prompt_ids, cache_salt=self._salt), parameters)
+                    index: await self._llm.add_request(
+                        name, tokens_input(prompt_ids, cache_salt=self._salt), parameters
+                    )
                     for index, (name, prompt_ids, parameters) in enumerate(prepared)
                 }
                 if self._parking is not None:

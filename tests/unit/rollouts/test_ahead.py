@@ -1,4 +1,4 @@
-"""Sampling ahead of steps: the prompts of the data in their order, once each, also when the run is killed in between."""
+"""Sampling ahead of steps: the prompts of the data in their order, once each, also when a run is killed in between."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
@@ -40,7 +40,9 @@ def answers(prompts: Sequence[Any], samples: int) -> list[list[Trajectory]]:
 class Process:
     """A driver from its start until it is killed: it takes batches, and saves its position as a checkpoint would."""
 
-    def __init__(self, age: int, checkpoint: dict[str, Any] | None = None, steps: int = 99, shuffle: bool = True) -> None:
+    def __init__(
+        self, age: int, checkpoint: dict[str, Any] | None = None, steps: int = 99, shuffle: bool = True
+    ) -> None:
         self.loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=shuffle, seed=3)
         self.taken = 0
         if checkpoint is not None:
@@ -87,6 +89,7 @@ def test_the_same_batches_in_the_same_order_with_the_same_seeds(age: int) -> Non
     assert [(one["step"], one["rows"]) for one in process.rollouts.asked] == list(enumerate(expected, start=1))
 
 
+@settings(deadline=None)
 @given(
     age=st.integers(0, 4),
     course=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8),
