@@ -2,10 +2,10 @@
 
     python benchmarks/async_grpo.py [--steps 20] [--rounds 1] [--ages 1] [override ...]
 
-The quickstart's model is asked for sums at a temperature at which it hardly knows them: every token ends a response with
-nearly equal probability, so lengths are geometric, and the longest of a step is many times the mean. The weights hardly
-move, so that both sides sample such lengths to the end. Sides take turns, a process of its own each. `samples_per_s` is
-that of all steps but the first ones; `ratio` is a side over the loop in turn, median over rounds.
+The quickstart's model is asked for sums at a temperature at which it hardly knows them: every token ends a response
+with nearly equal probability, so lengths are geometric, and the longest of a step is many times the mean. The weights
+hardly move, so that both sides sample such lengths to the end. Sides take turns, a process of its own each.
+`samples_per_s` is that of all steps but the first ones; `ratio` is a side over the loop in turn, median over rounds.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, m
 
 MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
 SETTINGS = SamplingSettings(max_new_tokens=TOKENS)
-ROUNDS = 10
-"""Attempts at meeting responses under way, on a machine that may be busy with something else."""
+UPDATES, ROUNDS = 3, 10
+"""Updates under the same responses, and attempts at meeting them under way on a machine that may be busy."""
 LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "recomputed": ({}, True),
     "kept": ({}, False),
@@ -124,9 +124,11 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
         oracle = Oracle(versions.folders[versions.number[version]])
         greedy = SamplingSettings(max_new_tokens=6, temperature=0.0)
         asked = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]
-        for one, output in zip(prompts, generate(generation, asked, greedy), strict=True):
-            assert output.token_ids.tolist() == oracle.greedy(one, 6)
-            assert output.logprobs.tolist() == pytest.approx(oracle.logprobs(one, output.token_ids.tolist()), abs=1e-4)
+        for prompt, output in zip(prompts, generate(generation, asked, greedy), strict=True):
+            assert output.token_ids.tolist() == oracle.greedy(prompt, 6)
+            assert output.logprobs.tolist() == pytest.approx(
+                oracle.logprobs(prompt, output.token_ids.tolist()), abs=1e-4
+            )
             assert output.spans == [Span(0, len(output.token_ids), version)]
 
 
@@ -147,7 +149,7 @@ def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: 
 def _while_publishing(
     generation: VllmGeneration, requests: list[GenerationRequest], versions: Versions, transport: BroadcastTransport
 ) -> list[GenerationOutput]:
-    """Responses to the requests, under which new weights are published until they are complete.
+    """Responses to the requests, under which new weights are published some times.
 
     Half of the requests come while the first of these updates is under way.
     """
@@ -163,8 +165,8 @@ def _while_publishing(
         second = asyncio.gather(*calls[1::2])
         answers = asyncio.gather(first, second)
         await publishing
-        while not answers.done():
-            await asyncio.sleep(0.05)
+        for _ in range(UPDATES - 1):
+            await asyncio.sleep(0.1)
             await asyncio.to_thread(versions.publish, transport)
         early, late = await answers
         return [output for pair in zip(early, late, strict=True) for output in pair]
