@@ -79,26 +79,33 @@ def _next_groups(
     source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
 ) -> list[SampledGroup] | None:
     """The next generation batch, sampled now or ahead; None: no prompts are left."""
-    state, ahead = source.state, source.ahead
-    if ahead is not None:
-        groups = ahead.take(batches, state["total_steps"], timer)
-    elif prompts := next(batches, None):
-        groups = source.rollouts.collect(
-            prompts,
-            samples_per_prompt=source.config.loop.num_generations_per_prompt,
-            settings=source.settings,
-            run_seed=source.config.loop.seed,
-            step=state["generation_batches"] + 1,
-            timer=timer,
-        )
+    state = source.state
+    if source.ahead is not None:
+        groups = source.ahead.take(batches, state["total_steps"], timer)
     else:
-        return None
+        groups = _sampled_now(source, batches, timer)
     if groups is None:
         return None
     state["generation_batches"] += 1
     state["consumed_samples"] += len(groups)
     source.guard.require_finite_samples(groups, state["total_steps"] + 1)
     return groups
+
+
+def _sampled_now(
+    source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
+) -> list[SampledGroup] | None:
+    prompts = next(batches, None)
+    if prompts is None:
+        return None
+    return source.rollouts.collect(
+        prompts,
+        samples_per_prompt=source.config.loop.num_generations_per_prompt,
+        settings=source.settings,
+        run_seed=source.config.loop.seed,
+        step=source.state["generation_batches"] + 1,
+        timer=timer,
+    )
 
 
 def _metrics_of_async(source: SampleSource, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:

@@ -76,7 +76,7 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
         run.kill()
         run.assert_nothing_left()
     last = async_run(tmp_path / "run")
-    assert last.finish() == 0, last.log()
+    assert last.finish(timeout_s=600) == 0, last.log()
     assert prompts_of(last) == prompts_of(straight)
     assert [row["step"] for row in last.metrics()] == list(range(1, STEPS + 1))
 

@@ -11,6 +11,7 @@ from megatron_grpo.composition.foreign_names import translated
 from megatron_grpo.config.metric_names import step_metrics
 from megatron_grpo.preflight.checks.cautions import remarks
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.outlook import outlook
 from tests.support.config_problems import problems_of
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
@@ -28,6 +29,7 @@ def test_the_recipe_and_the_algorithm() -> None:
     assert config.grpo.async_grpo.enabled
     assert config.loss_fn.use_importance_sampling_correction
     assert list(remarks(config)) == []
+    assert "quickstart_async, asynchronous GRPO, up to 400 steps" in outlook(config, None)
     assert "trajectory_age" in step_metrics(config)
     assert "trajectory_age" not in step_metrics(compose_config(["+exp=quickstart"]))
 
