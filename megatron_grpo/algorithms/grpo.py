@@ -29,6 +29,7 @@ from megatron_grpo.run.validation import validate
 __all__ = [
     "GRPORun",
     "GRPOSaveState",
+    "async_grpo_train",
     "dynamic_sampling",
     "grpo_step",
     "grpo_train",
@@ -42,14 +43,30 @@ __all__ = [
 
 def run(config: Config, opening: Opening | None = None) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
+    train = async_grpo_train if config.grpo.async_grpo.enabled else grpo_train
     with setup(config, opening) as grpo_run:
-        grpo_train(grpo_run)
+        train(grpo_run)
         grpo_run.logger.finish()
 
 
 def grpo_train(run: GRPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
     train_steps(run, lambda batches: grpo_step(run, batches))
+
+
+def async_grpo_train(run: GRPORun) -> None:
+    """`grpo_train` with the samples of coming steps under way while a step trains.
+
+    Args:
+        run: set up with grpo.async_grpo.enabled, so that `run.samples` samples ahead, and engines take new weights
+            while they generate.
+
+    Raises:
+        ValueError: the run was set up to sample and train in turn.
+    """
+    if run.samples.ahead is None:
+        raise ValueError("this run samples and trains in turn; set it up with grpo.async_grpo.enabled=true")
+    grpo_train(run)
 
 
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:

@@ -12,6 +12,7 @@ from megatron_grpo.data.engine_counts import engine_figures
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.metrics import age_metrics
 from megatron_grpo.run.sample_source import SampleSource
 
 
@@ -56,13 +57,12 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
     samples, loop = StepSamples(), source.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
-    while prompts := next(batches, None):
+    while groups := _next_groups(source, batches, timer):
         gen_batches += 1
-        groups = _rollouts(source, prompts, timer)
         outcomes = [outcome for group in groups for outcome in group.outcomes]
         samples.sampled += outcomes
         if not loop.use_dynamic_sampling:
-            samples.groups = groups
+            samples.groups, samples.metrics = groups, _metrics_of_async(source, outcomes, timer)
             return samples
         scores = score(source.config, outcomes)
         known |= {id(group): scores.of_groups([number]) for number, group in enumerate(groups)}
@@ -79,26 +79,53 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
                 "dynamic_sampling_gen_batches": float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),
                 "dynamic_sampling_groups_sliced": float(surplus),
+                **_metrics_of_async(source, samples.outcomes, timer),
             }
             return samples
         _require_within_limit(source, gen_batches)
     return None
 
 
-def _rollouts(source: SampleSource, prompts: list[DatumSpec], timer: StepTimer) -> list[SampledGroup]:
+def _next_groups(
+    source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
+) -> list[SampledGroup] | None:
+    """The next generation batch, sampled now or ahead; None: no prompts are left."""
     state = source.state
+    if source.ahead is not None:
+        groups = source.ahead.take(batches, state["total_steps"], timer)
+    else:
+        groups = _sampled_now(source, batches, timer)
+    if groups is None:
+        return None
     state["generation_batches"] += 1
-    state["consumed_samples"] += len(prompts)
-    groups = source.rollouts.collect(
+    state["consumed_samples"] += len(groups)
+    source.guard.require_finite_samples(groups, state["total_steps"] + 1)
+    return groups
+
+
+def _sampled_now(
+    source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
+) -> list[SampledGroup] | None:
+    prompts = next(batches, None)
+    if prompts is None:
+        return None
+    return source.rollouts.collect(
         prompts,
         samples_per_prompt=source.config.loop.num_generations_per_prompt,
         settings=source.settings,
         run_seed=source.config.loop.seed,
-        step=state["generation_batches"],
+        step=source.state["generation_batches"] + 1,
         timer=timer,
     )
-    source.guard.require_finite_samples(groups, state["total_steps"] + 1)
-    return groups
+
+
+def _metrics_of_async(source: SampleSource, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
+    """About samples that were drawn ahead, of which these are trained on; nothing where none are."""
+    if source.ahead is None:
+        return {}
+    waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
+    ages = age_metrics(outcomes, source.state["total_steps"])
+    return {**ages, **source.ahead.metrics(), "exposed_generation_s": waited}
 
 
 def _renumbered(groups: list[SampledGroup]) -> list[SampledGroup]:

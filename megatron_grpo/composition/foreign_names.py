@@ -98,6 +98,8 @@ TRL = {
 }
 
 NEMO_RL = {
+    "grpo.async.enabled": "grpo.async_grpo.enabled",
+    "grpo.async.max_trajectory_age_steps": "grpo.async_grpo.max_trajectory_age_steps",
     "checkpointing.checkpoint_dir": "run_dir",
     "data.dataset_name": "data.train_path",
     "data.prompt_file": "data.system_prompt",
@@ -174,6 +176,7 @@ NEMO_RL = {
 }
 
 VERL = {
+    "async_training.staleness_threshold": "grpo.async_grpo.max_trajectory_age_steps",
     "actor_rollout_ref.actor.clip_ratio": "loss_fn.ratio_clip_min loss_fn.ratio_clip_max",
     "actor_rollout_ref.actor.clip_ratio_c": "loss_fn.ratio_clip_c",
     "actor_rollout_ref.actor.clip_ratio_high": "loss_fn.ratio_clip_max",

@@ -40,6 +40,23 @@ class EarlyStopConfig(Section):
 
 
 @dataclass(kw_only=True)
+class AsyncGRPOConfig(Section):
+    """Sample the prompts of coming steps while this one trains, from the weights that there are; docs/async.md."""
+
+    enabled: bool = False
+    """Whether sampling goes on while the step trains, and while the weights change. The loss has to correct for
+    samples of earlier weights: loss_fn.use_importance_sampling_correction."""
+
+    max_trajectory_age_steps: NonNegative = 1
+    """Most steps between the weights that drew a token and those that learn from it, and with it how many steps are
+    sampled ahead: nothing is ever sampled that would become older. 0 samples only when a step asks."""
+
+    recompute_kv_cache_after_weight_updates: bool = True
+    """Whether responses that are under way when the weights change go on from a cache of the new weights: each later
+    token is then drawn as the new weights alone would. False keeps the old cache, which costs nothing."""
+
+
+@dataclass(kw_only=True)
 class LoopConfig(Section):
     """The training loop of GRPO and of PPO. A run reads these keys under either name: `grpo.KEY` and `ppo.KEY` are one
     setting, whichever of the two runs."""
@@ -84,6 +101,8 @@ class LoopConfig(Section):
 
     seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
     """Leave responses out of the loss whose mean of exp(|training - sampling logprob|) is above this; null is off."""
+
+    async_grpo: AsyncGRPOConfig = field(default_factory=AsyncGRPOConfig)
 
     sync_ref_model: bool = False
     """Move the reference policy towards the policy during training (TR-DPO); needs a KL penalty."""

@@ -35,6 +35,12 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: config.loop.use_dynamic_sampling,
         "it needs use_dynamic_sampling",
     ),
+    (
+        "trajectory_age trajectory_age_max trajectory_versions trajectory_versions_max buffer_depth buffer_in_flight "
+        "exposed_generation_s",
+        lambda config: config.loop.async_grpo.enabled,
+        "it needs async_grpo.enabled",
+    ),
     ("kl_penalty", lambda config: config.uses_reference, "it needs loss_fn.reference_policy_kl_penalty above 0"),
     (
         "is_oob_ratio",

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
-from megatron_grpo.config.loop_schema import EarlyStopConfig, LoopConfig
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.config.policy_schema import (
@@ -32,6 +32,7 @@ from megatron_grpo.config.section import MISSING, Positive, Section
 __all__ = [
     "MISSING",
     "AdvantageEstimatorConfig",
+    "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClusterConfig",
     "Config",

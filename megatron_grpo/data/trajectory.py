@@ -51,6 +51,10 @@ class Outcome:
     """Why the rollout failed twice; None: it did not."""
     finite_logprobs: bool = True
     """Whether every sampling log-probability is finite."""
+    oldest_version: int = -1
+    """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
+    versions: int = 0
+    """Weight versions that sampled tokens of the rollout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +115,8 @@ class Trajectory:
             loss_multiplier=self.loss_multiplier,
             failure=self.failure,
             finite_logprobs=bool(np.isfinite(self.logprobs).all()),
+            oldest_version=min((span.version for span in self.spans), default=-1),
+            versions=len({span.version for span in self.spans}),
         )
 
     def to_row(self) -> dict[str, Any]:

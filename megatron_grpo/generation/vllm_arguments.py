@@ -6,7 +6,7 @@ import enum
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, get_args
 
-from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.generation.routed_experts import recording_arguments
 from megatron_grpo.generation.vllm_plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_grpo.models.routed import RoutedForm
@@ -27,6 +27,13 @@ class VllmSettings:
     max_total_sequence_length: int
     routed: RoutedForm | None = None
     """What the experts look like that responses come with; None: they come without."""
+    in_flight: AsyncGRPOConfig | None = None
+    """What happens to the cache when weights change under responses; None: they never do."""
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether responses go on from the cache of the old weights when new ones come."""
+        return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:

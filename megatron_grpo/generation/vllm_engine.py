@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ GRACE_S = 5.0
 class VllmEngine:
     """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
 
-    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first.
+    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
+    with `VllmSettings.in_flight` may weights change while something is in flight, and a cache outlast a pause.
     """
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -62,6 +64,11 @@ class VllmEngine:
         self._in_flight = 0
         self._statistics = EngineStatistics()
         self._entry = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Whether requests may enter; not while weights change under those in flight."""
+        self._open.set()
+        self._salt: str | None = None
+        """What separates prompts that are cached under different weights, where a cache outlasts them."""
 
     @phase("start")
     async def start(self) -> dict[str, float]:
@@ -121,7 +128,7 @@ class VllmEngine:
         Raises:
             RuntimeError: the engine cannot sample; the message says why.
         """
-        if self._unusable is not None:
+        if self._unusable is not None and self._settings.in_flight is None:
             raise RuntimeError(self._unusable)
         waiting: dict[int, RequestOutputCollector] = {}
         arrivals = Arrivals(len(requests))
@@ -164,8 +171,13 @@ class VllmEngine:
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:
-        """Take one version into every worker. From here until it is committed the engine refuses to generate."""
+        """Take one version into every worker. From here until it is committed the engine refuses to generate.
+
+        With `in_flight`, requests that come meanwhile wait for the commit, and those in flight are paused until then.
+        """
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
+        if self._settings.in_flight is not None:
+            await self._pause_in_flight()
         await self._on_workers("receive_refit", version)
 
     @phase("commit weights")
@@ -174,8 +186,15 @@ class VllmEngine:
         llm = await self._parked()
         with deaths_explained():
             await while_alive(llm, llm.update_weight_version(str(version)))
-            await while_alive(llm, llm.reset_prefix_cache())
-        self._unusable = None
+            if self._settings.keeps_cache:
+                self._salt = str(version)
+            else:
+                await while_alive(llm, llm.reset_prefix_cache())
+            self._unusable = None
+            if self._in_flight:
+                self._parking = None
+                await while_alive(llm, llm.resume_generation())
+        self._open.set()
 
     def shutdown(self) -> None:
         """End the engine's processes."""
@@ -205,16 +224,21 @@ class VllmEngine:
         assert self._llm is not None, "start() comes first"
         longest = self._settings.max_total_sequence_length
         prepared = [
-            (f"{call}.{index}", tokens_input(request.prompt_ids.tolist()), sampling_params(request, settings, longest))
+            (f"{call}.{index}", request.prompt_ids.tolist(), sampling_params(request, settings, longest))
             for index, request in enumerate(requests)
         ]
-        async with self._entry:
+        async with self._entering():
             self._in_flight += len(requests)  # from here on nobody parks
             self._statistics.in_flight(self._in_flight)
             try:
                 if self._parking is not None:
                     await self._parking
-                queues = {index: await self._llm.add_request(*one) for index, one in enumerate(prepared)}
+                queues = {
+                    index: await self._llm.add_request(
+                        name, tokens_input(prompt_ids, cache_salt=self._salt), parameters
+                    )
+                    for index, (name, prompt_ids, parameters) in enumerate(prepared)
+                }
                 if self._parking is not None:
                     self._parking = None
                     await while_alive(self._llm, self._llm.resume_generation())
@@ -223,6 +247,23 @@ class VllmEngine:
                 self._statistics.in_flight(self._in_flight)
                 raise
         return queues
+
+    @asynccontextmanager
+    async def _entering(self) -> AsyncIterator[None]:
+        """Hold the entry, at a moment at which no weights change."""
+        while True:
+            await self._open.wait()
+            async with self._entry:
+                if self._open.is_set():  # it may have been closed while others were entering
+                    yield
+                    return
+
+    async def _pause_in_flight(self) -> None:
+        """Let nobody enter until the next commit, and pause what is in flight."""
+        self._open.clear()
+        async with self._entry:  # who is entering is in flight first
+            if self._parking is None:
+                self._parking = asyncio.create_task(self._park())
 
     def _left(self, count: int) -> None:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
@@ -256,7 +297,8 @@ class VllmEngine:
     async def _park(self) -> None:
         assert self._llm is not None
         with deaths_explained():
-            await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
+            clear_cache = not self._settings.keeps_cache
+            await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
 
     async def _warm_up(self) -> None:
         # The first batch allocates and compiles; a full one, so that the first real one does not. With the structure of

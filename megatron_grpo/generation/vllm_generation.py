@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_arguments import VllmSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
@@ -32,6 +32,7 @@ class VllmGeneration(GenerationInterface):
         actor_options: Callable[[int], dict[str, Any]],
         startup_timeout_s: float,
         routed: RoutedForm | None = None,
+        in_flight: AsyncGRPOConfig | None = None,
     ) -> None:
         """
         Args:
@@ -41,6 +42,7 @@ class VllmGeneration(GenerationInterface):
             actor_options: Ray options (resources, placement) of the engine with this index.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`.
             routed: what the experts look like that responses are to come with; None: they come without.
+            in_flight: what happens to the cache when weights change under responses; None: they never do.
         """
         self._config = config
         self._settings = [
@@ -51,6 +53,7 @@ class VllmGeneration(GenerationInterface):
                 precision=precision,
                 max_total_sequence_length=max_total_sequence_length,
                 routed=routed,
+                in_flight=in_flight,
             )
             for index in range(config.parallel.data)
         ]

@@ -16,7 +16,7 @@ def outlook(config: Config, start_from: Path | None) -> str:
         start_from: the checkpoint that the run would begin with; None: it would begin anew.
     """
     loop, generation = config.loop, config.generation.parallel
-    algorithm = config.algorithm.upper()
+    algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     models = [f"policy on {_ranks(config.policy.parallel)}"]
     if config.value_model is not None:

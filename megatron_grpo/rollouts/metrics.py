@@ -81,3 +81,25 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
     return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})
+
+
+def age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
+    """How old trajectories are when a step takes them, and how many versions of the weights each was drawn from.
+
+    Args:
+        outcomes: what the step trains on; failed rollouts without a token do not count.
+        version: of the weights that the step begins with.
+
+    Returns:
+        trajectory_age and trajectory_age_max: steps since the weights of a trajectory's oldest token;
+        trajectory_versions and trajectory_versions_max. All 0 without a token.
+    """
+    drawn = [one for one in outcomes if one.versions]
+    ages = [float(version - one.oldest_version) for one in drawn] or [0.0]
+    versions = [float(one.versions) for one in drawn] or [0.0]
+    return {
+        "trajectory_age": fmean(ages),
+        "trajectory_age_max": max(ages),
+        "trajectory_versions": fmean(versions),
+        "trajectory_versions_max": max(versions),
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,20 @@ class Timer(Protocol):
     """Names the phase that time is spent in."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A generation batch that `RolloutPool.begin` has begun, for `RolloutPool.finish`."""
+
+    generated: list[Any]
+    """By worker, a reference that is there when its responses are."""
+    collected: list[Any]
+    """By worker, a reference to its groups."""
+
+    def is_done(self) -> bool:
+        """Whether everything is sampled and scored, or has failed."""
+        return len(ray.wait(self.collected, num_returns=len(self.collected), timeout=0)[0]) == len(self.collected)
 
 
 class RolloutPool:
@@ -149,6 +164,22 @@ class RolloutPool:
         Raises:
             SamplingError: an engine or an environment failed, or too many rollouts did.
         """
+        with timer.phase("generation"):
+            under_way = self.begin(
+                prompts, samples_per_prompt=samples_per_prompt, settings=settings, run_seed=run_seed, step=step
+            )
+        return self.finish(under_way, timer)
+
+    def begin(
+        self,
+        prompts: Sequence[DatumSpec],
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        step: int,
+    ) -> UnderWay:
+        """Begin what `collect` does, beside whatever is under way already; `finish` returns what comes of it."""
         plan = RolloutPlan(
             samples_per_prompt=samples_per_prompt,
             settings=settings,
@@ -161,15 +192,18 @@ class RolloutPool:
         numbered = list(enumerate(prompts))
         bounds = [round(len(prompts) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
         parts = list(pairwise(bounds))
+        collected = [
+            worker.collect.remote(batch, plan, numbered[begin:end])
+            for worker, (begin, end) in zip(self._workers, parts, strict=True)
+        ]
+        return UnderWay([worker.generated.remote(batch) for worker in self._workers], collected)
+
+    def finish(self, under_way: UnderWay, timer: Timer) -> list[SampledGroup]:
+        """Wait for a generation batch that was begun; returns and raises what `collect` does."""
         with timer.phase("generation"):
-            calls = [
-                worker.collect.remote(batch, plan, numbered[begin:end])
-                for worker, (begin, end) in zip(self._workers, parts, strict=True)
-            ]
-            generated = [worker.generated.remote(batch) for worker in self._workers]
-            self._gather(generated, self._generation_timeout_s + GRACE_S, "generation")
+            self._gather(under_way.generated, self._generation_timeout_s + GRACE_S, "generation")
         with timer.phase("environment"):
-            answers = self._gather(calls, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
+            answers = self._gather(under_way.collected, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
         self.remarks += [text for collected in answers for text in collected.remarks]
         groups = [
             SampledGroup(outcomes, payload)

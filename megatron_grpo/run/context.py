@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
@@ -41,6 +42,11 @@ class GRPORun:
     checkpointer: Checkpointer
     state: GRPOSaveState
     """How far the run has come."""
+
+    def position(self) -> dict[str, Any]:
+        """State of the loader after the last prompts that a step has taken, whatever is sampled ahead."""
+        ahead = self.samples.ahead
+        return self.loader.state_dict() if ahead is None else ahead.position
 
     def models(self) -> list[TrainedModel]:
         """What is trained."""

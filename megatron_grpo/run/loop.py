@@ -80,9 +80,9 @@ def _stopped_early(run: GRPORun) -> bool:
 
 
 def _advance(run: GRPORun, report: StepReport) -> None:
-    state = run.state
-    if run.loader.epoch > state["current_epoch"]:
-        state["current_epoch"] = run.loader.epoch
+    state, epoch = run.state, run.position()["epoch"]
+    if epoch > state["current_epoch"]:
+        state["current_epoch"] = epoch
         state["current_step"] = 0
     state["total_steps"] += 1
     state["current_step"] += 1

@@ -22,6 +22,7 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.addition import prepare
 from megatron_grpo.refit.select import transport_between
+from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
@@ -106,6 +107,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for note in data.notes:
         logger.note(note)
     guard = FiniteGuard(run_dir, rollouts.fetch)
+    settings = _sampling(config, data.eos_token_id)
     run = GRPORun(
         config=config,
         policy=policy,
@@ -114,10 +116,11 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         samples=SampleSource(
             config=config,
             rollouts=rollouts,
-            settings=_sampling(config, data.eos_token_id),
+            settings=settings,
             guard=guard,
             state=state,
             waiting=rollouts.put(waiting),
+            ahead=_ahead(config, rollouts, settings, data.loader, state),
         ),
         dumps=RolloutDumps(rollouts, config.logger, run_dir),
         guard=guard,
@@ -148,6 +151,25 @@ def _resume(
     # Those of another size cannot be trained on beside the groups of this run.
     waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
     return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
+
+
+def _ahead(
+    config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: PromptLoader, state: GRPOSaveState
+) -> SamplingAhead | None:
+    """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
+    loop = config.loop
+    if not loop.async_grpo.enabled:
+        return None
+    return SamplingAhead(
+        rollouts,
+        loader,
+        loop.async_grpo,
+        samples_per_prompt=loop.num_generations_per_prompt,
+        settings=settings,
+        run_seed=loop.seed,
+        begun=state["generation_batches"],
+        max_num_steps=loop.max_num_steps,
+    )
 
 
 def _sampling(config: Config, eos_token_id: int | None) -> SamplingSettings:

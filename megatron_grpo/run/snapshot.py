@@ -30,7 +30,7 @@ def snapshot_of(run: GRPORun) -> Snapshot:
     """A copy of the driver's part of a checkpoint, which later steps do not change."""
     return Snapshot(
         state=copy.deepcopy(run.state),
-        loader=copy.deepcopy(run.loader.state_dict()),
+        loader=copy.deepcopy(run.position()),
         waiting=list(run.samples.waiting),
     )
 

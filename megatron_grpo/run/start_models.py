@@ -46,6 +46,7 @@ def _start_generation(config: Config, folder: Path, cluster: RayCluster) -> Vllm
         actor_options=cluster.engine_options,
         startup_timeout_s=config.cluster.startup_timeout_s,
         routed=routed_form(config, folder),
+        in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
     generation.start()
     return generation

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from megatron_grpo.config.schema import EngineConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_generation import VllmGeneration
@@ -111,6 +111,7 @@ def engines(
     routed: RoutedForm | None = None,
     generation_batch_size: int | None = None,
     engine_args: dict[str, Any] | None = None,
+    in_flight: AsyncGRPOConfig | None = None,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
@@ -130,6 +131,7 @@ def engines(
         precision=precision,
         max_total_sequence_length=max_length,
         routed=routed,
+        in_flight=in_flight,
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )

@@ -91,11 +91,26 @@ class FakeRollouts:
         step: int,
         timer: StepTimer,
     ) -> list[SampledGroup]:
+        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
+        return self.finish(self.begin(prompts, samples_per_prompt=samples_per_prompt, **drawn), timer)
+
+    def begin(
+        self,
+        prompts: Sequence[DatumSpec],
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        step: int,
+    ) -> SimpleNamespace:
         rows = [prompt["idx"] for prompt in prompts]
         drawn = {"settings": settings, "run_seed": run_seed, "step": step}
         self.asked.append({"rows": rows, "samples_per_prompt": samples_per_prompt, **drawn})
+        return SimpleNamespace(answers=self.answers(prompts, samples_per_prompt), is_done=lambda: True)
+
+    def finish(self, under_way: SimpleNamespace, timer: StepTimer) -> list[SampledGroup]:
         with timer.phase("generation"):
-            return self.put(self.answers(prompts, samples_per_prompt))
+            return self.put(under_way.answers)
 
     def take_engine_counts(self) -> list[EngineCounts]:
         return [EngineCounts(running=1)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config, OptimizerConfig
+from megatron_grpo.preflight.checks.async_grpo import async_cautions
 from megatron_grpo.preflight.checks.idle import idle_settings
 from megatron_grpo.preflight.checks.sampling import filter_cautions
 
@@ -33,6 +34,7 @@ def cautions(config: Config) -> Iterator[Problem]:
             f"taken on the same samples; REINFORCE takes one: {config.passes_key}=1 and one minibatch"
         )
         yield Problem("loss_fn.disable_ppo_ratio=True", text)
+    yield from async_cautions(config)
     yield from _rarely_ranked(config)
     yield from _long_warmups(config)
     yield from _threshold(config)

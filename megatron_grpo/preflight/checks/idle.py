@@ -75,6 +75,16 @@ _CHECKS: tuple[_Check, ...] = (
         "needs LOOP.use_dynamic_sampling=true",
     ),
     (
+        ("LOOP.async_grpo.",),
+        lambda config: not config.loop.async_grpo.enabled,
+        "needs LOOP.async_grpo.enabled=true",
+    ),
+    (
+        ("LOOP.async_grpo.enabled", "LOOP.async_grpo.recompute_kv_cache_after_weight_updates"),
+        lambda config: config.loop.async_grpo.max_trajectory_age_steps == 0,
+        "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains",
+    ),
+    (
         ("LOOP.batch_multiplier",),
         lambda config: config.prompts_per_generation_batch == config.loop.num_prompts_per_step,
         "adds no whole prompt to LOOP.num_prompts_per_step",

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from megatron_grpo.algorithms import samples as stage
 from megatron_grpo.algorithms.samples import StepSamples, sample
 from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.config.schema import Config, GRPOConfig, RewardShapingConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.run.sample_source import SampleSource
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_source
@@ -186,6 +188,31 @@ def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool
         sample(source, batches([5]), StepTimer())
     assert not isinstance(caught.value, SamplingError)
     assert source.waiting == []
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
+    """The same groups as in turn, taken from what is under way; counts are of what steps took, for a resume."""
+    (source, rollouts), (plain, _) = (make(tmp_path, use_dynamic_sampling=dynamic) for _ in range(2))
+    rows = [[0, 1, 2], [4, 5, 7], [6, 8, 10], [12, 14, 16]]
+    pool: Any = rollouts
+    loader = SimpleNamespace(state_dict=dict)
+    options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
+    drawing = {"samples_per_prompt": SAMPLES, "settings": SETTINGS, "run_seed": source.config.loop.seed}
+    source.ahead = SamplingAhead(pool, loader, options, **drawing, begun=0, max_num_steps=9)
+    prompts, in_turn = batches(*rows), batches(*rows)
+    expected, taken = drawn(plain, in_turn), drawn(source, prompts)
+    assert taken.outcomes == expected.outcomes
+    assert source.state == plain.state
+    assert len(rollouts.asked) == source.state["generation_batches"] + 1
+    assert taken.metrics.items() >= expected.metrics.items()
+    assert taken.metrics["trajectory_age_max"] == 0
+    assert taken.metrics["buffer_depth"] == 3
+    assert taken.metrics["exposed_generation_s"] >= 0
+    source.state["total_steps"] = plain.state["total_steps"] = 1
+    expected, taken = drawn(plain, in_turn), drawn(source, prompts)
+    assert taken.outcomes == expected.outcomes
+    assert taken.metrics["trajectory_age_max"] == 1
 
 
 def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
-from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
+from megatron_grpo.rollouts.metrics import (
+    age_metrics,
+    group_metrics,
+    length_metrics,
+    reward_function_metrics,
+    rollout_metrics,
+)
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory, plain
 
 
@@ -22,6 +28,19 @@ def test_length_percentiles_and_endings() -> None:
         expected = float(np.percentile(lengths, percentile))
         assert metrics[f"response_length_p{percentile}"] == pytest.approx(expected, rel=1e-6)
     assert metrics["natural_termination_rate"] == pytest.approx(5 / 7)
+
+
+def test_ages_and_versions() -> None:
+    """The oldest token says how old a trajectory is; one that failed before its first token has no age."""
+    whole = make_outcome(4, spans=[Span(1, 5, 7)])
+    spread = make_outcome(4, spans=[Span(1, 2, 5), Span(2, 4, 6), Span(4, 5, 7)])
+    assert age_metrics([whole, spread, failed_trajectory().outcome], version=7) == {
+        "trajectory_age": 1.0,
+        "trajectory_age_max": 2.0,
+        "trajectory_versions": 2.0,
+        "trajectory_versions_max": 3.0,
+    }
+    assert set(age_metrics([failed_trajectory().outcome], version=7).values()) == {0.0}
 
 
 def test_outcomes_by_group() -> None:

@@ -36,8 +36,9 @@ class Run:
     def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
         self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
         self.state = default_grpo_save_state()
-        self.position = 0
-        self.loader = SimpleNamespace(epoch=0, state_dict=lambda: {"position": self.position})
+        self.used = 0
+        """Batches of prompts that steps have taken."""
+        self.loader = SimpleNamespace(epoch=0)
         self.logged: list[str] = []
         self.notes: dict[str, str] = {}
         """Told once, by what they are about."""
@@ -58,6 +59,9 @@ class Run:
         self.models: Callable[[Path], None] = lambda _: None
         self.report = StepReport(SOUND, {}, {}, [])
 
+    def position(self) -> dict[str, Any]:
+        return {"position": self.used, "epoch": 0}
+
     def save_models(self, folder: Path) -> None:
         self.models(folder)
 
@@ -65,7 +69,7 @@ class Run:
         """So many steps, then one that samples and fails; without an error the data is used up there."""
 
         def step(_: object) -> StepReport | None:
-            self.position += 1
+            self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
                 self.dumps.begin(number, [])

@@ -1,0 +1,152 @@
+"""Whole asynchronous runs: what they report, and that a kill at any moment loses and repeats no prompt."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.support.documented import undocumented
+
+PROMPTS, STEPS = 16, 6
+SHORT = (
+    f"grpo.max_num_steps={STEPS}",
+    f"grpo.num_prompts_per_step={PROMPTS}",
+    "grpo.val_period=3",
+    "grpo.max_val_samples=64",
+    "checkpointing.save_period=2",
+    "checkpointing.keep_top_k=null",
+)
+OF_ASYNC = ("trajectory_", "buffer_", "exposed_generation_s")
+
+
+def async_run(run_dir: Path, *overrides: str) -> TrainingRun:
+    return TrainingRun(run_dir, *SHORT, *overrides, recipe="quickstart_async")
+
+
+def prompts_of(run: TrainingRun) -> list[list[int]]:
+    """Rows of the prompts that each step was trained on, in their order."""
+    return [list(dict.fromkeys(row["prompt_idx"] for row in run.rollouts(step))) for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Six steps without interruption."""
+    run = async_run(tmp_path_factory.mktemp("straight") / "run")
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    return run
+
+
+def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
+    rows = straight.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
+    assert [row["trajectory_age_max"] for row in rows][:2] == [0, 1]
+    assert all(row["trajectory_age_max"] <= 1 for row in rows)
+    assert all(1 <= row["trajectory_versions"] <= row["trajectory_versions_max"] <= 2 for row in rows)
+    assert [row["buffer_depth"] + row["buffer_in_flight"] for row in rows] == [PROMPTS] * (STEPS - 1) + [0]
+    assert all(0 <= row["exposed_generation_s"] <= row["timing"]["total"] for row in rows)
+    assert [row["step"] for row in read_jsonl(straight.run_dir / "validation.jsonl")] == [0, 3, 6]
+    for step, row in enumerate(rows, start=1):
+        versions = {span[2] for rollout in straight.rollouts(step) for span in rollout["spans"]}
+        assert versions <= {step - 2, step - 1}
+        assert row["weight_version"] == max(versions)
+    sampled = [row for step in prompts_of(straight) for row in step]
+    assert len(sampled) == len(set(sampled)) == PROMPTS * STEPS
+
+
+@pytest.mark.parametrize(
+    "moments", [pytest.param([0.1, 4.5], id="twice"), pytest.param([1.0, 2.2, 2.8, 3.5, 5.2], marks=pytest.mark.slow)]
+)
+def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
+    moments: list[float], straight: TrainingRun, tmp_path: Path
+) -> None:
+    """Moments in steps: after so many whole ones have been reported, and that part of the time of the last one."""
+    for moment in moments:
+        run = async_run(tmp_path / "run")
+        run.start()
+        steps, part = int(moment), moment % 1
+        run.wait_for(partial(has_reported, run, steps))
+        if part:
+            time.sleep(part * straight.metrics()[-1]["timing"]["total"])
+        run.kill()
+        run.assert_nothing_left()
+    last = async_run(tmp_path / "run")
+    assert last.finish(timeout_s=600) == 0, last.log()
+    assert prompts_of(last) == prompts_of(straight)
+    assert [row["step"] for row in last.metrics()] == list(range(1, STEPS + 1))
+
+
+def has_reported(run: TrainingRun, steps: int) -> bool:
+    """Whether this life of the run, or an earlier one, has reported so many steps."""
+    return not steps or ((run.run_dir / "metrics.jsonl").exists() and len(run.metrics()) >= steps)
+
+
+@pytest.mark.slow
+def test_without_age_it_is_the_run_that_samples_and_trains_in_turn(tmp_path: Path) -> None:
+    """To the last digit: the same step, the same seeds, the same order."""
+    correction = "loss_fn.use_importance_sampling_correction=true"
+    truncation = [
+        "loss_fn.truncated_importance_sampling_type=tis",
+        "loss_fn.truncated_importance_sampling_ratio=2",
+    ]
+    in_turn = TrainingRun(tmp_path / "in_turn", *SHORT, correction, *truncation)
+    assert in_turn.finish() == 0, in_turn.log()
+    ahead = async_run(tmp_path / "ahead", "grpo.async_grpo.max_trajectory_age_steps=0")
+    assert ahead.finish() == 0, ahead.log()
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(OF_ASYNC)}
+        for row in without_timing(ahead.metrics())
+    ]
+    assert rows == without_timing(in_turn.metrics())
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingRun, tmp_path: Path) -> None:
+    """With a kept cache; and early stopping after the validation of the third step, with prompts still under way."""
+    run = async_run(
+        tmp_path / "run",
+        "grpo.use_dynamic_sampling=true",
+        "grpo.batch_multiplier=1.5",
+        "grpo.async_grpo.max_trajectory_age_steps=3",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false",
+        "generation.parallel.pipeline=1",
+        "generation.parallel.data=2",
+        "grpo.max_num_steps=100",
+        "grpo.early_stop.enabled=true",
+        "grpo.early_stop.threshold=0.01",
+        "grpo.val_at_start=false",
+    )
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    rows = run.metrics()
+    assert len(rows) == 3
+    assert 1 <= max(row["trajectory_age_max"] for row in rows) <= 3
+    sampled = [prompt for step in (1, 2, 3) for prompt in {row["prompt_idx"] for row in run.rollouts(step)}]
+    assert len(sampled) == len(set(sampled)) == PROMPTS * 3
+
+
+@pytest.mark.slow
+def test_ppo_samples_ahead_too(tmp_path: Path) -> None:
+    run = TrainingRun(
+        tmp_path / "run",
+        "ppo.async_grpo.enabled=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "loss_fn.truncated_importance_sampling_type=tis",
+        "loss_fn.truncated_importance_sampling_ratio=2",
+        "ppo.max_num_steps=4",
+        "ppo.policy_training_start_step=1",
+        "ppo.num_prompts_per_step=64",
+        "ppo.val_period=0",
+        "ppo.max_val_samples=64",
+        recipe="quickstart_ppo",
+    )
+    assert run.finish() == 0, run.log()
+    rows = run.metrics()
+    assert [row["trajectory_age_max"] for row in rows][:2] == [0, 1]
+    assert all(row["trajectory_age_max"] <= 1 for row in rows)
+    assert all(row["value_grad_norm"] > 0 for row in rows)

@@ -1,0 +1,201 @@
+"""Weights that change under responses: every token's version, and that it was drawn as that version draws."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, Qwen3Config
+
+from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.trajectory import Span
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.rollouts.engines import EngineClient, Engines
+from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, make_model, request
+
+MODELS, PROMPT_TOKENS, TOKENS, MAX_LENGTH = 3, 200, 150, 400
+SETTINGS = SamplingSettings(max_new_tokens=TOKENS)
+UPDATES, ROUNDS = 3, 10
+"""Updates under the same responses, and attempts at meeting them under way on a machine that may be busy."""
+LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
+    "recomputed": ({}, True),
+    "kept": ({}, False),
+    "recomputed-pp2": ({"pipeline": 2}, True),
+    "kept-pp2": ({"pipeline": 2}, False),
+    "recomputed-two-engines": ({"data": 2}, True),
+}
+"""Layout of the engines, and whether the cache is recomputed."""
+
+
+def longer(**sizes: Any) -> PretrainedConfig:
+    """A model for sequences of several blocks of the cache."""
+    return Qwen3Config(**(sizes | {"max_position_embeddings": MAX_LENGTH}))
+
+
+class Versions:
+    """Models of which the policy takes turns to be, and the version that each has been published as."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = [make_model(folder / str(seed), seed, longer) for seed in range(MODELS)]
+        self.models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).eval() for one in self.folders]
+        self.number = {0: 0}
+        """By version, the number of its model."""
+        self._next = cycle([1, 2, 0])
+        self._versions = count(1)
+        self.policy = _start_policy(self.folders[0])
+
+    def publish(self, transport: BroadcastTransport) -> int:
+        """Make the policy another model and publish it."""
+        number, version = next(self._next), next(self._versions)
+        ray.get(self.policy.submit(_become, str(self.folders[number])))
+        transport.publish(version)
+        self.number[version] = number
+        return version
+
+    def recomputed(self, token_ids: Sequence[int], span: Span) -> Tensor:
+        """[tokens of the span]: log-probabilities by the model of the span alone, over everything before."""
+        table = self._of(span).forward(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
+        return _chosen(table[span.start - 1 : span.end - 1], token_ids[span.start : span.end])
+
+    def kept(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+        """[tokens of all spans]: by each span's model over the cache that the models before it have filled."""
+        cache, done, rows = DynamicCache(), 0, []
+        for span in spans:  # the last token that a model draws goes through the next one
+            fed = torch.tensor([list(token_ids[done : span.end - 1])])
+            logits = self._of(span).forward(fed, past_key_values=cache, use_cache=True).logits[0]
+            rows.append(logits[span.start - 1 - done :].log_softmax(-1))
+            done = span.end - 1
+        return _chosen(torch.cat(rows), token_ids[spans[0].start :])
+
+    def _of(self, span: Span) -> Any:
+        return self.models[self.number[span.version]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Iterator[Versions]:
+    found = Versions(tmp_path)
+    yield found
+    found.policy.shutdown()
+
+
+# Every layout starts engines and ranks of its own.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "recomputed" else pytest.mark.slow) for name in LAYOUTS]
+)
+@torch.no_grad()
+def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, versions: Versions) -> None:
+    layout, recompute = LAYOUTS[name]
+    in_flight = AsyncGRPOConfig(enabled=True, recompute_kv_cache_after_weight_updates=recompute)
+    prompts = [[2 + (3 * i + j * j) % 30 for j in range(PROMPT_TOKENS)] for i in range(4)]
+    requests = [request(prompts[i % 4], seed=i, max_new_tokens=TOKENS) for i in range(24)]
+    with engines(versions.folders[0], max_length=MAX_LENGTH, in_flight=in_flight, **layout) as generation:
+        transport = BroadcastTransport(versions.policy, generation, RefitConfig(bucket_mib=0.05, timeout_s=60.0))
+        transport.connect()
+        most = 0
+        for _ in range(ROUNDS):
+            outputs = _while_publishing(generation, requests, versions, transport)
+            for one, output in zip(requests, outputs, strict=True):
+                _assert_drawn(one, output, versions, recompute)
+                most = max(most, len(output.spans))
+            if most > 2:
+                break
+        assert most > 2, "no response met two updates"
+
+        version = versions.publish(transport)  # prompts that are cached under other weights are no prompts of these
+        oracle = Oracle(versions.folders[versions.number[version]])
+        greedy = SamplingSettings(max_new_tokens=6, temperature=0.0)
+        asked = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]
+        for prompt, output in zip(prompts, generate(generation, asked, greedy), strict=True):
+            assert output.token_ids.tolist() == oracle.greedy(prompt, 6)
+            assert output.logprobs.tolist() == pytest.approx(
+                oracle.logprobs(prompt, output.token_ids.tolist()), abs=1e-4
+            )
+            assert output.spans == [Span(0, len(output.token_ids), version)]
+
+
+def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: Versions, recompute: bool) -> None:
+    start = len(asked.prompt_ids)
+    token_ids = [*asked.prompt_ids.tolist(), *output.token_ids.tolist()]
+    assert [span.start for span in output.spans] == [0, *(span.end for span in output.spans[:-1])]
+    assert output.spans[-1].end == len(output.token_ids)
+    assert [span.version for span in output.spans] == sorted({span.version for span in output.spans})
+    spans = [Span(start + span.start, start + span.end, span.version) for span in output.spans]
+    if recompute:
+        expected = torch.cat([versions.recomputed(token_ids, span) for span in spans])
+    else:
+        expected = versions.kept(token_ids, spans)
+    assert output.logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-4), output.spans
+
+
+def _while_publishing(
+    generation: VllmGeneration, requests: list[GenerationRequest], versions: Versions, transport: BroadcastTransport
+) -> list[GenerationOutput]:
+    """Responses to the requests, under which new weights are published some times.
+
+    Half of the requests come while the first of these updates is under way.
+    """
+
+    async def scene() -> list[GenerationOutput]:
+        pool = Engines([EngineClient(engine, index, "test") for index, engine in enumerate(generation.engines)])
+        placed = zip(pool.place([1] * len(requests)), requests, strict=True)
+        calls = [client.generate(one, SETTINGS) for client, one in placed]
+        first = asyncio.gather(*calls[::2])
+        await asyncio.sleep(0.1)
+        publishing = asyncio.create_task(asyncio.to_thread(versions.publish, transport))
+        await asyncio.sleep(0.01)
+        second = asyncio.gather(*calls[1::2])
+        answers = asyncio.gather(first, second)
+        await publishing
+        for _ in range(UPDATES - 1):
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(versions.publish, transport)
+        early, late = await answers
+        return [output for pair in zip(early, late, strict=True) for output in pair]
+
+    return asyncio.run(scene())
+
+
+def _chosen(table: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """[tokens]: of each row of [tokens, vocabulary] the entry of its token."""
+    return table.gather(1, torch.tensor(list(token_ids))[:, None])[:, 0]
+
+
+def _become(rank: Any, folder: str) -> None:
+    load_hf_weights(rank.chunks, rank.shape, folder)
+
+
+def _start_policy(path: Path) -> MegatronPolicy:
+    settings = PolicySettings(
+        config=PolicyConfig(
+            model=ModelConfig(path=str(path)), parallel=ParallelConfig(), precision="float32", threads=1
+        ),
+        shape=shape_of_folder(path),
+        folder=str(path),
+        reference=None,
+        temperature=1.0,
+        decay_steps=1,
+        seed=0,
+    )
+    policy = MegatronPolicy(settings, actor_options=lambda rank: {"num_cpus": 0}, startup_timeout_s=START_S)
+    policy.start()
+    policy.wait_ready()
+    return policy
