@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+import xxhash
 from torch import Tensor
 
 ALIGN_BYTES = 16
@@ -86,7 +87,7 @@ def seal(buffer: Tensor, version: int) -> None:
     """
     words = buffer.view(torch.int64)
     words[-2] = version
-    words[-1] = checksum(words[:-1])
+    words[-1] = _digest(words[:-1])
 
 
 def broken_seal(buffer: Tensor, version: int) -> str | None:
@@ -98,12 +99,20 @@ def broken_seal(buffer: Tensor, version: int) -> str | None:
     """
     # Three numbers in one transfer from the device, which waits for it once instead of three times.
     words = buffer.view(torch.int64)
-    found, expected, sent_version = torch.stack([checksum(words[:-1]), words[-1], words[-2]]).tolist()
+    found, expected, sent_version = torch.stack([_digest(words[:-1]), words[-1], words[-2]]).tolist()
     if found != expected:
         return f"checksum {found & (2**64 - 1):016x} differs from the sender's {expected & (2**64 - 1):016x}"
     if sent_version != version:
         return f"holds version {sent_version}, not {version}"
     return None
+
+
+def _digest(words: Tensor) -> Tensor:
+    """[], int64: XXH3 (64 bits) of words on a CPU, many times as fast there as the checksum that devices compute."""
+    if words.device.type != "cpu":
+        return checksum(words)
+    unsigned = xxhash.xxh3_64_intdigest(words.numpy())
+    return torch.tensor(unsigned - (1 << 64) if unsigned >> 63 else unsigned)
 
 
 def checksum(words: Tensor) -> Tensor:
