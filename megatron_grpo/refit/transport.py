@@ -34,6 +34,7 @@ class GroupTransport(WeightTransport):
         self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._store: TCPStore | None = None
+        self._links_failed = False
 
     @abstractmethod
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
@@ -57,17 +58,19 @@ class GroupTransport(WeightTransport):
         arguments = [(self.mode, asdict(rendezvous), offset) for offset in first]
         receives = self._generation.submit_each("connect_weights", arguments)
         self._complete(sends, receives, time.monotonic() + self._timeout_s, "connecting the refit")
+        self._links_failed = False
 
     def publish(self, version: int) -> TransferReport:
         began = time.monotonic()
         failures: list[str] = []
         while len(failures) <= self._retries:
             try:
-                if failures:
-                    self.connect()  # what failed may have left half a message in a link
+                if self._links_failed:  # half a message may be left in one
+                    self.connect()
                 report = self._attempt(version)
                 return replace(report, seconds=time.monotonic() - began, retries=len(failures))
             except RefitError as error:
+                self._links_failed = True
                 logger.warning("attempt %d: %s", len(failures) + 1, error)
                 failures.append(str(error))
         raise RefitError("; tried again: ".join(failures))
