@@ -111,7 +111,7 @@ def _digest(words: Tensor) -> Tensor:
     """[], int64: XXH3 (64 bits) of words on a CPU, many times as fast there as the checksum that devices compute."""
     if words.device.type != "cpu":
         return checksum(words)
-    unsigned = xxhash.xxh3_64_intdigest(words.numpy())
+    unsigned = xxhash.xxh3_64_intdigest(words.numpy().data)
     return torch.tensor(unsigned - (1 << 64) if unsigned >> 63 else unsigned)
 
 
