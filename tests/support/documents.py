@@ -1,0 +1,83 @@
+"""What the documents show: commands, YAML and links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+_COMMAND = re.compile(
+    r"(?:\.venv/bin/)?python (?:-m megatron_grpo\.\w+|benchmarks/\w+\.py)\b|(?:\S+=\S+ )*(?:make|sbatch) \S"
+)
+_INLINE = re.compile(r"`((?:python -m megatron_grpo\.|python benchmarks/|make )[^`]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+class Command(NamedTuple):
+    """One command of a document."""
+
+    document: str
+    words: tuple[str, ...]
+    """Without the interpreter: module or script first, or `make`, or `sbatch`."""
+
+    def __str__(self) -> str:
+        return f"{self.document}: {' '.join(self.words)}"
+
+
+def commands(document: Path) -> Iterator[Command]:
+    """The commands of a document, those in blocks and those within a sentence."""
+    text = document.read_text()
+    for block in blocks(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if _COMMAND.match(line):
+                yield Command(document.name, _words(line))
+    for found in _INLINE.findall(text.replace("\n", " ")):
+        yield Command(document.name, _words(found))
+
+
+def blocks(text: str) -> Iterator[str]:
+    """The blocks of code of a text, fenced or indented, without their indentation."""
+    fenced = re.compile(r"^```\w*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+    yield from fenced.findall(text)
+    for block in re.findall(r"(?:^(?: {4}.*)?\n)+", fenced.sub("\n", text), flags=re.MULTILINE):
+        if block.strip():
+            yield textwrap.dedent(block).strip("\n") + "\n"
+
+
+def yaml_blocks(text: str) -> Iterator[dict[str, Any]]:
+    """The blocks of a text that are fenced as YAML, or indented and begin with a key of their own line."""
+    for block in blocks(text):
+        if re.match(r"\w+:\n", block):
+            yield yaml.safe_load(block)
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Links of a document to files that are not there, or to headings that the file has not."""
+    return [link for link in _LINK.findall(text) if "://" not in link and not _leads_somewhere(document, link)]
+
+
+def _leads_somewhere(document: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = document.parent / name if name else document
+    return target.exists() and (not anchor or anchor in _anchors(target.read_text()))
+
+
+def _anchors(text: str) -> set[str]:
+    """Names of a text's headings in links: small letters, hyphens for blanks, no punctuation."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _words(line: str) -> tuple[str, ...]:
+    words = shlex.split(line.replace("…", "..."), comments=True)
+    if words[0].endswith("python"):
+        return tuple(words[2:] if words[1] == "-m" else words[1:])
+    return tuple(words)

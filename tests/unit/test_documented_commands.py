@@ -1,0 +1,94 @@
+"""Commands and settings that the documents show are taken by the programs, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.composition.job_file import read_job_file
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import compose_config
+from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, broken_links, commands, yaml_blocks
+
+SHOWN = [command for document in DOCUMENTS for command in commands(document)]
+OF_THE_READER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|<\w+>")
+"""What stands for something that the reader has."""
+RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json"}
+
+
+def of_module(*names: str) -> list[Command]:
+    """The commands that start one of these modules."""
+    return [one for one in SHOWN if one.words[0] in {f"megatron_grpo.{name}" for name in names}]
+
+
+def test_commands_are_found() -> None:
+    assert len(of_module("train")) > 10
+    assert len(of_module("verify", "export", "refit_plan")) > 3
+    assert {"make", "sbatch"} <= {word for one in SHOWN for word in one.words}
+
+
+@pytest.mark.parametrize("command", of_module("train", "refit_plan"), ids=str)
+def test_recipes_and_keys_compose(command: Command) -> None:
+    given = [word for word in command.words[1:] if word not in RECIPES_ALONE and not OF_THE_READER.search(word)]
+    if any("exp=" in word for word in given):
+        compose_config(given)
+
+
+@pytest.mark.parametrize("command", [one for one in SHOWN if "sbatch" in one.words], ids=str)
+def test_jobs_of_slurm_compose(command: Command) -> None:
+    words = command.words[command.words.index("sbatch") + 1 :]
+    script = next(index for index, word in enumerate(words) if not word.startswith("-"))
+    assert (ROOT / words[script]).is_file()
+    compose_config(words[script + 1 :])
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$)", one.words[0])], ids=str
+)
+def test_other_programs_know_their_options(command: Command) -> None:
+    usage = importlib.import_module(command.words[0]).USAGE
+    for word in command.words[1:]:
+        name = word.partition("=")[0]
+        assert re.search(rf"(?<![\w-]){re.escape(name)}\b", usage), f"{word} is not in the usage"
+
+
+@pytest.mark.parametrize("command", [one for one in SHOWN if one.words[0].startswith("benchmarks/")], ids=str)
+def test_benchmarks_know_their_options(command: Command) -> None:
+    source = (ROOT / command.words[0]).read_text()
+    for word in command.words[1:]:
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--")
+            assert re.search(rf"""["'](--)?{name.replace("-", "[-_]")}["']""", source), f"{word} is no option"
+
+
+@pytest.mark.parametrize("command", [one for one in SHOWN if "make" in one.words], ids=str)
+def test_targets_of_make(command: Command) -> None:
+    targets = [word for word in command.words[command.words.index("make") + 1 :] if "=" not in word and word != "..."]
+    for target in targets:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_settings_begin_with_a_section(document: Path, tmp_path: Path) -> None:
+    if document.name == "jobs.md":  # fields of a job, not sections
+        for number, block in enumerate(one for one in blocks(document.read_text()) if re.match(r"\w+:", one)):
+            file = tmp_path / f"{number}.yaml"
+            file.write_text(block)
+            assert read_job_file(str(file))
+        return
+    for settings in yaml_blocks(document.read_text()):
+        assert settings.keys() <= vars(Config()).keys()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    assert broken_links(document, document.read_text()) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    document = ROOT / "docs" / "refit.md"
+    text = "[a](architecture.md) [b](gone.md) [c](architecture.md#parts) [d](architecture.md#gone) [e](https://x.org)"
+    assert broken_links(document, text) == ["gone.md", "architecture.md#gone"]
