@@ -23,7 +23,8 @@ quickstart: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
-	$(BIN)/python -m pytest -m "not slow" tests/parity tests/integration
+	$(BIN)/python -m pytest -m "not slow" --durations=10 tests/parity
+	$(BIN)/python -m pytest -m "not slow" --durations=10 tests/integration
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests/parity tests/integration
