@@ -22,7 +22,8 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, padded_vocab
 from megatron_grpo.refit.reshard.landing import ModelWriter
 from megatron_grpo.refit.reshard.plan import Pieces, box_of, plan_pieces
-from megatron_grpo.refit.reshard.schedule import aligned, messages_of, schedule
+from megatron_grpo.refit.reshard.schedule import messages_of, schedule
+from megatron_grpo.refit.reshard.wire import aligned
 from tests.support.moe_config import QWEN3_MOE
 
 DENSE: dict[str, Any] = {
@@ -198,9 +199,9 @@ def model_of(parameters: dict[str, Tensor]) -> nn.Module:
 
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
-    sizes = [4] * len(weight_entries(shape))
+    dtypes = ["float32"] * len(weight_entries(shape))
     engine = engine_places(generation, shape)
-    return plan_pieces(shape, training_places(training, shape), engine, generation.data, sizes, bucket // 2)
+    return plan_pieces(shape, training_places(training, shape), engine, generation.data, dtypes, bucket // 2)
 
 
 @st.composite
@@ -245,8 +246,8 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
         mine = scheduled[scheduled["target"] == target]
         model = model_of(expected)
         writer = ModelWriter(model, torch.float32, shape, place, [mine])
-        for piece in mine:
-            writer.write(piece, sent_piece(piece, sources[piece["source"]], shape))
+        for position, piece in enumerate(mine):
+            writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
         held = dict(model.named_parameters())
         assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
         # As many as there are, all of them right: none came twice.
@@ -286,7 +287,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     for message in (
         m for rank in set(scheduled["source"]) for m in messages_of(scheduled[scheduled["source"] == rank])
     ):
-        assert message.offsets()[-1] <= bucket or len(message.pieces) <= 2
+        assert aligned(message.pieces["bytes"]).sum() <= bucket or len(message.pieces) <= 2
 
 
 PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
