@@ -41,9 +41,9 @@ def cut_blocks(shape: ModelShape, sources: Sequence[Place], engine: Sequence[Pla
         for number, place in enumerate(engine):
             first = place.experts[0] if entry.per_expert else 0
             for landing in landings(entry, shape, place, expert=first):
-                if _inside(landing.part) or landing.row % BLOCK:
-                    part = landing.part
-                    yield f"{part.name} on rank {number} of an engine: {part.start} to {part.stop} of {part.shape}"
+                kept = landing.part
+                if _inside(kept) or landing.row % BLOCK:
+                    yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"
 
 
 def _inside(part: WeightSlice) -> bool:

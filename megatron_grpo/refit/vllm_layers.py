@@ -53,7 +53,7 @@ class RebuiltLayer:
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         forget_packed(layer)
-        layer.quant_method.process_weights_after_loading(layer)
+        self._process()
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
@@ -64,6 +64,9 @@ class RebuiltLayer:
         if self._info.kernel_tensors is not None:
             self._reload._place_kernel_tensors(self._layer, self._info)
             self._forget()
+
+    def _process(self) -> None:
+        self._layer.quant_method.process_weights_after_loading(self._layer)
 
     def _forget(self) -> None:
         self._info.reset()

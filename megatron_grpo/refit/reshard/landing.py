@@ -3,18 +3,21 @@ plain copy of the layer's weights that vLLM then makes its own form of."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.fp8_matrices import BLOCK
 from megatron_grpo.models.places import Place
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.vllm_weights import Landing, landings
+from megatron_grpo.refit.fp8_layers import BlockedLayer, keeps_blocks, scales_name
 from megatron_grpo.refit.reshard.plan import Pieces, box_of
+from megatron_grpo.refit.reshard.wire import blocks
 from megatron_grpo.refit.vllm_layers import RebuiltLayer, finish_model, is_derived
 
 
@@ -27,11 +30,18 @@ class _Destination(NamedTuple):
     expert: int | None
     rows: slice
     columns: slice
+    scaled: bool
+    """Whether it comes in FP8, with scales."""
 
     @property
     def size(self) -> int:
         """Numbers of the piece."""
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+
+    @property
+    def blocks(self) -> tuple[slice, slice]:
+        """Rows and columns of its scales."""
+        return _in_blocks(self.rows), _in_blocks(self.columns)
 
 
 class ModelWriter:
@@ -43,16 +53,23 @@ class ModelWriter:
         shape: sizes of the whole model.
         place: what the worker has of it.
         messages: [pieces], PIECE, of each message of a refit.
+        scaled: rows of the model's table whose tensors come in FP8, with scales.
 
     Raises:
         ValueError: vLLM's model has parameters that the refit does not bring, or brings otherwise.
     """
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, shape: ModelShape, place: Place, messages: Sequence[Pieces]
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        shape: ModelShape,
+        place: Place,
+        messages: Sequence[Pieces],
+        scaled: Collection[int] = (),
     ) -> None:
         self._model, self._dtype = model, dtype
-        destinations = _Destinations(shape, place)
+        destinations = _Destinations(shape, place, scaled)
         self._messages = [[destinations.of(piece) for piece in pieces] for pieces in messages]
         numbers: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()
@@ -60,33 +77,37 @@ class ModelWriter:
         for one in (one for message in self._messages for one in message):
             numbers[f"{one.module}.{one.name}"] += one.size
             self._expected[one.module] += one.size
+            if one.scaled:
+                rows, columns = one.blocks
+                scales = (rows.stop - rows.start) * (columns.stop - columns.start)
+                numbers[f"{one.module}.{scales_name(one.name)}"] += scales
         self._written: Counter[str] = Counter()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
         self._rebuilt = {name: RebuiltLayer(layer) for name, layer in self._layers.items() if is_derived(layer)}
+        self._rebuilt |= self._blocked()
         self._require_all(numbers)
 
     def begin(self) -> None:
         """Nothing of the next version is written yet."""
         self._written.clear()
 
-    def write(self, message: int, position: int, values: Tensor) -> None:
+    def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:
         """Put a piece where it belongs.
 
         Args:
             message: number of its message.
             position: its number in the message.
             values: [rows, columns], in any dtype.
+            scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
-        module, name, expert, rows, columns = self._messages[message][position]
-        rebuilt = self._rebuilt.get(module)
-        layer = self._layers[module] if rebuilt is None else rebuilt.opened()
-        parameter: Tensor = getattr(layer, name).data
-        if expert is not None:
-            parameter = parameter[expert]
-        matrix = parameter if parameter.dim() == 2 else parameter[:, None]
-        matrix[rows, columns].copy_(values)
-        self._written[module] += values.numel()
-        if rebuilt is not None and self._written[module] == self._expected[module]:
+        to = self._messages[message][position]
+        rebuilt = self._rebuilt.get(to.module)
+        layer = self._layers[to.module] if rebuilt is None else rebuilt.opened()
+        _matrix(layer, to.name, to.expert)[to.rows, to.columns].copy_(values)
+        if scales is not None:
+            _matrix(layer, scales_name(to.name), to.expert)[to.blocks].copy_(scales)
+        self._written[to.module] += values.numel()
+        if rebuilt is not None and self._written[to.module] == self._expected[to.module]:
             rebuilt.close()
 
     def finish(self) -> None:
@@ -98,6 +119,17 @@ class ModelWriter:
         """Put back what layers that are half written had before."""
         for layer in self._rebuilt.values():
             layer.abandon()
+
+    def _blocked(self) -> dict[str, RebuiltLayer]:
+        """By module, the layers to which FP8 comes."""
+        names: defaultdict[str, set[str]] = defaultdict(set)
+        for one in (one for message in self._messages for one in message if one.scaled):
+            names[one.module].add(one.name)
+        others = [module for module in names if not keeps_blocks(self._layers[module])]
+        if others:
+            text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
+            raise ValueError(text + ", ".join(sorted(others)))
+        return {module: BlockedLayer(self._layers[module], some) for module, some in names.items()}
 
     def _require_all(self, numbers: Counter[str]) -> None:
         """Compare what comes with what vLLM's model has."""
@@ -119,8 +151,8 @@ class ModelWriter:
 class _Destinations:
     """Finds where pieces belong on a rank."""
 
-    def __init__(self, shape: ModelShape, place: Place) -> None:
-        self._shape, self._place = shape, place
+    def __init__(self, shape: ModelShape, place: Place, scaled: Collection[int]) -> None:
+        self._shape, self._place, self._scaled = shape, place, scaled
         self._entries = weight_entries(shape)
         self._landings: dict[tuple[int, int, int], list[Landing]] = {}
 
@@ -134,7 +166,21 @@ class _Destinations:
         rows = (piece["rows"] - box.row + landing.row).tolist()
         columns = (piece["columns"] - box.column).tolist()
         module, _, name = landing.parameter.rpartition(".")
-        return _Destination(module, name, landing.expert, slice(*rows), slice(*columns))
+        return _Destination(module, name, landing.expert, slice(*rows), slice(*columns), entry in self._scaled)
+
+
+def _in_blocks(side: slice) -> slice:
+    """Blocks that rows or columns are in; the first of these begins one."""
+    assert side.start % BLOCK == 0, f"{side} begins inside a block"
+    return slice(side.start // BLOCK, blocks(side.stop))
+
+
+def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
+    """[rows, columns]: a parameter, or an expert's part of one."""
+    parameter: Tensor = getattr(layer, name).data
+    if expert is not None:
+        parameter = parameter[expert]
+    return parameter if parameter.dim() == 2 else parameter[:, None]
 
 
 def _plain_sizes(model: torch.nn.Module) -> dict[str, int]:

@@ -90,10 +90,11 @@ class Links:
         store = rendezvous.store()
         self._side, self._device = side, device
         self._sources = int(store.get("sources"))
-        dtypes = [getattr(torch, name) for name in store.get("dtypes").decode().split()]
+        self.dtypes = [getattr(torch, name) for name in store.get("dtypes").decode().split()]
+        """Of what is sent, by row of the model's table."""
         self.messages = messages_of(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, in the order in which it goes through them."""
-        laid = [parcels(message.pieces, dtypes) for message in self.messages]
+        laid = [parcels(message.pieces, self.dtypes) for message in self.messages]
         self.parcels: list[list[Parcel]] = [one for one, _ in laid]
         """By message, where its pieces lie in it."""
         self.sizes = [size + SEAL_BYTES for _, size in laid]

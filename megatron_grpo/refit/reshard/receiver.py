@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import shape_of_folder
@@ -40,7 +41,8 @@ class ReshardReceiver:
         self._links = Links(rendezvous, "target", number, device)
         place = engine_places(layout, shape)[parallel.rank]
         messages = [message.pieces for message in self._links.messages]
-        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages)
+        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
+        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages, scaled)
 
     def begin(self) -> None:
         """Nothing is written yet."""
@@ -73,13 +75,18 @@ class ReshardReceiver:
             if problem is not None:
                 broken.append(f"message {number} from {links.peer(message)}: {problem}")
             if not broken:
-                for position, parcel in enumerate(links.parcels[number]):
-                    self._writer.write(number, position, parcel.numbers(links.buffer(number)))
+                self._write(number, links.buffer(number))
             links.emptied(number)
             if number + BUFFERS < len(messages):  # into the buffer that has just been emptied
                 under_way[number + BUFFERS] = links.begin(number + BUFFERS)
         if broken:
             raise ValueError("; ".join(broken))
+
+    def _write(self, number: int, message: Tensor) -> None:
+        """Put the pieces of the message of this number, [bytes], uint8, where they belong."""
+        for position, parcel in enumerate(self._links.parcels[number]):
+            scales = parcel.scales(message) if parcel.scaled else None
+            self._writer.write(number, position, parcel.numbers(message), scales)
 
     def finish(self) -> None:
         """Let vLLM make what it derives from weights."""
