@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -206,6 +207,7 @@ def _measure(policy: MegatronPolicy, generation: VllmGeneration, mode: str, opti
     config = RefitConfig(**{"bucket_mib": options.bucket_mib, "timeout_s": 60.0, **MODES[mode]})
     transport = transport_between(policy, generation, config)
     transport.connect()
+    print(f"{mode}: connected, {time.strftime('%X')}", file=sys.stderr, flush=True)
     reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
     return Measured(reports, {name: one.extra_mib(mapped=name.startswith("worker")) for name, one in memory.items()})
 
