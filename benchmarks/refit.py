@@ -13,9 +13,11 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,12 @@ from megatron_grpo.refit.select import transport_between
 
 START_S = 600.0
 HOST = "127.0.0.1"
+MODES = {
+    "reshard": {"mode": "reshard"},
+    "network": {"mode": "reshard", "shared_memory": False},
+    "broadcast": {"mode": "broadcast"},
+}
+"""Settings of the refit, by name: network is reshard as between machines."""
 
 
 def main() -> None:
@@ -52,33 +60,53 @@ def main() -> None:
     ray.init(include_dashboard=False, num_cpus=2, _node_ip_address=HOST, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         parameters = _make_model(Path(folder), options)
-        reports, extra = _refits(Path(folder), options)
+        measured = _refits(Path(folder), options)
         outlook = refit_outlook(shape_of_folder(folder), *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
-    seconds = [report.seconds for report in reports[options.warmup :]]
-    if options.mode == "reshard":
-        raw = _raw_links(options, outlook)[options.warmup :]
-    else:
-        raw = _raw_broadcasts(options, reports[-1].bytes_sent)[options.warmup :]
-    workers = outlook.receiving.ranks
-    received = reports[-1].bytes_sent * (1 if options.mode == "reshard" else workers)
+    links = _raw_links(options, outlook)
+    results = {}
+    for mode, one in measured.items():
+        raw = _raw_broadcasts(options, one.reports[-1].bytes_sent) if mode == "broadcast" else links
+        results[mode] = _result(options, mode, one, raw[options.warmup :], outlook)
+    mode, *beside = results
     result = {
         **header("refit"),
-        "mode": options.mode,
+        "mode": mode,
         "policy": {"tensor": options.policy_tensor, "pipeline": options.policy_pipeline},
         "generation": {"tensor": options.generation_tensor, "pipeline": options.generation_pipeline},
         "parameters": parameters,
         "bucket_mib": options.bucket_mib,
-        "bytes": reports[-1].bytes_sent,
+        **results[mode],
+        "beside": {other: results[other] for other in beside},
+    }
+    print(json.dumps(result, indent=2))
+
+
+@dataclass
+class Measured:
+    """Refits of one kind."""
+
+    reports: list[TransferReport]
+    extra_mib: dict[str, float]
+    """By process, the most memory that it took from before links were made until the last refit, and had not before."""
+
+
+def _result(
+    options: argparse.Namespace, mode: str, measured: Measured, raw: list[float], outlook: RefitOutlook
+) -> dict[str, Any]:
+    last = measured.reports[-1]
+    seconds = [report.seconds for report in measured.reports[options.warmup :]]
+    received = last.bytes_sent * (outlook.receiving.ranks if mode == "broadcast" else 1)
+    return {
+        "bytes": last.bytes_sent,
         "received_over_owned": round(received / outlook.bytes, 4),
-        "tensors": reports[-1].tensors,
-        "buckets": reports[-1].buckets,
+        "tensors": last.tensors,
+        "buckets": last.buckets,
         "refit_ms": _summary(seconds),
         "raw_ms": _summary(raw),
         "ratio": round(statistics.median(seconds) / statistics.median(raw), 2),
-        "extra_memory_mib": extra,
+        "extra_memory_mib": measured.extra_mib,
     }
-    print(json.dumps(result, indent=2))
 
 
 def _layouts(options: argparse.Namespace) -> tuple[ParallelConfig, GenerationParallelConfig]:
@@ -103,7 +131,8 @@ def _options() -> argparse.Namespace:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bucket-mib", type=float, default=RefitConfig().bucket_mib)
-    parser.add_argument("--mode", choices=["reshard", "broadcast"], default="reshard")
+    parser.add_argument("--mode", choices=MODES, default="reshard")
+    parser.add_argument("--beside", choices=MODES, nargs="*", default=[], help="measured in the same run")
     return parser.parse_args()
 
 
@@ -133,8 +162,8 @@ def _make_model(folder: Path, options: argparse.Namespace) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _refits(folder: Path, options: argparse.Namespace) -> tuple[list[TransferReport], dict[str, float]]:
-    """What was sent each time; and by process what the last refit took beside what is there anyway, in MiB."""
+def _refits(folder: Path, options: argparse.Namespace) -> dict[str, Measured]:
+    """The refits of each kind, all between the same processes."""
     layout, engines = _layouts(options)
     settings = PolicySettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
@@ -162,41 +191,60 @@ def _refits(folder: Path, options: argparse.Namespace) -> tuple[list[TransferRep
         policy.start()
         policy.wait_ready()
         generation.wait_ready()
-        config = RefitConfig(mode=options.mode, bucket_mib=options.bucket_mib, timeout_s=60.0)
-        transport = transport_between(policy, generation, config)
-        transport.connect()
-        reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
-        pids = ray.get(policy.submit(_pid))
-        processes = {f"policy rank {rank}": psutil.Process(pid) for rank, pid in enumerate(pids)}
-        processes |= {f"worker {number}": process for number, process in enumerate(_workers())}
-        before = {name: _begin_peak(process) for name, process in processes.items()}
-        transport.publish(len(reports) + 1)
-        return reports, {name: round((_peak(one) - before[name]) / 2**20, 1) for name, one in processes.items()}
+        return {
+            mode: _measure(policy, generation, mode, options) for mode in dict.fromkeys([options.mode, *options.beside])
+        }
     finally:
         policy.shutdown()
         generation.shutdown()
+
+
+def _measure(policy: MegatronPolicy, generation: VllmGeneration, mode: str, options: argparse.Namespace) -> Measured:
+    pids = {f"policy rank {rank}": pid for rank, pid in enumerate(ray.get(policy.submit(_pid)))}
+    engines = ray.get([engine.__ray_call__.remote(_worker_pids) for engine in generation.engines])
+    pids |= {f"worker {number}": pid for number, pid in enumerate(pid for engine in engines for pid in engine)}
+    memory = {name: Memory(pid) for name, pid in pids.items()}
+    config = RefitConfig(**{"bucket_mib": options.bucket_mib, "timeout_s": 60.0, **MODES[mode]})
+    transport = transport_between(policy, generation, config)
+    transport.connect()
+    print(f"{mode}: connected, {time.strftime('%X')}", file=sys.stderr, flush=True)
+    reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]
+    return Measured(reports, {name: one.extra_mib(mapped=name.startswith("worker")) for name, one in memory.items()})
 
 
 def _pid(_rank: Any) -> int:
     return os.getpid()
 
 
-def _workers() -> list[psutil.Process]:
-    """vLLM's worker processes of this session."""
-    everybody = psutil.Process().children(recursive=True)
-    return [process for process in everybody if "VllmWorker" in " ".join([process.name(), *process.cmdline()])]
+def _worker_pids(_engine: Any) -> list[int]:
+    """vLLM's worker processes: no others are as many generations away from the engine's actor, which asks."""
+    generation = [psutil.Process()]
+    while children := [child for parent in generation for child in parent.children()]:
+        generation = children
+    return [process.pid for process in generation]
 
 
-def _begin_peak(process: psutil.Process) -> int:
-    """Bytes that a process has now; from here on its peak is counted anew."""
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-    return int(process.memory_info().rss)
+class Memory:
+    """What a process takes from now on beside what it has now."""
 
+    def __init__(self, pid: int) -> None:
+        self._folder = Path(f"/proc/{pid}")
+        (self._folder / "clear_refs").write_text("5")  # the peak is counted anew
+        self._before, self._shared = self._status("VmRSS"), self._status("RssShmem")
 
-def _peak(process: psutil.Process) -> int:
-    """Most bytes that a process has had since."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+    def extra_mib(self, mapped: bool) -> float:
+        """The most that it has had, in MiB.
+
+        Args:
+            mapped: whether shared memory is another process's, and counted there.
+        """
+        shared = self._status("RssShmem") - self._shared if mapped else 0
+        return round((self._status("VmHWM") - self._before - shared) / 1024, 1)
+
+    def _status(self, name: str) -> int:
+        """A number of KiB."""
+        lines = (self._folder / "status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
 def _raw_links(options: argparse.Namespace, outlook: RefitOutlook) -> list[float]:

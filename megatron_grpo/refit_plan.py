@@ -83,8 +83,9 @@ def _outlook(config: Config) -> RefitOutlook:
     if shape is None:
         path = f"policy.model.path={config.policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
-    bucket = int(config.refit.bucket_mib * 2**20)
-    return refit_outlook(shape, config.policy.parallel, config.generation.parallel, config.policy.precision, bucket)
+    policy, refit = config.policy, config.refit
+    layouts = policy.parallel, config.generation.parallel
+    return refit_outlook(shape, *layouts, policy.precision, int(refit.bucket_mib * 2**20), refit.fp8_blocks)
 
 
 def _table(outlook: RefitOutlook, speed: float) -> list[str]:

@@ -176,6 +176,15 @@ class RefitConfig(Section):
     bucket_mib: Annotated[float, Field(gt=0)] = 256.0
     """Size of the buffers that tensors are packed into before they are sent; of each, a rank has two."""
 
+    fp8_blocks: bool = False
+    """With reshard, for engines with `generation.engine_args.quantization=fp8_per_block`: the policy's ranks round the
+    layers' matrices to FP8 with a scale for every 128 x 128 numbers, half the bytes of bfloat16. false: they come as
+    they are, and each engine rounds them."""
+
+    shared_memory: bool = True
+    """With reshard, on CPUs: processes of one machine hand messages over in memory that they share, where the system
+    lets them; false: they send them as between machines."""
+
     timeout_s: Seconds = 600.0
     """Deadline of one attempt of a refit; past it the error names the ranks that are missing."""
 

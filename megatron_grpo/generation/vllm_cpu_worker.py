@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from megatron_grpo.generation.routed_experts import RECORD_ROUTING
 from megatron_grpo.generation.routing_recorder import RoutingRecorder
 from megatron_grpo.generation.vllm_cpu_experts import give_ranks_their_experts
+from megatron_grpo.generation.vllm_cpu_fp8 import offer_fp8_blocks
 from megatron_grpo.generation.vllm_plugin import begin_process
 
 
@@ -30,6 +31,7 @@ class PipelineCPUWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.parallel_config.enable_expert_parallel:
             give_ranks_their_experts()
+        offer_fp8_blocks()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         if self.vllm_config.additional_config.get(RECORD_ROUTING):

@@ -21,6 +21,7 @@ from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
 from megatron_grpo.preflight.quantization import quantization_problems
+from megatron_grpo.preflight.refit import refit_problems
 from megatron_grpo.preflight.training import training_problems
 from megatron_grpo.preflight.vllm_fields import vllm_argument_problems
 
@@ -104,6 +105,7 @@ def _by_itself(composed: Composed) -> Checked:
             *megatron_field_problems(config),
             *engine_problems(config),
             *vllm_argument_problems(config),
+            *refit_problems(config, shape),
         ]
         problems += [
             problem

@@ -31,6 +31,7 @@ class GroupTransport(WeightTransport):
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig) -> None:
         self._policy = policy
         self._generation = generation
+        self._config = config
         self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._store: TCPStore | None = None

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.platform.freed_memory import keep_freed_memory
 from megatron_grpo.refit.broadcast.receiver import BroadcastReceiver
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.interface import Receiver
@@ -55,6 +56,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Connect to the policy, in the way that it names."""
         self.shutdown()
+        if self.device.type == "cpu":
+            keep_freed_memory()  # layers that are rebuilt free as much as they take, at every refit
         receivers: dict[RefitMode, Callable[..., Receiver]] = {
             "broadcast": BroadcastReceiver,
             "reshard": ReshardReceiver,

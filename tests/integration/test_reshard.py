@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.data.responses import SamplingSettings
@@ -149,6 +150,73 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
     assert_serves(generation, oracle, version=14)
 
 
+def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any) -> None:
+    generation, policy, oracle = engine_and_policy
+    transport = ReshardTransport(policy, generation, replace(REFIT, shared_memory=False))
+    transport.connect()
+    transport.publish(10)
+    sent = _answers(generation)
+    assert_serves(generation, oracle, version=10)
+    assert np.array_equal(_after(ReshardTransport, policy, generation, version=11), sent)
+
+
+BLOCKED = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "moe_intermediate_size": 256}
+BLOCKED_CASES = {"dense": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2})}
+BLOCKED_RARE = {
+    "dense_pp2_to_tp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2}),
+    "experts_ep2_to_one": Case("experts", ParallelConfig(data=2, expert=2), {}),
+}
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="vLLM multiplies by FP8 with AVX-512 or AMX")
+@pytest.mark.parametrize(
+    "case",
+    [*BLOCKED_CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in BLOCKED_RARE.values())],
+    ids=[*BLOCKED_CASES, *BLOCKED_RARE],
+)
+def test_matrices_that_the_policy_rounds_are_those_that_vllm_would_have_rounded(case: Case, tmp_path: Path) -> None:
+    """Of weights that FP8 has exactly, vLLM's own rounding of the folder is the oracle, to the last bit."""
+
+    def family(**sizes: Any) -> Any:
+        return FAMILIES[case.family](**{**sizes, **BLOCKED})
+
+    base = make_model(tmp_path / "base", seed=0, family=family)
+    trained = _in_fp8_exactly(make_model(tmp_path / "trained", seed=1, family=family))
+    in_fp8 = {**case.generation, "precision": "bfloat16", "engine_args": {"quantization": "fp8_per_block"}}
+    policy = start_policy(trained, case.training)
+    try:
+        with engines(trained, **in_fp8) as generation:
+            loaded = _answers(generation)
+        with engines(base, **in_fp8) as generation:
+            policy.wait_ready()
+            assert not np.array_equal(_answers(generation), loaded), "another model"
+            for version, rounded in enumerate((True, False), start=1):
+                transport = ReshardTransport(policy, generation, replace(REFIT, fp8_blocks=rounded))
+                transport.connect()
+                report = transport.publish(version)
+                assert np.array_equal(_answers(generation), loaded), rounded
+                assert (report.bytes_sent < 2.2 * _parameters(trained)) == rounded, "float32 has 4 bytes"
+    finally:
+        policy.shutdown()
+
+
+def _in_fp8_exactly(path: Path) -> Path:
+    """A model whose layers' matrices are E4M3 numbers times 2^-10, in every block the largest, 448, among them."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.dim() >= 2 and "gate.weight" not in name:
+                numbers = (parameter * 1024).clamp(-448, 448)
+                numbers[..., ::128, ::128] = 448.0
+                parameter.copy_(numbers.to(torch.float8_e4m3fn).float() / 1024)
+    model.save_pretrained(path)
+    return path
+
+
+def _parameters(path: Path) -> int:
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(path).parameters())
+
+
 @pytest.fixture
 def engine_and_policy(tmp_path: Path) -> Iterator[tuple[VllmGeneration, MegatronPolicy, Oracle]]:
     base, trained = make_model(tmp_path / "base", seed=0), make_model(tmp_path / "trained", seed=1)
@@ -180,8 +248,6 @@ def _answers(generation: VllmGeneration) -> np.ndarray:
 
 def _flip_a_bit(_rank: Any) -> None:
     """On the second rank of the policy: flip one bit of its second message after it is sealed, once."""
-    import torch
-
     from megatron_grpo.refit.reshard import sender
 
     if torch.distributed.get_rank() != 1:
@@ -201,8 +267,6 @@ def _flip_a_bit(_rank: Any) -> None:
 
 def _lose_the_links(_rank: Any) -> None:
     """On the second rank of the policy: fail at its second message."""
-    import torch
-
     from megatron_grpo.refit.reshard import sender
 
     if torch.distributed.get_rank() != 1:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from megatron_grpo.refit.broadcast.channel import join_stage, read_plans
+from megatron_grpo.refit.broadcast.loading import TensorwiseLoading
 from megatron_grpo.refit.buckets import Bucket, broken_seal
 from megatron_grpo.refit.groups import Rendezvous
-from megatron_grpo.refit.vllm_layers import forget_packed_experts, repack_tied_heads
 
 
 class BroadcastReceiver:
@@ -30,17 +31,17 @@ class BroadcastReceiver:
         self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rendezvous: Rendezvous, number: int
     ) -> None:
         self._model: Any = model
-        self._vllm_config, self._device = vllm_config, device
-        self._plans = read_plans(rendezvous.store())
-        self._groups = [join_stage(rendezvous, stage, 1 + number, device) for stage in range(len(self._plans))]
+        self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
+        plans = read_plans(rendezvous.store())
+        self._groups = [join_stage(rendezvous, stage, 1 + number, device) for stage in range(len(plans))]
+        self._order = list(_in_turn(plans))
+        largest = max(bucket.nbytes for _, _, bucket in self._order)
+        self._buffers = torch.empty(max(len(plans), 2), largest, dtype=torch.uint8, device=device)
+        """So many that every stage has a bucket under way, and while one is loaded another one."""
 
     def begin(self) -> None:
         """Prepare vLLM's layers to be loaded again."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self._model)
-        if self._device.type == "cpu":
-            forget_packed_experts(self._model)
+        self._loading.begin()
 
     def receive(self, version: int) -> None:
         """Load every bucket whose seal is intact.
@@ -50,40 +51,49 @@ class BroadcastReceiver:
                 waiting and the groups stay usable.
             RuntimeError: a stage stopped sending.
         """
+        ahead = len(self._buffers)
+        under_way = {position: self._begin(position) for position in range(min(ahead, len(self._order)))}
         broken: list[str] = []
-        for stage, number, bucket in self._order():
-            buffer = self._receive(stage, bucket)
+        for position, (stage, number, bucket) in enumerate(self._order):
+            try:
+                under_way.pop(position).wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"stage {stage} stopped sending: {error}") from error
+            buffer = self._buffer(position)
             problem = broken_seal(buffer, version)
             if problem is not None:
                 broken.append(f"stage {stage}, bucket {number}: {problem}")
             if not broken:
                 self._model.load_weights((slot.name, slot.view(buffer)) for slot in bucket.slots)
+            if position + ahead < len(self._order):  # into the buffer that has just been emptied
+                under_way[position + ahead] = self._begin(position + ahead)
         if broken:
             raise ValueError("; ".join(broken))
 
     def finish(self) -> None:
-        """Let vLLM process what was loaded."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self._model, self._vllm_config.model_config)
-        if self._device.type == "cpu":
-            repack_tied_heads(self._model)
+        """Let vLLM compute with what was loaded."""
+        self._loading.finish()
 
     def abandon(self) -> None:
-        """Let half-loaded layers forget their tensors, which the next attempt must not find."""
-        self.finish()
+        """Let half-loaded layers forget what came, which the next attempt must not find."""
+        self._loading.abandon()
 
-    def _order(self) -> Iterator[tuple[int, int, Bucket]]:
-        """(stage, number, bucket), the stages in turn so that their senders pack simultaneously."""
-        for number, row in enumerate(zip_longest(*self._plans)):
-            yield from ((stage, number, bucket) for stage, bucket in enumerate(row) if bucket is not None)
+    def _begin(self, position: int) -> Work:
+        """Begin to receive the bucket at a position of the order."""
+        stage, _, _ = self._order[position]
+        return self._groups[stage].broadcast(self._buffer(position), root=0)
 
-    def _receive(self, stage: int, bucket: Bucket) -> Tensor:
-        """[bucket.nbytes], uint8, on the worker's device: the next bucket of a pipeline stage."""
-        # A new buffer each time: vLLM keeps views of it until the layer that they belong to is complete.
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-        try:
-            self._groups[stage].broadcast(buffer, root=0).wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"stage {stage} stopped sending: {error}") from error
-        return buffer
+    def _buffer(self, position: int) -> Tensor:
+        """[Bucket.nbytes], uint8, on the worker's device: where the bucket at a position of the order goes."""
+        _, _, bucket = self._order[position]
+        return self._buffers[position % len(self._buffers), : bucket.nbytes]
+
+
+def _in_turn(plans: Sequence[Sequence[Bucket]]) -> Iterator[tuple[int, int, Bucket]]:
+    """(stage, number, bucket), the stages in turn so that all of them send at once.
+
+    Args:
+        plans: buckets of each stage.
+    """
+    for number, row in enumerate(zip_longest(*plans)):
+        yield from ((stage, number, bucket) for stage, bucket in enumerate(row) if bucket is not None)

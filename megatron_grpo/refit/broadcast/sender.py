@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from megatron_grpo.models.hf_weights import hf_specs, iter_hf_tensors
 from megatron_grpo.platform.device import current_platform
@@ -28,12 +29,12 @@ class BucketSender:
     buckets: list[Bucket]
     group: Group
     device: torch.device
-    buffer: Tensor = field(init=False)
-    """[largest bucket], uint8, filled and sent once per bucket."""
+    buffers: Tensor = field(init=False)
+    """[2, largest bucket], uint8: one is filled while the other one is under way."""
 
     def __post_init__(self) -> None:
         largest = max(bucket.nbytes for bucket in self.buckets)
-        self.buffer = torch.empty(largest, dtype=torch.uint8, device=self.device)
+        self.buffers = torch.empty(2, largest, dtype=torch.uint8, device=self.device)
 
     def send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> Sent:
         """Send one version of the stage's weights.
@@ -47,24 +48,32 @@ class BucketSender:
             RuntimeError: the receivers stopped receiving.
         """
         source = iter(tensors)
+        under_way: list[tuple[int, Work]] = []
         for number, bucket in enumerate(self.buckets):
-            buffer = self.buffer[: bucket.nbytes]
+            if len(under_way) == len(self.buffers):
+                self._wait(*under_way.pop(0))
+            buffer = self.buffers[number % len(self.buffers), : bucket.nbytes]
             for slot in bucket.slots:
                 name, tensor = next(source)
                 assert name == slot.name, f"planned {slot.name}, got {name}"
                 assert tensor is not None, "tensors are whole on the rank that sends"
                 slot.view(buffer).copy_(tensor)
             seal(buffer, version)
-            try:
-                self.group.broadcast(buffer, root=0).wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"stage {self.stage}, bucket {number}: receivers are gone: {error}") from error
+            under_way.append((number, self.group.broadcast(buffer, root=0)))
+        for one in under_way:
+            self._wait(*one)
         assert next(source, None) is None, "more tensors than planned"
         return Sent(
             sum(bucket.nbytes for bucket in self.buckets),
             sum(len(bucket.slots) for bucket in self.buckets),
             len(self.buckets),
         )
+
+    def _wait(self, number: int, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"stage {self.stage}, bucket {number}: receivers are gone: {error}") from error
 
 
 _sender: BucketSender | None = None

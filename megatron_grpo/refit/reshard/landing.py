@@ -3,25 +3,45 @@ plain copy of the layer's weights that vLLM then makes its own form of."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.fp8_matrices import BLOCK
 from megatron_grpo.models.places import Place
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.vllm_weights import Landing, landings
+from megatron_grpo.refit.fp8_layers import BlockedLayer, keeps_blocks, scales_name
 from megatron_grpo.refit.reshard.plan import Pieces, box_of
-from megatron_grpo.refit.vllm_layers import forget_packed_experts, repack_tied_heads
+from megatron_grpo.refit.reshard.wire import blocks
+from megatron_grpo.refit.vllm_layers import RebuiltLayer, finish_model, is_derived
 
 
-class _Key(NamedTuple):
-    entry: int
-    layer: int
-    expert: int
+class _Destination(NamedTuple):
+    """Where a piece belongs."""
+
+    module: str
+    name: str
+    """Of the parameter in the module."""
+    expert: int | None
+    rows: slice
+    columns: slice
+    scaled: bool
+    """Whether it comes in FP8, with scales."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of the piece."""
+        return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+
+    @property
+    def blocks(self) -> tuple[slice, slice]:
+        """Rows and columns of its scales."""
+        return _in_blocks(self.rows), _in_blocks(self.columns)
 
 
 class ModelWriter:
@@ -32,78 +52,84 @@ class ModelWriter:
         dtype: of its activations.
         shape: sizes of the whole model.
         place: what the worker has of it.
-        pieces: everything that a refit will bring, message by message.
+        messages: [pieces], PIECE, of each message of a refit.
+        scaled: rows of the model's table whose tensors come in FP8, with scales.
 
     Raises:
         ValueError: vLLM's model has parameters that the refit does not bring, or brings otherwise.
     """
 
     def __init__(
-        self, model: torch.nn.Module, dtype: torch.dtype, shape: ModelShape, place: Place, pieces: Iterable[Pieces]
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        shape: ModelShape,
+        place: Place,
+        messages: Sequence[Pieces],
+        scaled: Collection[int] = (),
     ) -> None:
-        self._model, self._dtype, self._shape, self._place = model, dtype, shape, place
-        self._entries = weight_entries(shape)
-        self._landings: dict[_Key, list[Landing]] = {}
+        self._model, self._dtype = model, dtype
+        destinations = _Destinations(shape, place, scaled)
+        self._messages = [[destinations.of(piece) for piece in pieces] for pieces in messages]
         numbers: Counter[str] = Counter()
-        for piece in (piece for some in pieces for piece in some):
-            numbers[self._landing(piece).parameter] += _numbers(piece)
         self._expected: Counter[str] = Counter()
         """By module, how many numbers a refit brings."""
-        for parameter, count in numbers.items():
-            self._expected[parameter.rpartition(".")[0]] += count
+        for one in (one for message in self._messages for one in message):
+            numbers[f"{one.module}.{one.name}"] += one.size
+            self._expected[one.module] += one.size
+            if one.scaled:
+                rows, columns = one.blocks
+                scales = (rows.stop - rows.start) * (columns.stop - columns.start)
+                numbers[f"{one.module}.{scales_name(one.name)}"] += scales
         self._written: Counter[str] = Counter()
-        layers = {name: model.get_submodule(name) for name in self._expected}
-        self._rebuilt = {name: _Rebuilt(layer) for name, layer in layers.items() if _is_derived(layer)}
+        self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
+        self._rebuilt = {name: RebuiltLayer(layer) for name, layer in self._layers.items() if is_derived(layer)}
+        self._rebuilt |= self._blocked()
         self._require_all(numbers)
 
     def begin(self) -> None:
         """Nothing of the next version is written yet."""
         self._written.clear()
 
-    def write(self, piece: Any, values: Tensor) -> None:
+    def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:
         """Put a piece where it belongs.
 
         Args:
-            piece: PIECE, one of those that the writer was made for.
+            message: number of its message.
+            position: its number in the message.
             values: [rows, columns], in any dtype.
+            scales: [blocks of rows, blocks of columns], float32, of a piece in FP8.
         """
-        landing = self._landing(piece)
-        module, _, name = landing.parameter.rpartition(".")
-        rebuilt = self._rebuilt.get(module)
-        layer = self._model.get_submodule(module) if rebuilt is None else rebuilt.opened()
-        parameter: Tensor = getattr(layer, name).data
-        if landing.expert is not None:
-            parameter = parameter[landing.expert]
-        box = box_of(landing.part)
-        rows, columns = piece["rows"] - box.row + landing.row, piece["columns"] - box.column
-        matrix = parameter if parameter.dim() == 2 else parameter[:, None]
-        matrix[rows[0] : rows[1], columns[0] : columns[1]].copy_(values)
-        self._written[module] += values.numel()
-        if rebuilt is not None and self._written[module] == self._expected[module]:
+        to = self._messages[message][position]
+        rebuilt = self._rebuilt.get(to.module)
+        layer = self._layers[to.module] if rebuilt is None else rebuilt.opened()
+        _matrix(layer, to.name, to.expert)[to.rows, to.columns].copy_(values)
+        if scales is not None:
+            _matrix(layer, scales_name(to.name), to.expert)[to.blocks].copy_(scales)
+        self._written[to.module] += values.numel()
+        if rebuilt is not None and self._written[to.module] == self._expected[to.module]:
             rebuilt.close()
 
     def finish(self) -> None:
         """Let attention and tied heads make what they derive from weights of other layers."""
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
         assert self._written == self._expected, "every message has come"
-        for layer in self._model.modules():
-            if is_deferred_attention_layer(layer):
-                attention: Any = layer
-                attention.process_weights_after_loading(self._dtype)
-        if next(self._model.parameters()).device.type == "cpu":
-            repack_tied_heads(self._model)
+        finish_model(self._model, self._dtype)
 
     def abandon(self) -> None:
         """Put back what layers that are half written had before."""
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _landing(self, piece: Any) -> Landing:
-        key = _Key(int(piece["entry"]), int(piece["layer"]), int(piece["expert"]))
-        if key not in self._landings:
-            self._landings[key] = landings(self._entries[key.entry], self._shape, self._place, key.layer, key.expert)
-        return self._landings[key][piece["tensor"]]
+    def _blocked(self) -> dict[str, RebuiltLayer]:
+        """By module, the layers to which FP8 comes."""
+        names: defaultdict[str, set[str]] = defaultdict(set)
+        for one in (one for message in self._messages for one in message if one.scaled):
+            names[one.module].add(one.name)
+        others = [module for module in names if not keeps_blocks(self._layers[module])]
+        if others:
+            text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
+            raise ValueError(text + ", ".join(sorted(others)))
+        return {module: BlockedLayer(self._layers[module], some) for module, some in names.items()}
 
     def _require_all(self, numbers: Counter[str]) -> None:
         """Compare what comes with what vLLM's model has."""
@@ -122,9 +148,39 @@ class ModelWriter:
         return found < wanted and isinstance(self._model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
 
 
-def _numbers(piece: Any) -> int:
-    (row, row_end), (column, column_end) = piece["rows"], piece["columns"]
-    return int((row_end - row) * (column_end - column))
+class _Destinations:
+    """Finds where pieces belong on a rank."""
+
+    def __init__(self, shape: ModelShape, place: Place, scaled: Collection[int]) -> None:
+        self._shape, self._place, self._scaled = shape, place, scaled
+        self._entries = weight_entries(shape)
+        self._landings: dict[tuple[int, int, int], list[Landing]] = {}
+
+    def of(self, piece: Any) -> _Destination:
+        """Where a piece, PIECE, belongs."""
+        entry, layer, expert = key = int(piece["entry"]), int(piece["layer"]), int(piece["expert"])
+        if key not in self._landings:
+            self._landings[key] = landings(self._entries[entry], self._shape, self._place, layer, expert)
+        landing = self._landings[key][piece["tensor"]]
+        box = box_of(landing.part)
+        rows = (piece["rows"] - box.row + landing.row).tolist()
+        columns = (piece["columns"] - box.column).tolist()
+        module, _, name = landing.parameter.rpartition(".")
+        return _Destination(module, name, landing.expert, slice(*rows), slice(*columns), entry in self._scaled)
+
+
+def _in_blocks(side: slice) -> slice:
+    """Blocks that rows or columns are in; the first of these begins one."""
+    assert side.start % BLOCK == 0, f"{side} begins inside a block"
+    return slice(side.start // BLOCK, blocks(side.stop))
+
+
+def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
+    """[rows, columns]: a parameter, or an expert's part of one."""
+    parameter: Tensor = getattr(layer, name).data
+    if expert is not None:
+        parameter = parameter[expert]
+    return parameter if parameter.dim() == 2 else parameter[:, None]
 
 
 def _plain_sizes(model: torch.nn.Module) -> dict[str, int]:
@@ -136,54 +192,3 @@ def _plain_sizes(model: torch.nn.Module) -> dict[str, int]:
         for module, layer in model.named_modules()
         for name, parameter in get_layerwise_info(layer).restore_metadata[0].items()
     }
-
-
-def _is_derived(layer: torch.nn.Module) -> bool:
-    """Whether a layer computes with something else than its plain weights."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    method = getattr(layer, "quant_method", None)
-    if method is None or isinstance(method, UnquantizedEmbeddingMethod):
-        return False
-    on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
-    return on_cpu or not isinstance(method, UnquantizedLinearMethod)
-
-
-class _Rebuilt:
-    """A layer that vLLM makes its own form of: on a CPU all that multiply, elsewhere experts and quantised layers."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        self._layer: Any = layer
-        self._reload: Any = layerwise
-        self._info = layerwise.get_layerwise_info(layer)
-
-    def opened(self) -> Any:
-        """The layer, with plain weights to write to."""
-        info, layer = self._info, self._layer
-        if info.kernel_tensors is None:
-            info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
-            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-            self._reload.restore_layer_on_meta(layer, info)
-            self._reload.materialize_layer(layer, info)
-        return layer
-
-    def close(self) -> None:
-        """Let vLLM make its form of the plain weights, in the memory of what was there before."""
-        layer = self._layer
-        if hasattr(layer, "_already_called_process_weights_after_loading"):
-            del layer._already_called_process_weights_after_loading
-        forget_packed_experts(layer)
-        layer.quant_method.process_weights_after_loading(layer)
-        if hasattr(layer, "update_param_tp_status"):
-            layer.update_param_tp_status()
-        self._reload._copy_and_restore_kernel_tensors(layer, self._info)
-        self._info.reset()
-
-    def abandon(self) -> None:
-        """Put back what was there before, if the layer is open."""
-        if self._info.kernel_tensors is not None:
-            self._reload._place_kernel_tensors(self._layer, self._info)
-            self._info.reset()

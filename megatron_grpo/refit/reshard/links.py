@@ -14,12 +14,19 @@ from megatron_grpo.refit.buckets import SEAL_BYTES
 from megatron_grpo.refit.groups import Group, Rendezvous, join
 from megatron_grpo.refit.reshard.plan import PIECE, Pieces
 from megatron_grpo.refit.reshard.schedule import Message, messages_of
+from megatron_grpo.refit.reshard.shared_memory import ADDRESS_NUMBERS, SharedMemory, peer_memory
+from megatron_grpo.refit.reshard.wire import Parcel, aligned, parcels
 
 Side = Literal["source", "target"]
 """source: ranks of the policy; target: ranks of the engines."""
 
+BUFFERS = 2
+"""Of a rank: one is filled or emptied while the other one is under way."""
 
-def write_plan(store: Store, scheduled: Pieces, sources: int, targets: int, dtypes: Sequence[str]) -> None:
+
+def write_plan(
+    store: Store, scheduled: Pieces, sources: int, targets: int, dtypes: Sequence[str], shared_memory: bool
+) -> None:
     """Tell every rank its messages.
 
     Args:
@@ -28,9 +35,11 @@ def write_plan(store: Store, scheduled: Pieces, sources: int, targets: int, dtyp
         sources: ranks of the policy.
         targets: ranks of all engines.
         dtypes: types of what is sent, by row of the model's table.
+        shared_memory: whether ranks of one machine hand messages over in memory, where they can.
     """
     store.set("sources", str(sources))
     store.set("dtypes", " ".join(dtypes))
+    store.set("shared_memory", str(int(shared_memory)))
     _write_messages(store, "source", sources, scheduled)
     _write_messages(store, "target", targets, scheduled)
 
@@ -43,8 +52,32 @@ def _write_messages(store: Store, side: Side, ranks: int, scheduled: Pieces) -> 
         store.set(f"{side}/{rank}", packed)
 
 
+class Transfer:
+    """A message under way.
+
+    Args:
+        works: what has to be waited for.
+        words: what must not be freed meanwhile.
+    """
+
+    def __init__(self, works: list[Work], *words: Tensor) -> None:
+        self._works, self._words = works, words
+
+    def wait(self) -> None:
+        """Return when the message is there, and its buffer on the side of the policy may be filled anew.
+
+        Raises:
+            RuntimeError: the rank at the other end, or the way to it, has failed.
+        """
+        for work in self._works:
+            work.wait()
+
+
 class Links:
     """One rank's end of all its links.
+
+    Between processes of one machine that compute on its CPUs a message is handed over: the rank of the engine reads it
+    in the memory of the policy's rank. What is sent is a word that it is there, and one back that it has been read.
 
     Args:
         rendezvous: where to meet.
@@ -61,33 +94,63 @@ class Links:
         """Of what is sent, by row of the model's table."""
         self.messages = messages_of(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, in the order in which it goes through them."""
+        laid = [parcels(message.pieces, self.dtypes) for message in self.messages]
+        self.parcels: list[list[Parcel]] = [one for one, _ in laid]
+        """By message, where its pieces lie in it."""
+        self.sizes = [size + SEAL_BYTES for _, size in laid]
+        """By message, its bytes with the seal."""
         member = rank + (self._sources if side == "target" else 0)
         self._group: Group | None = join(rendezvous, "reshard", member, self._sources + rendezvous.receivers, device)
-        largest = max((message.offsets()[-1] for message in self.messages), default=0)
-        self._buffers = [torch.empty(largest + SEAL_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._try()
+        may_share = device.type == "cpu" and SharedMemory.exists() and store.get("shared_memory") == b"1"
+        self._shared = self._share() if may_share and side == "source" else None
+        """Where the rank's buffers are, for targets on this machine."""
+        self._handed: set[tuple[int, int]] = set()
+        """Links over which messages are handed over in memory."""
+        self._mapped: dict[int, Tensor] = {}
+        """By source, the memory in which it hands messages over to this rank."""
+        self._words: dict[int, Tensor] = {}
+        """By message under way to this rank, the word that says in which buffer it is handed over."""
+        self._connect(may_share)
+        needs = any((message.source, message.target) not in self._handed for message in self.messages)
+        self._own = self._shared.tensor if self._shared is not None else self._allocate() if needs else None
+        """[BUFFERS * bytes], uint8: the rank's buffers; a target that is handed all messages has none."""
 
     def buffer(self, number: int) -> Tensor:
         """[bytes of the message and its seal], uint8: the buffer of the rank's message of this number.
 
-        Two messages of which one directly follows the other have different buffers.
+        Two messages of which one directly follows the other have different buffers. That of a message to this rank is
+        known when the message is there.
         """
-        return self._buffers[number % 2][: self.messages[number].offsets()[-1] + SEAL_BYTES]
+        word = self._words.get(number)
+        if word is not None:
+            memory, place = self._mapped[self.messages[number].source], int(word)
+        else:
+            assert self._own is not None, "messages that are not handed over have buffers"
+            memory, place = self._own, number % BUFFERS
+        return memory.view(BUFFERS, -1)[place, : self.sizes[number]]
 
-    def begin(self, number: int) -> Work:
-        """Begin to send what is in the buffer of the message of this number, or to receive into it."""
-        return self._begin(self.messages[number], self.buffer(number))
+    def begin(self, number: int) -> Transfer:
+        """Begin to send what is in the buffer of the message of this number, or to receive it."""
+        message = self.messages[number]
+        begin = self._send if self._side == "source" else self._receive
+        if (message.source, message.target) not in self._handed:
+            return Transfer([begin(message, self.buffer(number))])
+        word = torch.tensor([number % BUFFERS])
+        if self._side == "target":
+            self._words[number] = word
+            return Transfer([begin(message, word)])
+        answer = torch.zeros_like(word)
+        return Transfer([begin(message, word), self._receive(message, answer)], word, answer)
+
+    def emptied(self, number: int) -> None:
+        """Let the buffer of this message to the rank be filled anew; no view of it is to be used from here on."""
+        word = self._words.pop(number, None)
+        if word is not None:
+            self._send(self.messages[number], word).wait()
 
     def close(self) -> None:
         """End the rank's membership: whoever waits at the other end of a link is told at once."""
         self._group = None
-
-    def _begin(self, message: Message, buffer: Tensor) -> Work:
-        if self._group is None:
-            raise RuntimeError("the links of this rank failed before and were not made anew")
-        if self._side == "source":
-            return self._group.send([buffer], self._sources + message.target, 0)
-        return self._group.recv([buffer], message.source, 0)
 
     def peer(self, message: Message) -> str:
         """Who is at the other end, for a message to people."""
@@ -95,21 +158,66 @@ class Links:
             return f"generation worker {message.target}"
         return f"policy rank {message.source}"
 
-    def _try(self) -> None:
-        """Send a word over every link, so that one which does not work is known now and not in the first refit.
+    def _share(self) -> SharedMemory:
+        return SharedMemory(BUFFERS * self._width())
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(BUFFERS * self._width(), dtype=torch.uint8, device=self._device)
+
+    def _width(self) -> int:
+        """Bytes of a buffer."""
+        return int(aligned(np.array(max(self.sizes, default=0))))
+
+    def _send(self, message: Message, words: Tensor) -> Work:
+        peer = self._sources + message.target if self._side == "source" else message.source
+        return self._members().send([words.view(torch.uint8)], peer, 0)
+
+    def _receive(self, message: Message, words: Tensor) -> Work:
+        peer = self._sources + message.target if self._side == "source" else message.source
+        return self._members().recv([words.view(torch.uint8)], peer, 0)
+
+    def _members(self) -> Group:
+        if self._group is None:
+            raise RuntimeError("the links of this rank failed before and were not made anew")
+        return self._group
+
+    def _connect(self, may_share: bool) -> None:
+        """Send a word over every link and back, so that one which does not work is known now and not in a refit.
 
         Raises:
             RuntimeError: a peer did not answer, or is another than the plan says.
         """
         for message in self._first_of_each_link():
-            expected = torch.tensor([message.source, message.target], dtype=torch.int64, device=self._device)
-            word = expected.clone() if self._side == "source" else torch.zeros_like(expected)
             try:
-                self._begin(message, word.view(torch.uint8)).wait()
+                found = self._greet(message) if self._side == "source" else self._answer(message, may_share)
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self.peer(message)}: {error}") from error
-            if not torch.equal(word, expected):
-                raise RuntimeError(f"the link to {self.peer(message)} leads elsewhere: {word.tolist()}")
+            if found != (message.source, message.target):
+                raise RuntimeError(f"the link to {self.peer(message)} leads elsewhere: {found}")
+
+    def _greet(self, message: Message) -> tuple[int, ...]:
+        """Tell a target who this is and where the buffers are; the link that answers."""
+        address = self._shared.address if self._shared is not None else [0] * ADDRESS_NUMBERS
+        word = torch.tensor([message.source, message.target, *address], device=self._device)
+        self._send(message, word).wait()
+        self._receive(message, word).wait()
+        *link, handed = word.tolist()[:3]
+        if handed:
+            self._handed.add((message.source, message.target))
+        return tuple(link)
+
+    def _answer(self, message: Message, may_share: bool) -> tuple[int, ...]:
+        """Hear from a source, and tell it whether its buffers can be seen here; the link that it names."""
+        word = torch.zeros(2 + ADDRESS_NUMBERS, dtype=torch.int64, device=self._device)
+        self._receive(message, word).wait()
+        *link, process, file, size, secret = word.tolist()
+        memory = peer_memory(process, file, size, secret) if may_share else None
+        if memory is not None:
+            self._mapped[message.source] = memory
+            self._handed.add((message.source, message.target))
+        word[2] = int(memory is not None)
+        self._send(message, word).wait()
+        return tuple(link)
 
     def _first_of_each_link(self) -> Iterator[Message]:
         known: set[tuple[int, int]] = set()
@@ -117,17 +225,3 @@ class Links:
             if (message.source, message.target) not in known:
                 known.add((message.source, message.target))
                 yield message
-
-
-def views(message: Message, buffer: Tensor, dtypes: Sequence[torch.dtype]) -> Iterator[Tensor]:
-    """The pieces of a message in its buffer, each [rows, columns] in its type.
-
-    Args:
-        message: whose pieces.
-        buffer: [bytes], uint8.
-        dtypes: types by row of the model's table.
-    """
-    for piece, offset in zip(message.pieces, message.offsets(), strict=False):
-        rows, columns = piece["rows"][1] - piece["rows"][0], piece["columns"][1] - piece["columns"][0]
-        flat = buffer[offset : offset + int(piece["bytes"])].view(dtypes[piece["entry"]])
-        yield flat.view(int(rows), int(columns))

@@ -14,7 +14,7 @@ from megatron_grpo.models.places import engine_places, training_places
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.refit.reshard.plan import Pieces, plan_pieces
 from megatron_grpo.refit.reshard.schedule import schedule
-from megatron_grpo.refit.reshard.wire import itemsizes, wire_dtypes
+from megatron_grpo.refit.reshard.wire import wire_dtypes
 
 MESSAGE_S = 50e-6
 """Seconds that a message is taken to cost beside its bytes."""
@@ -80,6 +80,7 @@ def refit_outlook(
     generation: GenerationParallelConfig,
     precision: str,
     bucket_bytes: int,
+    fp8_blocks: bool = False,
 ) -> RefitOutlook:
     """Plan a refit and count what it moves.
 
@@ -89,11 +90,12 @@ def refit_outlook(
         generation: layout of the engines.
         precision: of the policy's weights.
         bucket_bytes: most bytes of a message.
+        fp8_blocks: whether matrices of the layers travel in FP8.
     """
     began = time.perf_counter()
     sources, engine = training_places(training, shape), engine_places(generation, shape)
-    sizes = itemsizes(wire_dtypes(shape, precision))
-    scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, sizes, bucket_bytes // 2), bucket_bytes)
+    dtypes = wire_dtypes(shape, precision, fp8_blocks)
+    scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes)
     planned_s = time.perf_counter() - began
     targets = len(engine) * generation.data
     codes, inverse = np.unique(

@@ -15,6 +15,7 @@ from megatron_grpo.models.places import Part, Place
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.vllm_weights import landings
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.refit.reshard.wire import piece_bytes, strip_rows
 
 PIECE = np.dtype(
     [
@@ -48,9 +49,14 @@ class Box(NamedTuple):
     column_end: int
 
     @property
-    def size(self) -> int:
-        """Numbers in it."""
-        return max(self.row_end - self.row, 0) * max(self.column_end - self.column, 0)
+    def rows(self) -> int:
+        """How many; not positive: it is empty."""
+        return self.row_end - self.row
+
+    @property
+    def columns(self) -> int:
+        """How many; not positive: it is empty."""
+        return self.column_end - self.column
 
     def meet(self, other: Box) -> Box:
         """What is in both."""
@@ -61,11 +67,8 @@ class Box(NamedTuple):
             min(self.column_end, other.column_end),
         )
 
-    def in_rows(self, limit: int) -> Iterator[Box]:
-        """The box in strips of at most `limit` numbers, but of one row at least."""
-        if not self.size:
-            return
-        height = max(limit // (self.column_end - self.column), 1)
+    def in_strips(self, height: int) -> Iterator[Box]:
+        """The box in strips of so many rows, of which the last may have fewer."""
         for row in range(self.row, self.row_end, height):
             yield self._replace(row=row, row_end=min(row + height, self.row_end))
 
@@ -95,7 +98,7 @@ def plan_pieces(
     sources: Sequence[Place],
     engine: Sequence[Place],
     engines: int,
-    itemsizes: Sequence[int],
+    dtypes: Sequence[str],
     limit: int,
 ) -> Pieces:
     """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
@@ -107,8 +110,8 @@ def plan_pieces(
         sources: places of the policy's ranks, in their order.
         engine: places of the ranks of one engine, in their order.
         engines: engines, all laid out alike.
-        itemsizes: by row of the table, bytes of a number on its way.
-        limit: most bytes of a piece, unless a single row is longer.
+        dtypes: by row of the table, the type of its numbers on their way.
+        limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
 
     Returns:
         Pieces in the order of the table, layer by layer.
@@ -123,12 +126,12 @@ def plan_pieces(
             if not _keeps(entry, place, layer):
                 continue
             experts = np.arange(*place.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for route in _routes(entry, shape, holders.parts(entry), place, itemsizes[number], limit):
+            for route in _routes(entry, shape, holders.parts(entry), place, dtypes[number], limit):
                 pieces = np.zeros(len(experts), dtype=PIECE)
                 pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, route.tensor
                 pieces["layer"], pieces["expert"] = layer, experts
                 pieces["rows"], pieces["columns"] = route.strip[:2], route.strip[2:]
-                pieces["bytes"] = route.strip.size * itemsizes[number]
+                pieces["bytes"] = piece_bytes(dtypes[number], route.strip.rows, route.strip.columns)
                 found.append(pieces)
                 sets.append(holders.numbers(entry, layer, route.part, experts))
     one = np.concatenate(found)
@@ -162,7 +165,7 @@ def _keeps(entry: WeightEntry, place: Place, layer: int) -> bool:
 
 
 def _routes(
-    entry: WeightEntry, shape: ModelShape, parts: int, place: Place, itemsize: int, limit: int
+    entry: WeightEntry, shape: ModelShape, parts: int, place: Place, dtype: str, limit: int
 ) -> Iterator[_Route]:
     """What each part of an entry's matrices has for one rank of an engine, in strips of at most `limit` bytes."""
     wanted = landings(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
@@ -170,7 +173,9 @@ def _routes(
     for tensor, landing in enumerate(wanted):
         for part, slices in enumerate(held):
             both = box_of(slices[tensor]).meet(box_of(landing.part))
-            yield from (_Route(tensor, part, strip) for strip in both.in_rows(limit // itemsize))
+            if both.rows > 0 and both.columns > 0:
+                height = strip_rows(dtype, both.columns, limit)
+                yield from (_Route(tensor, part, strip) for strip in both.in_strips(height))
 
 
 class _Holders:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import shape_of_folder
@@ -13,7 +14,7 @@ from megatron_grpo.models.places import engine_places
 from megatron_grpo.refit.buckets import broken_seal
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.reshard.landing import ModelWriter
-from megatron_grpo.refit.reshard.links import Links, views
+from megatron_grpo.refit.reshard.links import BUFFERS, Links
 
 
 class ReshardReceiver:
@@ -39,8 +40,9 @@ class ReshardReceiver:
         )
         self._links = Links(rendezvous, "target", number, device)
         place = engine_places(layout, shape)[parallel.rank]
-        pieces = [message.pieces for message in self._links.messages]
-        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, pieces)
+        messages = [message.pieces for message in self._links.messages]
+        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
+        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages, scaled)
 
     def begin(self) -> None:
         """Nothing is written yet."""
@@ -61,7 +63,7 @@ class ReshardReceiver:
 
     def _receive(self, version: int) -> None:
         links, messages = self._links, self._links.messages
-        under_way = {number: links.begin(number) for number in range(min(2, len(messages)))}
+        under_way = {number: links.begin(number) for number in range(min(BUFFERS, len(messages)))}
         broken: list[str] = []
         for number, message in enumerate(messages):
             try:
@@ -69,17 +71,22 @@ class ReshardReceiver:
             except RuntimeError as error:
                 text = f"message {number} of {len(messages)} did not come from {links.peer(message)}: {error}"
                 raise RuntimeError(text) from error
-            buffer = links.buffer(number)
-            problem = broken_seal(buffer, version)
+            problem = broken_seal(links.buffer(number), version)
             if problem is not None:
                 broken.append(f"message {number} from {links.peer(message)}: {problem}")
             if not broken:
-                for piece, view in zip(message.pieces, views(message, buffer, links.dtypes), strict=True):
-                    self._writer.write(piece, view)
-            if number + 2 < len(messages):  # into the buffer that has just been emptied
-                under_way[number + 2] = links.begin(number + 2)
+                self._write(number, links.buffer(number))
+            links.emptied(number)
+            if number + BUFFERS < len(messages):  # into the buffer that has just been emptied
+                under_way[number + BUFFERS] = links.begin(number + BUFFERS)
         if broken:
             raise ValueError("; ".join(broken))
+
+    def _write(self, number: int, message: Tensor) -> None:
+        """Put the pieces of the message of this number, [bytes], uint8, where they belong."""
+        for position, parcel in enumerate(self._links.parcels[number]):
+            scales = parcel.scales(message) if parcel.scaled else None
+            self._writer.write(number, position, parcel.numbers(message), scales)
 
     def finish(self) -> None:
         """Let vLLM make what it derives from weights."""

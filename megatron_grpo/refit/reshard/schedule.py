@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_grpo.refit.buckets import ALIGN_BYTES
 from megatron_grpo.refit.reshard.plan import Pieces
+from megatron_grpo.refit.reshard.wire import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +20,12 @@ class Message:
     pieces: Pieces
     """In the order in which they lie in the message."""
 
-    def offsets(self) -> list[int]:
-        """Where each piece begins, in bytes, and where the last one ends."""
-        return [0, *np.cumsum(aligned(self.pieces["bytes"])).tolist()]
-
 
 def messages_of(scheduled: Pieces) -> list[Message]:
     """The messages of one rank, from what `schedule` says of it, in the order in which it is to go through them."""
     cuts = np.flatnonzero(_changes(scheduled["turn"]))[1:]
     parts = np.split(scheduled, cuts) if len(scheduled) else []
     return [Message(int(part["source"][0]), int(part["target"][0]), part) for part in parts]
-
-
-def aligned(sizes: np.ndarray) -> np.ndarray:
-    """Bytes that pieces take in a message: views in wider types begin at multiples of ALIGN_BYTES."""
-    return -(-sizes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def schedule(pieces: Pieces, bucket_bytes: int) -> Pieces:

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from megatron_grpo.models.families import weight_entries
 from megatron_grpo.models.hf_weights import BoundEntry, bound_entries
 from megatron_grpo.models.merge import split_parameter
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.refit.buckets import SEAL_BYTES, seal
+from megatron_grpo.refit.buckets import seal
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.interface import Sent
-from megatron_grpo.refit.reshard.links import Links, views
+from megatron_grpo.refit.reshard.links import BUFFERS, Links, Transfer
 from megatron_grpo.refit.reshard.plan import box_of
 
 if TYPE_CHECKING:
     from megatron_grpo.models.places import Place
     from megatron_grpo.policy.rank.policy_rank import PolicyRank
+
+
+class _Key(NamedTuple):
+    """One parameter of the whole model."""
+
+    entry: int
+    layer: int
+    expert: int
+
+
+class _Cut(NamedTuple):
+    """Where a piece is in this rank's parameters."""
+
+    key: _Key
+    tensor: int
+    """Number among the tensors that the parameter is made of."""
+    rows: slice
+    columns: slice
 
 
 class ShardSender:
@@ -36,10 +53,11 @@ class ShardSender:
 
     def __init__(self, rank: PolicyRank, place: Place, links: Links) -> None:
         self._rank, self._place, self._links = rank, place, links
-        self._numbers = {entry: number for number, entry in enumerate(weight_entries(rank.shape))}
-        self._bound: dict[tuple[int, int, int], BoundEntry] = {}
-        self._key: tuple[int, int, int] | None = None
-        self._parts: list[tuple[WeightSlice, Tensor]] = []
+        self._entries = weight_entries(rank.shape)
+        self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
+        self._bound: dict[_Key, BoundEntry] = {}
+        self._key: _Key | None = None
+        self._tensors: list[Tensor] = []
 
     def send(self, version: int) -> Sent:
         """Send one version: a message is packed while the one before it is under way.
@@ -52,50 +70,54 @@ class ShardSender:
             on_failure.callback(self._links.close)
             self._send(version)
             on_failure.pop_all()
-        messages = self._links.messages
-        sizes = [message.offsets()[-1] + SEAL_BYTES for message in messages]
-        return Sent(sum(sizes), sum(len(message.pieces) for message in messages), len(messages))
+        return Sent(sum(self._links.sizes), sum(map(len, self._cuts)), len(self._cuts))
 
     def _send(self, version: int) -> None:
-        under_way: list[tuple[int, Work]] = []
-        for number, message in enumerate(self._links.messages):
-            if len(under_way) == 2:
+        under_way: list[tuple[int, Transfer]] = []
+        for number, cuts in enumerate(self._cuts):
+            if len(under_way) == BUFFERS:
                 self._wait(*under_way.pop(0))
             buffer = self._links.buffer(number)
-            for piece, view in zip(message.pieces, views(message, buffer, self._links.dtypes), strict=True):
-                view.copy_(self._cut(piece))
+            for cut, parcel in zip(cuts, self._links.parcels[number], strict=True):
+                parcel.pack(buffer, self._values(cut))
             seal(buffer, version)
             under_way.append((number, self._links.begin(number)))
         for one in under_way:
             self._wait(*one)
-        self._key, self._parts = None, []
+        self._key, self._tensors = None, []
 
     def _bind(self) -> None:
         """Find the parameters, which a model may replace between two refits."""
+        numbers = {entry: number for number, entry in enumerate(self._entries)}
         first = self._place.experts[0]
         self._bound = {
-            (self._numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
+            _Key(numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
             for bound in bound_entries(self._rank.whole_chunks(), self._rank.shape)
         }
 
-    def _cut(self, piece: Any) -> Tensor:
-        """[rows, columns]: a piece of this rank's parameters."""
-        key = int(piece["entry"]), int(piece["layer"]), int(piece["expert"])
-        if key != self._key:  # what an adapter is merged into is merged once for all pieces
-            bound = self._bound[key]
-            part = self._place.expert_tensor if bound.entry.per_expert else self._place.tensor
-            slices = bound.entry.slices(self._rank.shape, bound.layer, part.index, part.count, key[2])
-            tensors = split_parameter(bound.entry, bound.weight(), slices, self._rank.shape)
-            self._key, self._parts = key, list(zip(slices, tensors, strict=True))
-        part_slice, tensor = self._parts[piece["tensor"]]
-        box = box_of(part_slice)
-        rows, columns = piece["rows"] - box.row, piece["columns"] - box.column
-        matrix = tensor if tensor.dim() == 2 else tensor[:, None]
-        return matrix[rows[0] : rows[1], columns[0] : columns[1]]
+    def _cut(self, piece: Any) -> _Cut:
+        key, tensor = _Key(int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
+        box = box_of(self._slices(key)[tensor])
+        rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
+        return _Cut(key, tensor, slice(*rows), slice(*columns))
 
-    def _wait(self, number: int, work: Work) -> None:
+    def _values(self, cut: _Cut) -> Tensor:
+        """[rows, columns]: a piece of this rank's parameters."""
+        if cut.key != self._key:  # what an adapter is merged into is merged once for all pieces
+            bound = self._bound[cut.key]
+            tensors = split_parameter(bound.entry, bound.weight(), self._slices(cut.key), self._rank.shape)
+            self._key, self._tensors = cut.key, [t if t.dim() == 2 else t[:, None] for t in tensors]
+        return self._tensors[cut.tensor][cut.rows, cut.columns]
+
+    def _slices(self, key: _Key) -> list[WeightSlice]:
+        """What this rank holds of the tensors that a parameter is made of."""
+        entry = self._entries[key.entry]
+        part = self._place.expert_tensor if entry.per_expert else self._place.tensor
+        return entry.slices(self._rank.shape, key.layer, part.index, part.count, key.expert)
+
+    def _wait(self, number: int, transfer: Transfer) -> None:
         try:
-            work.wait()
+            transfer.wait()
         except RuntimeError as error:
             messages = self._links.messages
             text = f"message {number} of {len(messages)} did not reach {self._links.peer(messages[number])}: {error}"

@@ -14,7 +14,7 @@ from megatron_grpo.refit.reshard.links import write_plan
 from megatron_grpo.refit.reshard.plan import plan_pieces
 from megatron_grpo.refit.reshard.schedule import schedule
 from megatron_grpo.refit.reshard.sender import connect_shards, send_shards
-from megatron_grpo.refit.reshard.wire import itemsizes, wire_dtypes
+from megatron_grpo.refit.reshard.wire import wire_dtypes
 from megatron_grpo.refit.transport import GroupTransport
 
 
@@ -27,9 +27,10 @@ class ReshardTransport(GroupTransport):
         settings, layout = self._policy.settings, self._generation.parallel
         places = training_places(settings.config.parallel, settings.shape)
         engine = engine_places(layout, settings.shape)
-        dtypes = wire_dtypes(settings.shape, settings.config.precision)
-        pieces = plan_pieces(settings.shape, places, engine, layout.data, itemsizes(dtypes), self._bucket_bytes // 2)
-        write_plan(store, schedule(pieces, self._bucket_bytes), len(places), len(engine) * layout.data, dtypes)
+        dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
+        pieces = plan_pieces(settings.shape, places, engine, layout.data, dtypes, self._bucket_bytes // 2)
+        scheduled, targets = schedule(pieces, self._bucket_bytes), len(engine) * layout.data
+        write_plan(store, scheduled, len(places), targets, dtypes, self._config.shared_memory)
         return self._policy.submit(connect_shards, rendezvous, places)
 
     def _send(self, version: int) -> list[ray.ObjectRef]:

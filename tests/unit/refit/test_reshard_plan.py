@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_config, weight_entries
+from megatron_grpo.models.fp8_matrices import cut_blocks
 from megatron_grpo.models.merge import merge_slices, split_parameter
 from megatron_grpo.models.places import Place, engine_places, training_places
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vllm_weights import landings
 from megatron_grpo.models.weight_map import WeightEntry, WeightSlice, padded_vocab
 from megatron_grpo.refit.reshard.landing import ModelWriter
 from megatron_grpo.refit.reshard.plan import Pieces, box_of, plan_pieces
-from megatron_grpo.refit.reshard.schedule import aligned, messages_of, schedule
+from megatron_grpo.refit.reshard.schedule import messages_of, schedule
+from megatron_grpo.refit.reshard.wire import aligned, parcels, wire_dtypes
 from tests.support.moe_config import QWEN3_MOE
 
 DENSE: dict[str, Any] = {
@@ -198,9 +201,9 @@ def model_of(parameters: dict[str, Tensor]) -> nn.Module:
 
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
-    sizes = [4] * len(weight_entries(shape))
+    dtypes = ["float32"] * len(weight_entries(shape))
     engine = engine_places(generation, shape)
-    return plan_pieces(shape, training_places(training, shape), engine, generation.data, sizes, bucket // 2)
+    return plan_pieces(shape, training_places(training, shape), engine, generation.data, dtypes, bucket // 2)
 
 
 @st.composite
@@ -245,8 +248,8 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
         mine = scheduled[scheduled["target"] == target]
         model = model_of(expected)
         writer = ModelWriter(model, torch.float32, shape, place, [mine])
-        for piece in mine:
-            writer.write(piece, sent_piece(piece, sources[piece["source"]], shape))
+        for position, piece in enumerate(mine):
+            writer.write(0, position, sent_piece(piece, sources[piece["source"]], shape))
         held = dict(model.named_parameters())
         assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
         # As many as there are, all of them right: none came twice.
@@ -286,7 +289,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     for message in (
         m for rank in set(scheduled["source"]) for m in messages_of(scheduled[scheduled["source"] == rank])
     ):
-        assert message.offsets()[-1] <= bucket or len(message.pieces) <= 2
+        assert aligned(message.pieces["bytes"]).sum() <= bucket or len(message.pieces) <= 2
 
 
 PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
@@ -402,3 +405,73 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
         ModelWriter(model, torch.float32, shape, place, [plan(shape, *layouts, 2**20)])
+
+
+BLOCKED: dict[str, dict[str, Any]] = {
+    "qwen2": DENSE | {"hidden_size": 320, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4},
+    "qwen3_moe": SHAPES["qwen3_moe"]
+    | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    | {"intermediate_size": 256, "moe_intermediate_size": 256},
+    "deepseek_v3": LATENT
+    | {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "q_lora_rank": 128}
+    | {"kv_lora_rank": 136, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+"""Models of few layers whose matrices have ragged last blocks where their ranks leave them."""
+BLOCKED_LAYOUTS = {
+    "tp2 to pp2": (ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)),
+    "pp2 to tp2": (ParallelConfig(pipeline=2), GenerationParallelConfig(tensor=2)),
+}
+
+
+@pytest.mark.parametrize("layouts", BLOCKED_LAYOUTS.values(), ids=BLOCKED_LAYOUTS)
+@pytest.mark.parametrize("family", BLOCKED)
+def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
+    family: str, layouts: tuple[ParallelConfig, GenerationParallelConfig]
+) -> None:
+    """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
+    shape, (training, generation) = shape_of_config({**BLOCKED[family], "num_hidden_layers": 2}), layouts
+    sources, engine = training_places(training, shape), engine_places(generation, shape)
+    assert list(cut_blocks(shape, sources, engine)) == []
+    dtypes = wire_dtypes(shape, "float32", fp8_blocks=True)
+    scheduled = schedule(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
+    kinds = [getattr(torch, dtype) for dtype in dtypes]
+    for target, place in enumerate(engine):
+        expected = vllm_parameters(shape, place)
+        read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        rounded = set()
+        for message in messages_of(scheduled[scheduled["target"] == target]):
+            laid, size = parcels(message.pieces, kinds)
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            for piece, parcel in zip(message.pieces, laid, strict=True):
+                parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
+            for piece, parcel in zip(message.pieces, laid, strict=True):
+                values = parcel.numbers(buffer).float()
+                if parcel.scaled:
+                    scales = parcel.scales(buffer).repeat_interleave(128, 0).repeat_interleave(128, 1)
+                    values *= scales[: parcel.rows, : parcel.columns]
+                entry = weight_entries(shape)[piece["entry"]]
+                landing = landings(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+                parameter = read[landing.parameter]
+                parameter = parameter if landing.expert is None else parameter[landing.expert]
+                parameter = parameter if parameter.dim() == 2 else parameter[:, None]
+                box = box_of(landing.part)
+                row, column = int(piece["rows"][0]) - box.row + landing.row, int(piece["columns"][0]) - box.column
+                parameter[row : row + parcel.rows, column : column + parcel.columns] = values
+                rounded |= {landing.parameter} if parcel.scaled else set()
+        assert {name for name in expected if "proj" in name and name.endswith("weight")} <= rounded
+        for name, tensor in expected.items():
+            if name not in rounded:
+                assert torch.equal(read[name], tensor), name
+            else:  # 3 bits of mantissa; below 2^-6 of what is scaled, steps of 2^-9
+                step = tensor.abs().maximum(tensor.new_tensor(2.0**-6) * tensor.abs().max() / 448) * 2.0**-4
+                assert (read[name] - tensor).abs().le(step * 1.0001).all(), name
+                assert not torch.equal(read[name], tensor), name
+
+
+def test_ranks_that_would_share_a_block_are_named() -> None:
+    shape = shape_of_config({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
+    layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
+    cuts = list(cut_blocks(shape, training_places(layouts[0], shape), engine_places(layouts[1], shape)))
+    assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
+    assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
+    assert not any("q_proj" in cut for cut in cuts if "engine" in cut)
