@@ -91,6 +91,11 @@ class VllmGeneration(GenerationInterface):
         """How engines are laid out."""
         return self._config.parallel
 
+    @property
+    def colocated(self) -> bool:
+        """Whether engines share the devices of the models in training."""
+        return self._config.colocated
+
     def endpoints(self) -> list[EngineEndpoint]:
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
 
