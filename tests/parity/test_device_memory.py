@@ -67,6 +67,8 @@ def turns_on_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) ->
         moved.memory.give_up(weights=True)
         chunks = [*moved.chunks, *(moved.reference or [])]
         told.append(nbytes(parameter for chunk in chunks for parameter in chunk.parameters()) == 0)
+        with pytest.raises(RuntimeError, match="the weights are in host memory"):
+            moved.whole_chunks()
         moved.memory.take_back()
         told.append(nbytes(of_training(moved)) == before)
         told.append(

@@ -37,6 +37,16 @@ class DeviceMemory:
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """Host memory of storages, [bytes], uint8; kept while they are on the device, since pinning it takes longer
         than copying."""
+        self._without_weights = False
+
+    def require_weights(self) -> None:
+        """Stop whoever wants to compute with weights, or read them, when they are not there.
+
+        Raises:
+            RuntimeError: they were given up.
+        """
+        if self._without_weights:
+            raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
 
     @torch.no_grad()
     def give_up(self, *, weights: bool) -> None:
@@ -47,6 +57,8 @@ class DeviceMemory:
         Args:
             weights: whether to move the weights too, those of a reference policy on the device among them.
         """
+        if self._without_weights:
+            return
         self._rank.whole_chunks()  # nobody may still have to fetch updated weights from this rank
         of_weights = _on_device(_weights(self._rank))
         state, gradients = _on_device(_optimizer_state(self._rank)), _on_device(_gradients(self._rank))
@@ -59,6 +71,7 @@ class DeviceMemory:
         for key, storage in (moved | forgotten).items():
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
+        self._without_weights = weights
         if current_platform().name == "cuda":
             torch.cuda.empty_cache()
         logger.info("%.2f GiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**30)
@@ -74,7 +87,7 @@ class DeviceMemory:
                 _bytes(storage).zero_()
         _finish_copies()
         self._hosts = {key: host for key, host in self._hosts.items() if key in self._emptied}
-        self._emptied = {}
+        self._emptied, self._without_weights = {}, False
 
     def _host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
         """[bytes of the storage], uint8: where its content goes."""

@@ -68,7 +68,11 @@ class ModelRank(ABC):
 
         Whatever reads weights outside of training goes through here: after a step, ranks may still lack those that
         others have updated (policy.overlap_param_gather).
+
+        Raises:
+            RuntimeError: engines have the device, and the weights are in host memory.
         """
+        self.memory.require_weights()
         self.optimizer.finish_gathering()
         return self.chunks
 
@@ -136,6 +140,7 @@ class ModelRank(ABC):
         Returns:
             The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
         """
+        self.memory.require_weights()
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_grad()
