@@ -39,6 +39,7 @@ from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import default_grpo_save_state
 from megatron_grpo.run.step_report import StepReport
@@ -183,6 +184,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         config=config,
         policy=policy,
         transport=IdleTransport(),
+        placement=Placement(),
         rollouts=rollouts,
         samples=SampleSource(
             config=config, rollouts=rollouts, settings=sampling, guard=guard, state=state, waiting=rollouts.put([])

@@ -78,9 +78,11 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
+    run.placement.turn_to_sampling(timer)
     samples = sample(run.samples, batches, timer)
     if samples is None:
         return None
+    run.placement.turn_to_training(timer)
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
@@ -92,7 +94,6 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
-    with timer.phase("refit"):
-        transfer = publish(run.transport, number)
+    transfer = publish(run.transport, run.placement, number, timer)
     metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **learning_metrics(learned, batch)}
     return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)

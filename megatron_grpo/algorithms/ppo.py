@@ -53,9 +53,11 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
+    run.placement.turn_to_sampling(timer)
     samples = sample(run.samples, batches, timer)
     if samples is None:
         return None
+    run.placement.turn_to_training(timer)
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
@@ -74,8 +76,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     if number > config.ppo.policy_training_start_step:
         with timer.phase("train"):
             learned = learn(config, batch, policy, run.loss_fn, guard)
-    with timer.phase("refit"):
-        transfer = publish(run.transport, number)
+    transfer = publish(run.transport, run.placement, number, timer)
     metrics = {
         **sampling_metrics(config, samples, scores),
         **of_logprobs,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
+from megatron_grpo.run.placement import Placement
 
 
 def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
@@ -14,12 +17,17 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
     return transport.publish(version)
 
 
-def publish(transport: WeightTransport, version: int) -> TransferReport | RefitError:
+def publish(
+    transport: WeightTransport, placement: Placement, version: int, timer: StepTimer
+) -> TransferReport | RefitError:
     """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step.
 
     The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
     """
     try:
-        return refit_policy_generation(transport, version)
+        with placement.refit(timer), timer.phase("refit"):
+            return refit_policy_generation(transport, version)
     except RefitError as error:
         return error
+    except RunError as error:  # an engine did not wake up, or a rank did not make room for it
+        return RefitError(f"publishing version {version}: {error}")

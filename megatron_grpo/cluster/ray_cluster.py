@@ -30,6 +30,8 @@ class RayCluster:
         self._policy_group: PlacementGroup | None = None
         self._value_group: PlacementGroup | None = None
         self._engine_groups: list[PlacementGroup] = []
+        self._shared: list[str] = []
+        """The GPUs of the policy's ranks as Ray calls them, where engines and the value model have these too."""
 
     def start(self) -> None:
         """Start Ray on this machine, or join the cluster at `cluster.ray_address`.
@@ -85,15 +87,43 @@ class RayCluster:
         self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
         trained = [group for group in (self._policy_group, self._value_group) if group]
         groups = [*trained, *self._engine_groups]
+        needs = {"the policy": policy.world_size, **({"the value model": value.world_size} if value else {})}
+        self._await(groups, {**needs, "generation": ranks * generation.data})
+
+    def reserve_shared(self, ranks: int, guests: int) -> None:
+        """Reserve GPUs of one node for the policy, which others share: `share` says with whom; a no-op on CPU.
+
+        Args:
+            ranks: ranks of the policy, each of which gets a GPU.
+            guests: processes of Ray that are to share these GPUs.
+        """
+        if self.config.gpus:
+            self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
+            self._await([self._policy_group], {"the policy": ranks})
+
+    def share(self, devices: list[str]) -> None:
+        """Let engines and the value model have the policy's GPUs; call it before they are placed.
+
+        Args:
+            devices: what Ray calls the GPU of each rank of the policy; none on a CPU.
+        """
+        self._shared = devices
+
+    def _await(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
+        """Return when groups have their GPUs; a message says with `needs` how many who wants.
+
+        Raises:
+            RunError: the cluster has not enough free GPUs.
+        """
         ready, late = ray.wait(
             [group.ready() for group in groups], num_returns=len(groups), timeout=self.config.startup_timeout_s
         )
         if late:
             free = ray.available_resources().get("GPU", 0)
-            critic = f"the value model {value.world_size}, " if value else ""
+            wanted = ", ".join(f"{who} needs {count}" for who, count in needs.items())
             raise RunError(
-                f"the cluster has not enough free GPUs: the policy needs {policy.world_size}, {critic}generation "
-                f"{ranks * generation.data}; {free:g} are still free after placing {len(ready)} of {len(groups)} groups"
+                f"the cluster has not enough free GPUs: {wanted}; {free:g} are still free after placing {len(ready)} "
+                f"of {len(groups)} groups"
             )
 
     def policy_options(self, rank: int) -> dict[str, Any]:
@@ -102,6 +132,8 @@ class RayCluster:
 
     def value_options(self, rank: int) -> dict[str, Any]:
         """Ray options of one rank of the value model."""
+        if self._shared:
+            return self._guest_options([self._shared[rank]])
         return self._rank_options(self._value_group, rank)
 
     def _rank_options(self, group: PlacementGroup | None, rank: int) -> dict[str, Any]:
@@ -110,8 +142,15 @@ class RayCluster:
         bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
 
-    def engine_options(self, engine: int) -> dict[str, Any]:
-        """Ray options of one generation engine."""
+    def engine_options(self, engine: int, ranks: int) -> dict[str, Any]:
+        """Ray options of one generation engine.
+
+        One that shares GPUs is shown those of all, its own first: its `ranks` take as many from the beginning, and read
+        the weights of all others.
+        """
+        if self._shared:
+            own = self._shared[engine * ranks : (engine + 1) * ranks]
+            return self._guest_options([*own, *(gpu for gpu in self._shared if gpu not in own)])
         if not self._engine_groups:
             return {"num_cpus": 0}
         group = self._engine_groups[engine]
@@ -121,6 +160,16 @@ class RayCluster:
             "num_cpus": 1 if whole else 0,
             "num_gpus": gpus,
             "scheduling_strategy": _in_group(group, 0 if whole else -1),
+        }
+
+    def _guest_options(self, devices: list[str]) -> dict[str, Any]:
+        """Ray options of a process that uses GPUs which Ray has given to ranks of the policy."""
+        assert self._policy_group is not None, "reserve_shared() comes first"
+        return {
+            "num_cpus": 1,
+            "num_gpus": 0,
+            "scheduling_strategy": _in_group(self._policy_group, 0),
+            "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(devices)}},
         }
 
     def shutdown(self) -> None:

@@ -11,6 +11,12 @@ from megatron_grpo.config.section import Fraction, NonNegative, Positive, Positi
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
+Placement = Literal["separate", "colocated"]
+"""Whether engines have devices of their own."""
+
+EngineMemory = Literal["weights", "kv_cache"]
+"""What of an engine's memory on its devices is taken back at a time, in vLLM's words."""
+
 RefitMode = Literal["reshard", "broadcast"]
 """How the policy's weights reach generation."""
 
@@ -67,7 +73,7 @@ class EngineConfig(Section):
     """Most sequences decoded together by one engine."""
 
     gpu_memory_utilization: Fraction = 0.9
-    """Share of each GPU's memory an engine may take. Not used on CPU."""
+    """Share of each GPU's memory an engine may take while it is awake. Not used on CPU."""
 
     kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
     """Host memory for the KV cache of each rank, CPU only."""
@@ -108,6 +114,10 @@ class GenerationConfig(Section):
 
     parallel: GenerationParallelConfig = field(default_factory=GenerationParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    placement: Placement = "separate"
+    """separate: engines have GPUs of their own. colocated: they share those of the policy, in turn. Engines sleep while
+    models train, and what is trained is in host memory while engines sample; one GPU is enough for a run."""
 
     max_new_tokens: Positive = 1024
     """Longest response in tokens."""
@@ -156,6 +166,11 @@ class GenerationConfig(Section):
 
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, for whatever has no key of its own here."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engines share the devices of the models in training."""
+        return self.placement == "colocated"
 
     @property
     def sequences_per_engine(self) -> int:

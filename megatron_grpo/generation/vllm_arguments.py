@@ -31,6 +31,11 @@ class VllmSettings:
     """What happens to the cache when weights change under responses; None: they never do."""
 
     @property
+    def sleeps(self) -> bool:
+        """Whether vLLM gives up device memory while models train on the same devices; its CPU build cannot."""
+        return self.config.colocated and current_platform().name == "cuda"
+
+    @property
     def keeps_cache(self) -> bool:
         """Whether responses go on from the cache of the old weights when new ones come."""
         return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
@@ -94,9 +99,11 @@ def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
     import ray
 
-    # An engine within a node owns its GPUs through this actor; a larger one has a placement group of its own.
+    # An engine within a node owns its GPUs through this actor, or shares those that the actor is shown; a larger one
+    # has a placement group of its own.
     fits = len(ray.get_gpu_ids()) >= settings.config.parallel.ranks_per_engine
     return {
-        "distributed_executor_backend": "mp" if fits else "ray",
+        "distributed_executor_backend": "mp" if fits or settings.config.colocated else "ray",
         "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
+        "enable_sleep_mode": settings.config.colocated,
     }

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.cluster.signals import kill_stopped
-from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
+WEIGHTS_TO_HOST = 1
+"""vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
+
 GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
 
@@ -61,6 +64,7 @@ class VllmEngine:
         self._parking: asyncio.Task[None] | None = None
         """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
+        self._asleep = False
         self._in_flight = 0
         self._statistics = EngineStatistics()
         self._entry = asyncio.Lock()
@@ -130,6 +134,8 @@ class VllmEngine:
         """
         if self._unusable is not None and self._settings.in_flight is None:
             raise RuntimeError(self._unusable)
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: its devices are those of the models in training for now")
         waiting: dict[int, RequestOutputCollector] = {}
         arrivals = Arrivals(len(requests))
         with phase("generate"), deaths_explained():
@@ -195,6 +201,35 @@ class VllmEngine:
                 self._parking = None
                 await while_alive(llm, llm.resume_generation())
         self._open.set()
+
+    @phase("sleep")
+    async def sleep(self) -> None:
+        """Give up the memory of the devices, and refuse to sample until all of it is back. Weights stay in host memory.
+
+        vLLM's CPU build has nothing to give up; there the engine only refuses.
+        """
+        llm = await self._parked()
+        self._asleep = True
+        if self._settings.sleeps:
+            with deaths_explained():
+                await while_alive(llm, llm.sleep(level=WEIGHTS_TO_HOST))
+
+    @phase("wake")
+    async def wake(self, part: EngineMemory) -> None:
+        """Take back a part of the memory of the devices: the weights first, then the cache, which is empty.
+
+        An engine that is awake stays so.
+        """
+        if not self._asleep:
+            return
+        llm = await self._parked()
+        if self._settings.sleeps:
+            with deaths_explained():
+                await while_alive(llm, llm.wake_up([part]))
+        if part == "kv_cache":
+            if self._settings.sleeps:  # its scheduler goes on once all memory is back
+                self._parking = asyncio.create_task(self._park())
+            self._asleep = False
 
     def shutdown(self) -> None:
         """End the engine's processes."""

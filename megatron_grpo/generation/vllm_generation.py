@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_arguments import VllmSettings
@@ -90,6 +91,11 @@ class VllmGeneration(GenerationInterface):
         """How engines are laid out."""
         return self._config.parallel
 
+    @property
+    def colocated(self) -> bool:
+        """Whether engines share the devices of the models in training."""
+        return self._config.colocated
+
     def endpoints(self) -> list[EngineEndpoint]:
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
 
@@ -100,6 +106,25 @@ class VllmGeneration(GenerationInterface):
     def submit_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[ray.ObjectRef]:
         """Call a method of every engine actor with arguments of its own, without waiting; results by engine."""
         return [getattr(engine, method).remote(*args) for engine, args in zip(self._engines, arguments, strict=True)]
+
+    def sleep(self) -> None:
+        """Let models in training have the devices.
+
+        Raises:
+            RunError: an engine has responses in flight, failed, or did not come to an end in time.
+        """
+        self._gather(self.submit("sleep"), "engines going to sleep")
+
+    def wake(self, part: EngineMemory) -> None:
+        """Have a part of the devices' memory again: the weights first, then the cache, after which engines sample.
+
+        Raises:
+            RunError: an engine failed, or did not come to an end in time.
+        """
+        self._gather(self.submit("wake", part), "engines waking up")
+
+    def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
+        gather(refs, deadline_s=self._config.timeout_s, what=what, name=ENGINE_NAME)
 
     def shutdown(self) -> None:
         engines, self._engines = self._engines, []

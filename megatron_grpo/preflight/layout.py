@@ -116,8 +116,7 @@ def _devices(config: Config) -> Iterator[Problem]:
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
-    needs["generation.parallel"] = parallel.ranks_per_engine * parallel.data
+    needs = _gpus_needed(config)
     there = cluster.num_nodes * cluster.gpus
     if sum(needs.values()) > there:
         first, *rest = needs.items()
@@ -132,6 +131,15 @@ def _devices(config: Config) -> Iterator[Problem]:
         if tensor > cluster.gpus:
             text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
             yield Problem(f"{section}.parallel.tensor={tensor}", text)
+
+
+def _gpus_needed(config: Config) -> dict[str, int]:
+    """How many GPUs who takes, by section."""
+    if config.generation.colocated:  # all others have those of the policy; preflight/placement.py sees to that
+        return {"policy.parallel": config.policy.parallel.world_size}
+    engines = config.generation.parallel
+    needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
+    return {**needs, "generation.parallel": engines.ranks_per_engine * engines.data}
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
+from megatron_grpo.preflight.placement import placement_problems
 from megatron_grpo.preflight.quantization import quantization_problems
 from megatron_grpo.preflight.refit import refit_problems
 from megatron_grpo.preflight.training import training_problems
@@ -106,6 +107,7 @@ def _by_itself(composed: Composed) -> Checked:
             *engine_problems(config),
             *vllm_argument_problems(config),
             *refit_problems(config, shape),
+            *placement_problems(config),
         ]
         problems += [
             problem

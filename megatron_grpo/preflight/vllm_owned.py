@@ -46,6 +46,7 @@ OWNED: dict[str, str] = {
     **_all("weight_transfer_config worker_extension_cls", _PUBLISHED),
     "enable_lora": "policy.lora's adapters are in the weights that a refit sends",
     **_all("enable_return_routed_experts aux_output_config", "give policy.moe.replay_routing"),
+    "enable_sleep_mode": "give generation.placement=colocated, with which engines sleep while models train",
     "additional_config": "it is what the run tells its workers",
     "disable_log_stats": "statistics are in metrics.jsonl",
 }

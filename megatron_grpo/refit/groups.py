@@ -42,6 +42,8 @@ class Rendezvous:
     """Generation workers of all engines."""
     timeout_s: float
     """Seconds that meeting, and each transfer, may take."""
+    same_gpus: bool = False
+    """Whether both sides compute on the same devices, so that NCCL, which has one rank a GPU, is no way."""
 
     @property
     def timeout(self) -> timedelta:

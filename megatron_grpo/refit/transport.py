@@ -53,6 +53,7 @@ class GroupTransport(WeightTransport):
             port=self._store.port,
             receivers=sum(endpoint.ranks for endpoint in endpoints),
             timeout_s=self._timeout_s,
+            same_gpus=self._generation.colocated,
         )
         sends = self._connect_senders(self._store, rendezvous)
         first = [sum(e.ranks for e in endpoints[:index]) for index in range(len(endpoints))]

@@ -12,6 +12,7 @@ from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.interface import PolicyInterface, TrainedModel, ValueInterface
 from megatron_grpo.refit.interface import WeightTransport
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -19,6 +20,7 @@ from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState
 
@@ -30,6 +32,8 @@ class GRPORun:
     config: Config
     policy: PolicyInterface
     transport: WeightTransport
+    placement: Placement
+    """Who has the devices when."""
     rollouts: RolloutPool
     samples: SampleSource
     """Where the samples of a step come from; `sample` advances it."""
@@ -54,6 +58,7 @@ class GRPORun:
 
     def save_models(self, folder: Path, *, background: bool = False) -> None:
         """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
+        self.placement.turn_to_training(StepTimer())
         _save(self.policy, folder / POLICY_FOLDER, background)
 
 

@@ -14,10 +14,12 @@ from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.responses import SamplingSettings, structure_of
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.addition import prepare
@@ -30,6 +32,7 @@ from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_star
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.opening import Opening, opened
+from megatron_grpo.run.placement import Colocated, Placement
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.run.start_models import routed_form, start_models
@@ -100,7 +103,8 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     start_from = opening.start_from.result()
     checkpointer.remove_leftovers()
     state, waiting = _resume(start_from, config, policy, value, data.loader)
-    with parts.part("refit"):
+    placement = _placement(config, policy, value, generation)
+    with parts.part("refit"), placement.refit(StepTimer()):
         transport.publish(state["total_steps"])
     logger = RunLogger(run_dir, config, resume_step=None if start_from is None else state["total_steps"])
     stack.callback(logger.close)
@@ -112,6 +116,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         config=config,
         policy=policy,
         transport=transport,
+        placement=placement,
         rollouts=rollouts,
         samples=SampleSource(
             config=config,
@@ -151,6 +156,15 @@ def _resume(
     # Those of another size cannot be trained on beside the groups of this run.
     waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
     return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
+
+
+def _placement(
+    config: Config, policy: MegatronPolicy, value: MegatronValue | None, generation: VllmGeneration
+) -> Placement:
+    """Who has the devices when, from before the first refit on."""
+    if not config.generation.colocated:
+        return Placement()
+    return Colocated(generation, policy, [] if value is None else [value])
 
 
 def _ahead(

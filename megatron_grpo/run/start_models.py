@@ -20,15 +20,45 @@ def start_models(
     config: Config, folder: Path, cluster: RayCluster, stack: ExitStack
 ) -> tuple[MegatronPolicy, MegatronValue | None, VllmGeneration]:
     """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them."""
+    if config.generation.colocated:
+        return _start_in_turn(config, folder, cluster, stack)
     value_model = config.value_model
     cluster.reserve(config.policy.parallel, config.generation.parallel, value_model.parallel if value_model else None)
-    generation = _start_generation(config, folder, cluster)
+    generation = _generation(config, folder, cluster)
     stack.callback(generation.shutdown)
-    policy = _start_policy(config, folder, cluster)
+    generation.start()
+    policy = _policy(config, folder, cluster)
     stack.callback(policy.shutdown)
-    value = _start_value(config, cluster) if value_model else None
+    policy.start()
+    value = _value(config, cluster) if value_model else None
     if value is not None:
         stack.callback(value.shutdown)
+        value.start()
+    return policy, value, generation
+
+
+def _start_in_turn(
+    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack
+) -> tuple[MegatronPolicy, MegatronValue | None, VllmGeneration]:
+    """As `start_models`, on devices that all share: engines measure how much memory there is, so they come first and
+    sleep when the models begin to start."""
+    ranks = config.policy.parallel.world_size
+    value_ranks = config.value_model.parallel.world_size if config.value_model else 0
+    cluster.reserve_shared(ranks, config.generation.parallel.data + value_ranks)
+    policy = _policy(config, folder, cluster)
+    stack.callback(policy.shutdown)
+    cluster.share(policy.devices())
+    value = _value(config, cluster) if config.value_model else None
+    if value is not None:
+        stack.callback(value.shutdown)
+    generation = _generation(config, folder, cluster)
+    stack.callback(generation.shutdown)
+    generation.start()
+    generation.wait_ready()
+    generation.sleep()
+    policy.start()
+    if value is not None:
+        value.start()
     return policy, value, generation
 
 
@@ -37,22 +67,21 @@ def routed_form(config: Config, folder: Path) -> RoutedForm | None:
     return RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None
 
 
-def _start_generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
-    generation = VllmGeneration(
+def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
+    ranks = config.generation.parallel.ranks_per_engine
+    return VllmGeneration(
         str(folder),
         config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        actor_options=cluster.engine_options,
+        actor_options=lambda engine: cluster.engine_options(engine, ranks),
         startup_timeout_s=config.cluster.startup_timeout_s,
         routed=routed_form(config, folder),
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
-    generation.start()
-    return generation
 
 
-def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
+def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
     settings = PolicySettings(
         config=config.policy,
         shape=shape_of_folder(folder),
@@ -62,12 +91,10 @@ def _start_policy(config: Config, folder: Path, cluster: RayCluster) -> Megatron
         decay_steps=config.decay_steps,
         seed=config.loop.seed,
     )
-    policy = MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
-    policy.start()
-    return policy
+    return MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
 
 
-def _start_value(config: Config, cluster: RayCluster) -> MegatronValue:
+def _value(config: Config, cluster: RayCluster) -> MegatronValue:
     assert config.value_model is not None
     folder = model_folder(config.value_model.model.path, "value.model.path")
     settings = ValueSettings(
@@ -77,6 +104,4 @@ def _start_value(config: Config, cluster: RayCluster) -> MegatronValue:
         decay_steps=config.value_decay_steps,
         seed=config.loop.seed,
     )
-    value = MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)
-    value.start()
-    return value
+    return MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)

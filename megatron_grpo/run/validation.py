@@ -33,6 +33,7 @@ def validate(run: GRPORun) -> dict[str, float]:
 def _respond(run: GRPORun) -> list[SampledGroup]:
     """A response to each validation prompt, scored."""
     timer = StepTimer()
+    run.placement.turn_to_sampling(timer)
     groups: list[SampledGroup] = []
     size = run.config.loop.val_batch_size
     for start in range(0, len(run.val_prompts), size):

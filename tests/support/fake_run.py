@@ -14,6 +14,7 @@ from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.run.context import GRPORun, PPORun
 from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import default_grpo_save_state
 from tests.support.fake_models import FakePolicy, FakeValue
@@ -64,6 +65,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
         "config": config,
         "policy": FakePolicy(shape, log),
         "transport": SimpleNamespace(publish=publish),
+        "placement": Placement(),
         "rollouts": rollouts,
         "samples": source,
         "dumps": FakeDumps(log),

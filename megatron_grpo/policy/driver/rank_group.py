@@ -23,8 +23,10 @@ from megatron_grpo.policy.rank.actor import (
     RankSettings,
     checkpoint_is_written,
     finish_checkpoint,
+    give_up_memory,
     load_checkpoint,
     save_checkpoint,
+    take_back_memory,
 )
 
 
@@ -116,6 +118,19 @@ class RankGroup(TrainedModel):
 
     def load_checkpoint(self, folder: str) -> None:
         self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
+
+    def devices(self) -> list[str]:
+        """The GPU of each rank as Ray calls it; none on a CPU. Ranks need not have started."""
+        found = self._gather([actor.gpus.remote() for actor in self.actors], "looking after GPUs")
+        return [device for devices in found for device in devices]
+
+    def offload(self, *, weights: bool) -> None:
+        """Move the optimizer's state to host memory, and with `weights` these too, and forget gradients."""
+        self._gather(self.submit(give_up_memory, weights), "moving to host memory")
+
+    def onload(self) -> None:
+        """Have everything on the devices again."""
+        self._gather(self.submit(take_back_memory), "moving back from host memory")
 
     def shutdown(self) -> None:
         for actor in self.actors:

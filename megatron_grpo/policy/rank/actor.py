@@ -72,6 +72,12 @@ class RankActor:
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
 
+    def gpus(self) -> list[str]:
+        """What Ray calls the GPUs that this process has: one, or none on a CPU."""
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     @phase("import packages")
     def import_packages(self) -> None:
         """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
@@ -156,6 +162,16 @@ class RankActor:
         with phase("fetch tokens"):  # they may still be on their way
             arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
         return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
+
+
+def give_up_memory(rank: Any, weights: bool) -> None:
+    """Let others have this rank's memory on the device (`DeviceMemory.give_up`); runs on every rank."""
+    rank.memory.give_up(weights=weights)
+
+
+def take_back_memory(rank: Any) -> None:
+    """Have this rank's memory on the device again; runs on every rank."""
+    rank.memory.take_back()
 
 
 def save_checkpoint(rank: Any, folder: str, background: bool) -> None:

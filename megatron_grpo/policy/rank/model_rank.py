@@ -24,6 +24,7 @@ from megatron_grpo.platform.device import current_platform
 from megatron_grpo.policy.interface import StepShare
 from megatron_grpo.policy.modeling.decoder import DecoderModel
 from megatron_grpo.policy.rank.background_write import BackgroundWrite
+from megatron_grpo.policy.rank.device_memory import DeviceMemory
 from megatron_grpo.policy.rank.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.policy.rank.optimizer import ModelOptimizer
 from megatron_grpo.policy.rank.routing import StepRouting
@@ -60,13 +61,18 @@ class ModelRank(ABC):
         if shape.experts is not None:
             self.routing = StepRouting(chunks, config.moe, self.routing_name, replays=self.replays_routing)
         self.optimizer = ModelOptimizer(chunks, config, decay_steps)
+        self.memory = DeviceMemory(self)
 
     def whole_chunks(self) -> list[DecoderModel]:
         """The chunks with all weights as the last optimizer step made them; collective over data-parallel ranks.
 
         Whatever reads weights outside of training goes through here: after a step, ranks may still lack those that
         others have updated (policy.overlap_param_gather).
+
+        Raises:
+            RuntimeError: engines have the device, and the weights are in host memory.
         """
+        self.memory.require_weights()
         self.optimizer.finish_gathering()
         return self.chunks
 
@@ -134,6 +140,7 @@ class ModelRank(ABC):
         Returns:
             The loss function's metrics by microbatch, each of shape [], on the last pipeline stage; empty elsewhere.
         """
+        self.memory.require_weights()
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_grad()

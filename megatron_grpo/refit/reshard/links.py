@@ -12,9 +12,10 @@ from torch.distributed import Store, Work
 
 from megatron_grpo.refit.buckets import SEAL_BYTES
 from megatron_grpo.refit.groups import Group, Rendezvous, join
+from megatron_grpo.refit.ipc.choice import shared_memory_on
+from megatron_grpo.refit.ipc.interface import SharedMemory
 from megatron_grpo.refit.reshard.plan import PIECE, Pieces
 from megatron_grpo.refit.reshard.schedule import Message, messages_of
-from megatron_grpo.refit.reshard.shared_memory import ADDRESS_NUMBERS, SharedMemory, peer_memory
 from megatron_grpo.refit.reshard.wire import Parcel, aligned, parcels
 
 Side = Literal["source", "target"]
@@ -76,8 +77,9 @@ class Transfer:
 class Links:
     """One rank's end of all its links.
 
-    Between processes of one machine that compute on its CPUs a message is handed over: the rank of the engine reads it
-    in the memory of the policy's rank. What is sent is a word that it is there, and one back that it has been read.
+    Between processes of one machine that compute on its CPUs, or on the same GPUs, a message is handed over: the rank
+    of the engine reads it in the memory of the policy's rank. What is sent is a word that it is there, and one back
+    that it has been read.
 
     Args:
         rendezvous: where to meet.
@@ -100,9 +102,14 @@ class Links:
         self.sizes = [size + SEAL_BYTES for _, size in laid]
         """By message, its bytes with the seal."""
         member = rank + (self._sources if side == "target" else 0)
-        self._group: Group | None = join(rendezvous, "reshard", member, self._sources + rendezvous.receivers, device)
-        may_share = device.type == "cpu" and SharedMemory.exists() and store.get("shared_memory") == b"1"
-        self._shared = self._share() if may_share and side == "source" else None
+        in_hosts = store.get("shared_memory") == b"1"
+        self._memory = shared_memory_on(device, in_hosts=in_hosts, on_gpus=rendezvous.same_gpus)
+        """In which messages may be handed over."""
+        self._sent_from = device if self._memory is None else torch.device("cpu")
+        """Where what goes through the group is: only words where messages are handed over."""
+        members = self._sources + rendezvous.receivers
+        self._group: Group | None = join(rendezvous, "reshard", member, members, self._sent_from)
+        self._shared = self._share() if side == "source" else None
         """Where the rank's buffers are, for targets on this machine."""
         self._handed: set[tuple[int, int]] = set()
         """Links over which messages are handed over in memory."""
@@ -110,7 +117,7 @@ class Links:
         """By source, the memory in which it hands messages over to this rank."""
         self._words: dict[int, Tensor] = {}
         """By message under way to this rank, the word that says in which buffer it is handed over."""
-        self._connect(may_share)
+        self._connect()
         needs = any((message.source, message.target) not in self._handed for message in self.messages)
         self._own = self._shared.tensor if self._shared is not None else self._allocate() if needs else None
         """[BUFFERS * bytes], uint8: the rank's buffers; a target that is handed all messages has none."""
@@ -139,6 +146,7 @@ class Links:
         if self._side == "target":
             self._words[number] = word
             return Transfer([begin(message, word)])
+        self._settle()  # the message is in the memory
         answer = torch.zeros_like(word)
         return Transfer([begin(message, word), self._receive(message, answer)], word, answer)
 
@@ -146,6 +154,7 @@ class Links:
         """Let the buffer of this message to the rank be filled anew; no view of it is to be used from here on."""
         word = self._words.pop(number, None)
         if word is not None:
+            self._settle()  # it has been read
             self._send(self.messages[number], word).wait()
 
     def close(self) -> None:
@@ -158,8 +167,12 @@ class Links:
             return f"generation worker {message.target}"
         return f"policy rank {message.source}"
 
-    def _share(self) -> SharedMemory:
-        return SharedMemory(BUFFERS * self._width())
+    def _share(self) -> SharedMemory | None:
+        return None if self._memory is None else self._memory(BUFFERS * self._width())
+
+    def _settle(self) -> None:
+        assert self._memory is not None, "something is handed over"
+        self._memory.settle()
 
     def _allocate(self) -> Tensor:
         return torch.empty(BUFFERS * self._width(), dtype=torch.uint8, device=self._device)
@@ -181,7 +194,7 @@ class Links:
             raise RuntimeError("the links of this rank failed before and were not made anew")
         return self._group
 
-    def _connect(self, may_share: bool) -> None:
+    def _connect(self) -> None:
         """Send a word over every link and back, so that one which does not work is known now and not in a refit.
 
         Raises:
@@ -189,7 +202,7 @@ class Links:
         """
         for message in self._first_of_each_link():
             try:
-                found = self._greet(message) if self._side == "source" else self._answer(message, may_share)
+                found = self._greet(message) if self._side == "source" else self._answer(message)
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self.peer(message)}: {error}") from error
             if found != (message.source, message.target):
@@ -197,8 +210,8 @@ class Links:
 
     def _greet(self, message: Message) -> tuple[int, ...]:
         """Tell a target who this is and where the buffers are; the link that answers."""
-        address = self._shared.address if self._shared is not None else [0] * ADDRESS_NUMBERS
-        word = torch.tensor([message.source, message.target, *address], device=self._device)
+        address = self._shared.address() if self._shared is not None else [0]
+        word = torch.tensor([message.source, message.target, *address], device=self._sent_from)
         self._send(message, word).wait()
         self._receive(message, word).wait()
         *link, handed = word.tolist()[:3]
@@ -206,18 +219,19 @@ class Links:
             self._handed.add((message.source, message.target))
         return tuple(link)
 
-    def _answer(self, message: Message, may_share: bool) -> tuple[int, ...]:
+    def _answer(self, message: Message) -> tuple[int, ...]:
         """Hear from a source, and tell it whether its buffers can be seen here; the link that it names."""
-        word = torch.zeros(2 + ADDRESS_NUMBERS, dtype=torch.int64, device=self._device)
+        numbers = 1 if self._memory is None else self._memory.address_numbers
+        word = torch.zeros(2 + numbers, dtype=torch.int64, device=self._sent_from)
         self._receive(message, word).wait()
-        *link, process, file, size, secret = word.tolist()
-        memory = peer_memory(process, file, size, secret) if may_share else None
+        source, target, *address = word.tolist()
+        memory = None if self._memory is None else self._memory.seen(address)
         if memory is not None:
             self._mapped[message.source] = memory
             self._handed.add((message.source, message.target))
         word[2] = int(memory is not None)
         self._send(message, word).wait()
-        return tuple(link)
+        return source, target
 
     def _first_of_each_link(self) -> Iterator[Message]:
         known: set[tuple[int, int]] = set()

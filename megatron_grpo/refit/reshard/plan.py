@@ -100,6 +100,8 @@ def plan_pieces(
     engines: int,
     dtypes: Sequence[str],
     limit: int,
+    *,
+    beside: bool = False,
 ) -> Pieces:
     """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
 
@@ -112,6 +114,8 @@ def plan_pieces(
         engines: engines, all laid out alike.
         dtypes: by row of the table, the type of its numbers on their way.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
+        beside: whether ranks of the policy and of engines with the same number share a device: what both have is not to
+            come from another.
 
     Returns:
         Pieces in the order of the table, layer by layer.
@@ -137,7 +141,11 @@ def plan_pieces(
     one = np.concatenate(found)
     pieces = np.tile(one, engines)
     pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(one))
-    pieces["source"] = holders.share(np.concatenate(sets), one["bytes"], engines)
+    holding = np.concatenate(sets)
+    pieces["source"] = holders.share(holding, one["bytes"], engines)
+    if beside:
+        at_hand = holders.include(np.tile(holding, engines), pieces["target"])
+        pieces["source"][at_hand] = pieces["target"][at_hand]
     return pieces
 
 
@@ -232,6 +240,14 @@ class _Holders:
             middles = until - sizes[mine] / 2 + np.arange(engines)[:, None] * until[-1]
             senders[:, mine] = np.array(ranks)[(middles * len(ranks) / (engines * until[-1])).astype(np.int64)]
         return senders.reshape(-1)
+
+    def include(self, numbers: NDArray[np.int64], ranks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[n]: whether each rank is in the set of this number."""
+        found = np.zeros(len(numbers), dtype=np.bool_)
+        for number, members in enumerate(self._sets):
+            mine = numbers == number
+            found[mine] = np.isin(ranks[mine], members)
+        return found
 
 
 def _part(entry: WeightEntry, place: Place) -> Part:

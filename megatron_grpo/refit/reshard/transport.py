@@ -28,7 +28,8 @@ class ReshardTransport(GroupTransport):
         places = training_places(settings.config.parallel, settings.shape)
         engine = engine_places(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
-        pieces = plan_pieces(settings.shape, places, engine, layout.data, dtypes, self._bucket_bytes // 2)
+        limit, beside = self._bucket_bytes // 2, self._generation.colocated
+        pieces = plan_pieces(settings.shape, places, engine, layout.data, dtypes, limit, beside=beside)
         scheduled, targets = schedule(pieces, self._bucket_bytes), len(engine) * layout.data
         write_plan(store, scheduled, len(places), targets, dtypes, self._config.shared_memory)
         return self._policy.submit(connect_shards, rendezvous, places)

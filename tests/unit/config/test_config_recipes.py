@@ -75,7 +75,7 @@ def test_every_recipe_composes() -> None:
         assert compose_config([f"+exp={recipe}"]).name == recipe
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm"])
+@pytest.mark.parametrize("recipe", ["qwen3_8b_8gpu", "llama3_70b_slurm", "qwen3_1_7b_one_gpu"])
 def test_without_gpus_one_line_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

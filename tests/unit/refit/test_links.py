@@ -17,7 +17,7 @@ from megatron_grpo.models.families import shape_of_config, weight_entries
 from megatron_grpo.models.places import engine_places, training_places
 from megatron_grpo.refit.buckets import broken_seal, seal
 from megatron_grpo.refit.groups import Rendezvous
-from megatron_grpo.refit.reshard import links as module
+from megatron_grpo.refit.ipc.host_memory import HostMemory
 from megatron_grpo.refit.reshard.links import BUFFERS, Links, Side, write_plan
 from megatron_grpo.refit.reshard.plan import plan_pieces
 from megatron_grpo.refit.reshard.schedule import schedule
@@ -44,7 +44,7 @@ SOURCES, TARGETS = 2, 2
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How messages come; the last is that of processes of two machines which both share memory."""
     if request.param == "not to be seen":
-        monkeypatch.setattr(module, "peer_memory", lambda *address: None)
+        monkeypatch.setattr(HostMemory, "seen", lambda address: None)
     return str(request.param)
 
 

@@ -18,6 +18,7 @@ from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.non_finite import FiniteGuard, StepGuard
+from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.validation import validate
 from tests.support.fake_rollouts import FakeRay, FakeRollouts, add_entry
 from tests.support.fake_run import make_source
@@ -95,6 +96,7 @@ def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:
         samples=source,
         rollouts=rollouts,
         guard=source.guard,
+        placement=Placement(),
         val_prompts=[{"idx": 2}],
         logger=None,
     )

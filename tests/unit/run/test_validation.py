@@ -13,6 +13,7 @@ import pytest
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.validation import validate
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_source
@@ -36,6 +37,7 @@ def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
         samples=source,
         rollouts=rollouts,
         guard=source.guard,
+        placement=Placement(),
         val_prompts=[{"idx": i} for i in range(rows)],
         shown=shown,
         logger=SimpleNamespace(

@@ -1,0 +1,36 @@
+"""A whole run on one GPU, which training and the engine have in turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.integration.runs import TrainingRun
+
+COLOCATED = (
+    "cluster.gpus_per_node=1",
+    "generation.placement=colocated",
+    "generation.engine.gpu_memory_utilization=0.5",
+    "policy.parallel.pipeline=1",
+    "generation.parallel.pipeline=1",
+)
+
+
+def test_one_gpu_is_enough(tmp_path: Path) -> None:
+    """The engine answers with the weights that were trained, after sleeping, and after a checkpoint in between."""
+    run = TrainingRun(
+        tmp_path / "run", *COLOCATED, "grpo.max_num_steps=6", "checkpointing.save_period=2", "grpo.val_period=3"
+    )
+    assert run.finish(timeout_s=1200) == 0, run.log()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["token_mult_prob_error_mean"] < 1.02
+    assert all({"sleep", "wake", "offload", "onload"} <= row["timing"].keys() for row in run.metrics())
+    run.assert_nothing_left()
+
+
+def test_a_value_model_on_the_same_gpu(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", *COLOCATED, "ppo.max_num_steps=3", recipe="quickstart_ppo")
+    assert run.finish(timeout_s=1200) == 0, run.log()
+    assert all(row["token_mult_prob_error"] < 1.02 for row in run.metrics())
+    run.assert_nothing_left()

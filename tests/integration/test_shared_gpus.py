@@ -1,0 +1,46 @@
+"""Who is shown which GPU when all share those of the policy: Ray is told of GPUs that nobody uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.schema import ClusterConfig
+
+
+class Process:
+    """What a rank or an engine would find."""
+
+    def gpus(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def visible(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    ray.init(num_cpus=16, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    yield RayCluster(ClusterConfig(gpus_per_node=5, startup_timeout_s=30.0))
+    ray.shutdown()
+
+
+def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: RayCluster) -> None:
+    actor: Any = ray.remote(Process)
+    cluster.reserve_shared(ranks=4, guests=2 + 2)
+    ranks = [actor.options(**cluster.policy_options(rank)).remote() for rank in range(4)]
+    devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks]) for device in found]
+    assert len(set(devices)) == 4, "each rank has one of its own"
+    cluster.share(devices)
+    engines = [actor.options(**cluster.engine_options(engine, 2)).remote() for engine in range(2)]
+    values = [actor.options(**cluster.value_options(rank)).remote() for rank in range(2)]
+    assert ray.get([engine.visible.remote() for engine in engines], timeout=60) == [
+        ",".join(devices),
+        ",".join([*devices[2:], *devices[:2]]),
+    ]
+    assert ray.get([value.visible.remote() for value in values], timeout=60) == devices[:2]

@@ -1,0 +1,111 @@
+"""Engines on the GPUs of the policy: what is refused, and how GPUs are counted."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_grpo.composition.foreign_names import translated
+from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.preflight.checks import config_problems
+from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.preflight.lengths import length_problems
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.preflight.placement import placement_problems
+
+RECIPE = "+exp=qwen3_1_7b_one_gpu"
+COLOCATED = "generation.placement=colocated"
+QWEN3_1_7B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+def said(*overrides: str) -> dict[str, str]:
+    """What is wrong with the recipe for one GPU, changed in its values, which are then not checked again."""
+    config = compose_config([RECIPE])
+    for override in overrides:
+        name, _, value = override.partition("=")
+        *path, last = name.split(".")
+        section = config
+        for part in path:
+            section = getattr(section, part)
+        setattr(section, last, type(getattr(section, last))(value) if value != "true" else True)
+    problems = [*placement_problems(config), *layout_problems(config, None)]
+    return {problem.subject: problem.text for problem in problems}
+
+
+def test_one_gpu_is_enough_for_the_recipe() -> None:
+    config = compose_config([RECIPE])
+    shape = shape_of_config(QWEN3_1_7B)
+    assert [*config_problems(config), *layout_problems(config, shape), *length_problems(config, shape)] == []
+    assert list(remarks(config)) == []
+    assert config.cluster.gpus == config.policy.parallel.world_size == 1
+
+
+def test_apart_the_same_layouts_take_two_gpus() -> None:
+    text = said("generation.placement=separate")["cluster.gpus_per_node=1"]
+    assert "1 node(s) have 1 GPUs, but policy.parallel takes 1 and generation.parallel 1" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "text"),
+    [
+        (["cluster.num_nodes=2"], COLOCATED, "cluster.num_nodes=2; use separate, or one node"),
+        (["refit.mode=broadcast"], "refit.mode=broadcast", "use reshard"),
+        (["policy.fp8.parameters=true"], "policy.fp8.parameters=True", "use false"),
+        (
+            ["cluster.gpus_per_node=4", "policy.parallel.data=4", "generation.parallel.tensor=2"],
+            "generation.parallel",
+            r"has 2 ranks \(tensor=2 x pipeline=1 x data=1\), fewer than the 4 GPUs .*; use data=2",
+        ),
+        (
+            ["cluster.gpus_per_node=4", "policy.parallel.data=2", "generation.parallel.tensor=4"],
+            "generation.parallel",
+            "has 4 ranks .*, more than the 2 GPUs of the policy that engines share; use other sizes",
+        ),
+        (
+            ["algorithm=ppo", "cluster.gpus_per_node=2", "value.parallel.data=2"],
+            "value.parallel",
+            "has 2 ranks, more than the 1 GPUs",
+        ),
+    ],
+)
+def test_what_cannot_be(changes: list[str], subject: str, text: str) -> None:
+    found = said(*changes)
+    assert found.keys() == {subject}
+    assert re.search(text, found[subject]), found[subject]
+
+
+def test_nothing_samples_ahead_of_training() -> None:
+    for algorithm in ("grpo", "ppo"):
+        config = compose_config(["+exp=quickstart", COLOCATED])
+        config.algorithm = algorithm  # type: ignore[assignment]
+        config.loop.async_grpo.enabled = True
+        (problem,) = placement_problems(config)
+        assert problem.subject == COLOCATED
+        assert f"use separate, or {algorithm}.async_grpo.enabled=false" in problem.text
+
+
+def test_on_a_cpu_layouts_are_free() -> None:
+    """There is no device that two could want."""
+    assert compose_config(["+exp=quickstart", COLOCATED, "generation.parallel.data=2"]).generation.colocated
+
+
+@pytest.mark.parametrize(
+    "name", ["policy.generation.colocated.enabled", "vllm_mode", "actor_rollout_ref.hybrid_engine"]
+)
+def test_other_frameworks_have_other_names_for_it(name: str) -> None:
+    found = translated(name)
+    assert found is not None
+    assert found.keys == ("generation.placement",)
