@@ -39,6 +39,10 @@ class SamplingError(RunError):
     """Responses could not be sampled or scored; what is trained is as it was before."""
 
 
+class EngineLostError(RuntimeError):
+    """A generation engine has ended or does not answer; only another one in its place will."""
+
+
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

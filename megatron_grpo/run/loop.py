@@ -10,6 +10,7 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.refit.interface import PolicyLostError
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
@@ -28,10 +29,14 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
         RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
+        PolicyLostError: without one: a rank of the policy is gone, and with it what it had learnt since the last.
         RunError: a step failed, in the words of the algorithm's step.
     """
     try:
         _train_steps(run, step)
+    except PolicyLostError as error:
+        _finish_saving_before_the_end(run)
+        raise PolicyLostError(f"{error}; {_what_stands(run)}") from error
     except RunError:
         _finish_saving_before_the_end(run)
         raise
@@ -99,7 +104,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     step, metrics = run.state["total_steps"], dict(report.metrics)
     failure = report.failure
     if failure is not None:  # saving waits for ranks that the failure may have left busy
-        run.logger.note(f"the weights of step {step} were not published; the step is saved before the run ends")
+        saved = "is lost" if isinstance(failure, PolicyLostError) else "is saved before the run ends"
+        run.logger.note(f"the weights of step {step} were not published; the step {saved}")
     elif _validation_due(run):
         try:
             metrics |= _validated(run)
@@ -113,7 +119,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
-        _save_finished_steps(run, metrics, snapshot_of(run))
+        if not isinstance(failure, PolicyLostError):
+            _save_finished_steps(run, metrics, snapshot_of(run))
         raise failure
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics, snapshot_of(run))
@@ -123,7 +130,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
 def _remark(run: GRPORun, step: int, report: StepReport) -> None:
     """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
     responses that nobody gave a reward."""
-    for text in run.rollouts.remarks:
+    for text in (*run.rollouts.remarks, *report.remarks):
         run.logger.note(f"step {step}: {text}")
     run.rollouts.remarks.clear()
     if not report.metrics["valid_tokens"]:
@@ -165,6 +172,14 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: S
             finish_saving(run)
     except RunError as error:
         run.logger.note(f"step {step} could not be saved: {error}")
+
+
+def _what_stands(run: GRPORun) -> str:
+    """What is left of a run whose models are lost."""
+    steps = run.checkpointer.steps()
+    if not steps:
+        return "there is no checkpoint: the run begins anew when it is started again"
+    return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
 
 
 def _finish_saving_before_the_end(run: GRPORun) -> None:

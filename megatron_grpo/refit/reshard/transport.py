@@ -28,8 +28,9 @@ class ReshardTransport(GroupTransport):
         places = training_places(settings.config.parallel, settings.shape)
         engine = engine_places(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision)
-        pieces = plan_pieces(settings.shape, places, engine, layout.data, itemsizes(dtypes), self._bucket_bytes // 2)
-        write_plan(store, schedule(pieces, self._bucket_bytes), len(places), len(engine) * layout.data, dtypes)
+        engines = rendezvous.receivers // len(engine)
+        pieces = plan_pieces(settings.shape, places, engine, engines, itemsizes(dtypes), self._bucket_bytes // 2)
+        write_plan(store, schedule(pieces, self._bucket_bytes), len(places), rendezvous.receivers, dtypes)
         return self._policy.submit(connect_shards, rendezvous, places)
 
     def _send(self, version: int) -> list[ray.ObjectRef]:
