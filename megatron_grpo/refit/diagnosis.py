@@ -33,6 +33,7 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
     Raises:
         PolicyLostError: a rank of the policy died or hangs.
     """
+    ranks = {RANK_NAME(rank): call for rank, call in enumerate(sends)}
     calls = [*sends, *receives.values()]
     over = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
     lost = {}
@@ -43,7 +44,6 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
         elif error is not None and is_lost(error):
             told = f"{ENGINE_NAME(number)} {explain(error)}"
             lost[number] = failure if told in failure else f"{failure}; {told}"
-    ranks = {RANK_NAME(rank): call for rank, call in enumerate(sends)}
     late = [name for name, call in ranks.items() if call not in over]
     _require_policy([name for name, call in ranks.items() if call in over and _is_dead(call)], "gone", failure)
     _require_policy([name for name in late if report_hanging([name])], "stuck", failure)

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 
 
 class RefitError(RunError):
     """A refit that did not complete on every worker; generation must not be used with the new version."""
 
 
-class PolicyLostError(RefitError):
-    """A rank of the policy is gone or hangs, and with it its share of the model: nothing can be sent or saved."""
+class PolicyLostError(RefitError, ModelLostError):
+    """A refit failed because a rank of the policy is gone or hangs."""
 
 
 @dataclass(frozen=True, slots=True)

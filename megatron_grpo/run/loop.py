@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
-from megatron_grpo.refit.interface import PolicyLostError
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
@@ -29,14 +28,14 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
         RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
-        PolicyLostError: without one: a rank of the policy is gone, and with it what it had learnt since the last.
+        ModelLostError: without one: a rank of a model is gone, and with it what it had learnt since the last.
         RunError: a step failed, in the words of the algorithm's step.
     """
     try:
         _train_steps(run, step)
-    except PolicyLostError as error:
+    except ModelLostError as error:
         _finish_saving_before_the_end(run)
-        raise PolicyLostError(f"{error}; {_what_stands(run)}") from error
+        raise ModelLostError(f"{error}; {_what_stands(run)}") from error
     except RunError:
         _finish_saving_before_the_end(run)
         raise
@@ -104,7 +103,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     step, metrics = run.state["total_steps"], dict(report.metrics)
     failure = report.failure
     if failure is not None:  # saving waits for ranks that the failure may have left busy
-        saved = "is lost" if isinstance(failure, PolicyLostError) else "is saved before the run ends"
+        saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
         run.logger.note(f"the weights of step {step} were not published; the step {saved}")
     elif _validation_due(run):
         try:
@@ -119,7 +118,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
-        if not isinstance(failure, PolicyLostError):
+        if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, snapshot_of(run))
         raise failure
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:

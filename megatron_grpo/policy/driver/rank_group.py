@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.futures import gather, is_lost
+from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.data.batch import ReplicaWork, StepBatch
 from megatron_grpo.data.planning import planner
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction, combine_metrics
@@ -124,7 +126,12 @@ class RankGroup(TrainedModel):
 
     def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
         deadline_s = deadline_s or self._config.timeout_s
-        return gather(refs, deadline_s=deadline_s, what=what, name=f"{self.label} rank {{}}".format)
+        try:
+            return gather(refs, deadline_s=deadline_s, what=what, name=f"{self.label} rank {{}}".format)
+        except RunError as error:
+            if isinstance(error.__cause__, RayError) and is_lost(error.__cause__):
+                raise ModelLostError(str(error)) from error
+            raise
 
     def _suspects(
         self,

@@ -55,7 +55,7 @@ class BroadcastReceiver:
             buffer = self._receive(stage, bucket)
             problem = broken_seal(buffer, version)
             if problem is not None:
-                broken.append(f"stage {stage}, bucket {number}: {problem}")
+                broken.append(f"stage {stage}, bucket {number}: {problem}; it begins with {bucket.slots[0].name}")
             if not broken:
                 self._model.load_weights((slot.name, slot.view(buffer)) for slot in bucket.slots)
         if broken:
@@ -85,5 +85,5 @@ class BroadcastReceiver:
         try:
             self._groups[stage].broadcast(buffer, root=0).wait()
         except RuntimeError as error:
-            raise RuntimeError(f"stage {stage} stopped sending: {error}") from error
+            raise RuntimeError(f"stage {stage} stopped sending before {bucket.slots[0].name}: {error}") from error
         return buffer

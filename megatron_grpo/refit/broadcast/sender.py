@@ -58,7 +58,8 @@ class BucketSender:
             try:
                 self.group.broadcast(buffer, root=0).wait()
             except RuntimeError as error:
-                raise RuntimeError(f"stage {self.stage}, bucket {number}: receivers are gone: {error}") from error
+                which = f"stage {self.stage}, bucket {number}, which begins with {bucket.slots[0].name}"
+                raise RuntimeError(f"{which}: receivers are gone: {error}") from error
         assert next(source, None) is None, "more tensors than planned"
         return Sent(
             sum(bucket.nbytes for bucket in self.buckets),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_grpo.models.weight_map import WeightEntry
 from megatron_grpo.refit.buckets import ALIGN_BYTES
 from megatron_grpo.refit.reshard.plan import Pieces
 
@@ -23,6 +25,16 @@ class Message:
     def offsets(self) -> list[int]:
         """Where each piece begins, in bytes, and where the last one ends."""
         return [0, *np.cumsum(aligned(self.pieces["bytes"])).tolist()]
+
+    def begins_with(self, entries: Sequence[WeightEntry]) -> str:
+        """Name of the first tensor of which there is something in it, for a message to people.
+
+        Args:
+            entries: rows of the model's table.
+        """
+        first = self.pieces[0]
+        name = entries[first["entry"]].hf[first["tensor"]].name
+        return name.format(layer=first["layer"], expert=first["expert"])
 
 
 def messages_of(scheduled: Pieces) -> list[Message]:

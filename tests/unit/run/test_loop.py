@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.refit.interface import PolicyLostError, RefitError
@@ -146,7 +146,7 @@ def test_a_step_whose_weights_are_lost_with_a_rank_is_not_saved_and_the_message_
 ) -> None:
     run = Run(tmp_path)
     run.refit_fails = {steps: PolicyLostError("policy rank 1 is gone")}
-    with pytest.raises(PolicyLostError, match=f"^policy rank 1 is gone; {stands}$"):
+    with pytest.raises(ModelLostError, match=f"^policy rank 1 is gone; {stands}$"):
         run.train()
     assert run.checkpointer.steps() == ([2] if steps == 3 else [])
     assert f"the weights of step {steps} were not published; the step is lost" in run.logged
