@@ -123,3 +123,22 @@ def is_lost(error: Exception) -> bool:
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)
     return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
+    """Which of these calls failed because the actor behind them is there no more.
+
+    Args:
+        refs: remote calls, of which one has failed.
+        wait_s: seconds for the others to do so: who misses a peer often tells before the peer's end is known.
+    """
+    over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
+    return [number for number, ref in enumerate(refs) if ref in over and _is_lost(ref)]
+
+
+def _is_lost(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return is_lost(error)
+    return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import ray
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import explain, is_lost, listed
+from megatron_grpo.cluster.futures import explain, is_lost, listed, lost_among
 from megatron_grpo.cluster.late import report_hanging
 from megatron_grpo.generation.vllm_generation import ENGINE_NAME
 from megatron_grpo.refit.interface import PolicyLostError
@@ -45,7 +45,7 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
             told = f"{ENGINE_NAME(number)} {explain(error)}"
             lost[number] = failure if told in failure else f"{failure}; {told}"
     late = [name for name, call in ranks.items() if call not in over]
-    _require_policy([name for name, call in ranks.items() if call in over and _is_dead(call)], "gone", failure)
+    _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
     _require_policy([name for name in late if report_hanging([name])], "stuck", failure)
     if not lost:  # else they may be waiting for an engine that is ended in a moment
         _require_policy(late, "stuck", failure)
@@ -55,11 +55,6 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
     if missing:
         raise PolicyLostError(f"{failure}; {listed(missing)} is {state}, and no rank of the policy can be replaced")
-
-
-def _is_dead(call: ray.ObjectRef) -> bool:
-    error = _error_of(call)
-    return error is not None and is_lost(error)
 
 
 def _error_of(call: ray.ObjectRef) -> RayError | None:

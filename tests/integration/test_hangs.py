@@ -101,7 +101,7 @@ def test_a_stopped_engine_ends_the_run_within_its_deadline(run: TrainingRun) -> 
 @pytest.mark.parametrize("run", [1], indirect=True)
 @pytest.mark.parametrize("name", ["generation engine 0 worker 1", "generation engine 0 core"])
 def test_a_stopped_engine_process_is_replaced(run: TrainingRun, name: str) -> None:
-    """With its whole engine, at the first deadline that passes; the second time the run ends, and is saved."""
+    """With its whole engine, at the first deadline that passes; the second time the run ends."""
     stopped, before = stop(run, name), steps(run)
     run.wait_for(lambda: steps(run) >= before + 3, timeout_s=DEADLINE_S + RESTART_S)
     assert not psutil.pid_exists(stopped.pid)
