@@ -87,7 +87,8 @@ def report(
         peak=peak,
     )
     failure = transfer if isinstance(transfer, RefitError) else None
-    sent, remarks = {}, ()
+    sent: dict[str, float] = {}
+    remarks: tuple[str, ...] = ()
     if not isinstance(transfer, RefitError):
         sent = {
             "refit_bytes": float(transfer.bytes_sent),
