@@ -25,6 +25,7 @@ from megatron_grpo.refit.broadcast.transport import BroadcastTransport
 from megatron_grpo.refit.diagnosis import SETTLE_S
 from megatron_grpo.refit.interface import PolicyLostError, RefitError
 from megatron_grpo.refit.reshard.transport import ReshardTransport
+from megatron_grpo.refit.transport import GroupTransport
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 
@@ -43,7 +44,7 @@ KILL_RANK, STALL_RANK = "kill a rank", "stall a rank"
 DROP, FLIP = "drop a message", "flip a bit"
 
 
-class FaultyReshard(ReshardTransport):
+class BeforeCommit(GroupTransport):
     """Calls something between the last message and the commit, once."""
 
     before_commit: Callable[[], Any] | None = None
@@ -55,11 +56,12 @@ class FaultyReshard(ReshardTransport):
         super()._commit(version, engines, deadline)
 
 
-class FaultyBroadcast(BroadcastTransport):
-    """Likewise."""
+class FaultyReshard(BeforeCommit, ReshardTransport):
+    """Slices, with a fault."""
 
-    before_commit: Callable[[], Any] | None = None
-    _commit = FaultyReshard._commit  # type: ignore[assignment]
+
+class FaultyBroadcast(BeforeCommit, BroadcastTransport):
+    """Whole tensors, with a fault."""
 
 
 Transport = FaultyReshard | FaultyBroadcast
