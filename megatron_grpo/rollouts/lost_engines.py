@@ -63,18 +63,34 @@ class LostEngines:
         Raises:
             SamplingError: the deadline passed; names the workers that are late.
         """
-        self.hand_on()
         end = time.monotonic() + deadline_s
         pending = {call: name(number) for number, call in enumerate(calls)}
         with phase(what):
             while pending:
-                left = max(end - time.monotonic(), 0.0)
-                ready, _ = ray.wait([*pending, *self._reports], num_returns=1, timeout=left)
-                if not ready:
-                    raise SamplingError(str(overdue(what, list(pending.values()), deadline_s)))
-                if pending.pop(ready[0], None) is None:
-                    self._replace(self._take(ready[0]))
+                over, replaced = self.some(list(pending), end - time.monotonic())
+                if replaced:
                     end = time.monotonic() + deadline_s
+                elif not over:
+                    raise SamplingError(str(overdue(what, list(pending.values()), deadline_s)))
+                for call in over:
+                    del pending[call]
+
+    def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
+        """Return when a call of a worker is over, or engines that the workers had lost were replaced, or not.
+
+        Args:
+            calls: of any workers.
+            timeout_s: seconds until it returns in any case.
+
+        Returns:
+            The call that is over, if one is, and whether something was done about engines.
+        """
+        self.hand_on()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready or ready[0] not in self._reports:
+            return ready, False
+        self._replace(self._take(ready[0]))
+        return [], True
 
     def _take(self, report: Any) -> dict[int, str]:
         """The engines that a worker reports as lost, but for those that were replaced since; listen to it further."""
