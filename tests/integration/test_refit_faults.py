@@ -29,7 +29,7 @@ from megatron_grpo.refit.transport import GroupTransport
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 REFIT = RefitConfig(bucket_mib=0.02, timeout_s=DEADLINE_S, retries=1)
 """Buckets so small that every link has several messages."""
 RESTART_S = 100.0
