@@ -87,7 +87,15 @@ def report(
         peak=peak,
     )
     failure = transfer if isinstance(transfer, RefitError) else None
-    sent = {}
+    sent: dict[str, float] = {}
+    remarks: tuple[str, ...] = ()
     if not isinstance(transfer, RefitError):
-        sent = {"refit_bytes": float(transfer.bytes_sent), "refit_retries": float(transfer.retries)}
-    return StepReport({**metrics, **sent}, dict(timing), {**speed, **samples.engines}, samples.sampled, failure)
+        sent = {
+            "refit_bytes": float(transfer.bytes_sent),
+            "refit_retries": float(transfer.retries),
+            "engine_restarts": float(len(transfer.replaced)),
+        }
+        remarks = transfer.replaced
+    return StepReport(
+        {**metrics, **sent}, dict(timing), {**speed, **samples.engines}, samples.sampled, remarks, failure
+    )

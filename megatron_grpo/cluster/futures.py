@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from megatron_grpo.cluster.late import report_hanging, report_late
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import EngineLostError, RunError
 
 FETCH_S = 300.0
 """Deadline for what is in the object store already."""
@@ -106,6 +106,8 @@ def explain(error: Exception) -> str:
     """What happened to a remote call, in one line."""
     if isinstance(error, RayTaskError):
         cause = error.cause
+        if isinstance(cause, EngineLostError):
+            return f"is lost: {cause}"
         return f"failed with {type(cause).__name__}: {cause}" if cause is not None else f"failed: {error}"
     if isinstance(error, RayActorError):
         return "died (its process is gone)"
@@ -114,3 +116,29 @@ def explain(error: Exception) -> str:
     if isinstance(error, GetTimeoutError):
         return "did not answer in time"
     return f"failed: {error}"
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether a remote call failed because the actor behind it, or a process that it needs, is there no more."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, EngineLostError)
+    return isinstance(error, RayActorError | OutOfMemoryError)
+
+
+def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
+    """Which of these calls failed because the actor behind them is there no more.
+
+    Args:
+        refs: remote calls, of which one has failed.
+        wait_s: seconds for the others to do so: who misses a peer often tells before the peer's end is known.
+    """
+    over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
+    return [number for number, ref in enumerate(refs) if ref in over and _is_lost(ref)]
+
+
+def _is_lost(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref)
+    except RayError as error:
+        return is_lost(error)
+    return False

@@ -39,6 +39,14 @@ class SamplingError(RunError):
     """Responses could not be sampled or scored; what is trained is as it was before."""
 
 
+class ModelLostError(RunError):
+    """A rank of a model in training is gone or hangs, and with it its share of the model: nothing can be saved."""
+
+
+class EngineLostError(RuntimeError):
+    """A generation engine has ended or does not answer; only another one in its place will."""
+
+
 def format_problems(problems: Sequence[Problem]) -> str:
     """A headline and one line for each problem, the explanations aligned."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"

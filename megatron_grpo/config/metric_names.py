@@ -12,7 +12,7 @@ _ALWAYS = """
     optimizer_steps valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low
     clip_fraction_high clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio
     gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version refit_bytes
-    refit_retries
+    refit_retries engine_restarts
 """
 
 _Condition = tuple[str, Callable[[Config], bool], str]

@@ -27,6 +27,7 @@ from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
 from megatron_grpo.generation.vllm_arrivals import Arrivals, drain
 from megatron_grpo.generation.vllm_cores import prepare_cpu_processes
+from megatron_grpo.generation.vllm_ending import EngineProcesses, own_processes
 from megatron_grpo.generation.vllm_fork import forget_socket
 from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
 from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
@@ -130,6 +131,7 @@ class VllmEngine:
             request, and instead of a response the reason why there is none.
 
         Raises:
+            EngineLostError: a process of the engine has ended.
             RuntimeError: the engine cannot sample; the message says why.
         """
         if self._unusable is not None and self._settings.in_flight is None:
@@ -159,6 +161,10 @@ class VllmEngine:
         assert self._llm is not None, "start() comes first"
         with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
+
+    def processes(self) -> EngineProcesses:
+        """The engine's processes, for whoever ends them when this one no longer can."""
+        return own_processes()
 
     def take_counts(self) -> EngineCounts:
         """What the engine had to do since the last call."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_grpo.cluster.futures import gather
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
 from megatron_grpo.generation.vllm_arguments import VllmSettings
+from megatron_grpo.generation.vllm_ending import END_S, EngineProcesses, end_processes
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.models.routed import RoutedForm
 
 ENGINE_NAME = "generation engine {}".format
 SHUTDOWN_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class VllmGeneration(GenerationInterface):
@@ -62,15 +68,17 @@ class VllmGeneration(GenerationInterface):
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
         self._engines: list[Any] = []
+        self._processes: list[EngineProcesses] = []
         self._starting: list[ray.ObjectRef] = []
         self.startup_s: list[dict[str, float]] = []
         """Seconds that each engine took to start, by part, as `VllmEngine.start` returns them."""
+        self.restarts = [0] * config.parallel.data
+        """How often each engine was replaced."""
 
     def start(self) -> None:
         """Begin to start every engine."""
         self._started_at = time.monotonic()
-        actor = ray.remote(VllmEngine)
-        self._engines = [actor.options(**self._actor_options(s.index)).remote(s) for s in self._settings]
+        self._engines = [self._new(settings) for settings in self._settings]
         self._starting = self.submit("start")
 
     def wait_ready(self) -> None:
@@ -81,6 +89,40 @@ class VllmGeneration(GenerationInterface):
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
         self.startup_s = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+        calls = self.submit("processes")
+        self._processes = gather(calls, deadline_s=self._startup_timeout_s, what="generation start", name=ENGINE_NAME)
+
+    def replace(self, lost: Mapping[int, str]) -> None:
+        """Put new engines in the place of some, whose processes are ended first; returns when the new ones are up.
+
+        They hold the weights of the model folder: they may serve nothing before a refit.
+
+        Args:
+            lost: why each has to be replaced, by its number.
+
+        Raises:
+            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up.
+        """
+        limit = self._config.engine_restarts
+        for index, reason in lost.items():
+            if self.restarts[index] >= limit:
+                again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
+                raise RunError(reason + again)
+        for index, reason in lost.items():
+            logger.warning("%s is replaced: %s", ENGINE_NAME(index), reason)
+            self._end(index)
+            self.restarts[index] += 1
+            self._engines[index] = self._new(self._settings[index])
+        numbers = list(lost)
+        for method in ("start", "processes"):
+            answers = gather(
+                self.submit(method, engines=numbers),
+                deadline_s=self._startup_timeout_s,
+                what="generation restart",
+                name=lambda place: ENGINE_NAME(numbers[place]),
+            )
+        for index, processes in zip(numbers, answers, strict=True):
+            self._processes[index] = processes
 
     @property
     def engines(self) -> Sequence[Any]:
@@ -99,13 +141,34 @@ class VllmGeneration(GenerationInterface):
     def endpoints(self) -> list[EngineEndpoint]:
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
 
-    def submit(self, method: str, *args: Any) -> list[ray.ObjectRef]:
-        """Call a method of every engine actor without waiting; results in the order of the engines."""
-        return [getattr(engine, method).remote(*args) for engine in self._engines]
+    def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
+        """Call a method of engine actors without waiting.
 
-    def submit_each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[ray.ObjectRef]:
-        """Call a method of every engine actor with arguments of its own, without waiting; results by engine."""
-        return [getattr(engine, method).remote(*args) for engine, args in zip(self._engines, arguments, strict=True)]
+        Args:
+            method: its name.
+            args: its arguments.
+            engines: numbers of the engines; None: all.
+
+        Returns:
+            A reference to the result of each, in their order.
+        """
+        numbers = range(len(self._engines)) if engines is None else engines
+        return [getattr(self._engines[number], method).remote(*args) for number in numbers]
+
+    def submit_each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], engines: Sequence[int]
+    ) -> list[ray.ObjectRef]:
+        """Call a method of engine actors with arguments of their own, without waiting; results in their order.
+
+        Args:
+            method: its name.
+            arguments: its arguments, by engine.
+            engines: numbers of the engines.
+        """
+        return [
+            getattr(self._engines[number], method).remote(*args)
+            for number, args in zip(engines, arguments, strict=True)
+        ]
 
     def sleep(self) -> None:
         """Let models in training have the devices.
@@ -131,3 +194,22 @@ class VllmGeneration(GenerationInterface):
         ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         for engine in engines:
             ray.kill(engine)
+
+    def _new(self, settings: VllmSettings) -> Any:
+        """An actor for an engine, not yet started."""
+        return ray.remote(VllmEngine).options(**self._actor_options(settings.index)).remote(settings)
+
+    def _end(self, index: int) -> None:
+        """End every process of an engine whose actor may be past doing so itself."""
+        processes = self._processes[index]
+        ray.kill(self._engines[index])
+        there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+        task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=there)
+        what = f"ending {ENGINE_NAME(index)}"
+        try:
+            (left,) = gather([task.remote(processes)], deadline_s=END_S + SHUTDOWN_S, what=what, name=lambda _: "Ray")
+        except RunError as error:  # the machine is gone, and the processes with it
+            logger.warning("%s", error)
+            return
+        if left:
+            logger.warning("%s: processes %s are still there", what, left)

@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_grpo.config.errors import EngineLostError
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -30,13 +32,14 @@ async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Resul
 
 @contextmanager
 def deaths_explained() -> Iterator[None]:
+    """Let calls of vLLM's processes raise EngineLostError when one has ended, in whatever way that shows."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
         yield
     except EngineDeadError:
-        raise RuntimeError("a vLLM process of this engine has ended") from None
+        raise EngineLostError("a vLLM process of this engine has ended") from None
     except (RuntimeError, ValueError):
         raise
     except Exception as error:  # noqa: BLE001 - a call that a process ends under raises just that
-        raise RuntimeError(f"a vLLM process of this engine failed: {error}") from None
+        raise EngineLostError(f"a vLLM process of this engine failed: {error}") from None

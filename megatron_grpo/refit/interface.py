@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 
 
 class RefitError(RunError):
     """A refit that did not complete on every worker; generation must not be used with the new version."""
+
+
+class PolicyLostError(RefitError, ModelLostError):
+    """A refit failed because a rank of the policy is gone or hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class TransferReport:
     """Of all attempts."""
     retries: int = 0
     """Attempts that failed before."""
+    replaced: tuple[str, ...] = ()
+    """Of every engine that was replaced since the refit before this one, in this one or between: which, and why."""
 
 
 class WeightTransport(ABC):
@@ -52,7 +59,20 @@ class WeightTransport(ABC):
 
         Raises:
             RefitError: in every attempt the deadline passed, a rank died or a checksum differed; names who.
+            PolicyLostError: it was a rank of the policy.
         """
+
+    def restore(self, lost: Mapping[int, str]) -> None:
+        """Replace engines that were lost while nothing was published, and give the new ones the current weights.
+
+        Args:
+            lost: why each is lost, by its number.
+
+        Raises:
+            SamplingError: they are not replaced, for the reason that is given.
+            PolicyLostError: a rank of the policy is gone, too.
+        """
+        raise SamplingError("; ".join(lost.values()))
 
 
 class Receiver(Protocol):

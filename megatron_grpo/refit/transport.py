@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import ray
@@ -13,14 +15,28 @@ from torch.distributed import Store, TCPStore
 
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.cluster.rendezvous import node_address, open_store
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
-from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.generation.vllm_generation import ENGINE_NAME, VllmGeneration
 from megatron_grpo.policy.driver.policy import MegatronPolicy
+from megatron_grpo.refit.diagnosis import RANK_NAME, lost_engines
 from megatron_grpo.refit.groups import Rendezvous
-from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
+from megatron_grpo.refit.interface import PolicyLostError, RefitError, TransferReport, WeightTransport
 
 logger = logging.getLogger(__name__)
+
+
+class AttemptError(Exception):
+    """One attempt at a refit failed."""
+
+    def __init__(self, text: str, lost: Mapping[int, str]) -> None:
+        """
+        Args:
+            text: what happened.
+            lost: engines that have to be replaced before another attempt, by number, and why.
+        """
+        super().__init__(text)
+        self.lost = lost
 
 
 class GroupTransport(WeightTransport):
@@ -35,7 +51,10 @@ class GroupTransport(WeightTransport):
         self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._store: TCPStore | None = None
-        self._links_failed = False
+        self._linked: tuple[int, ...] = ()
+        """Engines that the policy has links to; none after a failure: half a message may be left in one."""
+        self._version = 0
+        self._replaced: list[str] = []
 
     @abstractmethod
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
@@ -46,44 +65,89 @@ class GroupTransport(WeightTransport):
         """Let every rank of the policy send: of each what it sent, or None."""
 
     def connect(self) -> None:
-        endpoints = self._generation.endpoints()
+        try:
+            self._connect(self._engines())
+        except AttemptError as error:
+            raise RefitError(str(error)) from None
+
+    def publish(self, version: int) -> TransferReport:
+        began = time.monotonic()
+        report = self._deliver(version, self._engines())
+        self._version = version
+        replaced, self._replaced = tuple(self._replaced), []
+        return replace(report, seconds=time.monotonic() - began, replaced=replaced)
+
+    def restore(self, lost: Mapping[int, str]) -> None:
+        try:
+            self._replace(lost)
+            self._deliver(self._version, tuple(sorted(lost)))
+        except PolicyLostError:
+            raise
+        except RunError as error:
+            raise SamplingError(str(error)) from error
+
+    def _engines(self) -> tuple[int, ...]:
+        return tuple(endpoint.index for endpoint in self._generation.endpoints())
+
+    def _deliver(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        """Bring engines to a version, in as many attempts as it takes; one that costs an engine is no retry."""
+        failures: list[str] = []
+        retries = self._retries
+        while True:
+            try:
+                if self._linked != engines:
+                    self._connect(engines)
+                return replace(self._attempt(version, engines), retries=len(failures))
+            except AttemptError as error:
+                self._linked = ()
+                logger.warning("attempt %d: %s", len(failures) + 1, error)
+                failures.append(str(error))
+                if error.lost:
+                    self._replace(error.lost)
+                elif retries:
+                    retries -= 1
+                else:
+                    raise RefitError("; tried again: ".join(failures)) from None
+
+    def _replace(self, lost: Mapping[int, str]) -> None:
+        """Put new engines in the place of lost ones.
+
+        Raises:
+            RefitError: they were replaced as often as is allowed, or do not come up.
+        """
+        try:
+            self._generation.replace(lost)
+        except RunError as error:
+            raise RefitError(str(error)) from error
+        self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost.items()]
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        """Make links between the policy and some engines, and none to others."""
+        self._linked = ()
+        ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
         self._store = open_store(node_address(), self._timeout_s)
+        *first, receivers = accumulate((ranks[engine] for engine in engines), initial=0)
         rendezvous = Rendezvous(
             host=self._store.host,
             port=self._store.port,
-            receivers=sum(endpoint.ranks for endpoint in endpoints),
+            receivers=receivers,
             timeout_s=self._timeout_s,
             same_gpus=self._generation.colocated,
         )
         sends = self._connect_senders(self._store, rendezvous)
-        first = [sum(e.ranks for e in endpoints[:index]) for index in range(len(endpoints))]
         arguments = [(self.mode, asdict(rendezvous), offset) for offset in first]
-        receives = self._generation.submit_each("connect_weights", arguments)
-        self._complete(sends, receives, time.monotonic() + self._timeout_s, "connecting the refit")
-        self._links_failed = False
-
-    def publish(self, version: int) -> TransferReport:
-        began = time.monotonic()
-        failures: list[str] = []
-        while len(failures) <= self._retries:
-            try:
-                if self._links_failed:  # half a message may be left in one
-                    self.connect()
-                report = self._attempt(version)
-                return replace(report, seconds=time.monotonic() - began, retries=len(failures))
-            except RefitError as error:
-                self._links_failed = True
-                logger.warning("attempt %d: %s", len(failures) + 1, error)
-                failures.append(str(error))
-        raise RefitError("; tried again: ".join(failures))
-
-    def _attempt(self, version: int) -> TransferReport:
+        receives = self._generation.submit_each("connect_weights", arguments, engines)
         deadline = time.monotonic() + self._timeout_s
-        what = f"refit of version {version}"
-        receives = self._generation.submit("receive_weights", version)
+        self._complete(sends, dict(zip(engines, receives, strict=True)), deadline, "connecting the refit")
+        self._linked = engines
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        deadline = time.monotonic() + self._timeout_s
+        receives = self._on_engines("receive_weights", version, engines)
         sends = self._send(version)
-        sent = [one for one in self._complete(sends, receives, deadline, what) if one is not None]
-        self._complete([], self._generation.submit("commit_weights", version), deadline, f"commit of version {version}")
+        answers = self._complete(sends, receives, deadline, f"refit of version {version}")
+        sent = [one for one in answers if one is not None]
+        self._commit(version, engines, deadline)
         return TransferReport(
             version=version,
             bytes_sent=sum(one.bytes for one in sent),
@@ -92,18 +156,28 @@ class GroupTransport(WeightTransport):
             seconds=0.0,
         )
 
+    def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
+        """Let engines, which all have verified a version, serve it."""
+        commits = self._on_engines("commit_weights", version, engines)
+        self._complete([], commits, deadline, f"commit of version {version}")
+
+    def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
+        return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
+
+    @staticmethod
     def _complete(
-        self, sends: list[ray.ObjectRef], receives: list[ray.ObjectRef], deadline: float, what: str
+        sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
         """Wait for both sides; what the senders returned.
 
         Raises:
-            RefitError: one side failed, which is told at once, without waiting for the other; or the deadline passed.
+            AttemptError: one side failed, which is told without waiting for the deadline; or the deadline passed.
+            PolicyLostError: a rank of the policy died or hangs.
         """
-        names = [f"policy rank {rank}" for rank in range(len(sends))]
-        names += [f"generation engine {engine}" for engine in range(len(receives))]
+        names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
+        calls = [*sends, *receives.values()]
         left = max(deadline - time.monotonic(), 0.0)
         try:
-            return gather([*sends, *receives], deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
+            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
         except RunError as error:
-            raise RefitError(str(error)) from error
+            raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -28,6 +28,7 @@ from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
+from megatron_grpo.rollouts.lost_engines import LostEngines, Restore, not_replaced
 from megatron_grpo.rollouts.payloads import Bundler, Payloads
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
 from megatron_grpo.rollouts.shards import evenly_chosen, places_of, shard_fields
@@ -36,6 +37,8 @@ from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, Wor
 ENGINES_PER_WORKER = 8
 WORKER_NAME = "rollout worker {}".format
 ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0}
+COUNTS_S = 20.0
+"""Deadline for the engines' statistics, which nothing depends on."""
 GRACE_S = 20.0
 """What the driver waits longer than the workers do, whose messages say more and come once the stacks are read."""
 
@@ -80,6 +83,7 @@ class RolloutPool:
         startup_timeout_s: float = 900.0,
         actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
         routed: RoutedForm | None = None,
+        restore: Restore = not_replaced,
     ) -> None:
         """
         Args:
@@ -92,9 +96,11 @@ class RolloutPool:
                 replaces another.
             actor_options: Ray options (resources, placement) of every worker.
             routed: what the experts look like that engines return; None: they do not.
+            restore: replaces engines that are lost, in `engines` itself, and raises SamplingError if it does not.
         """
         self._config = config
-        self._engines = list(engines)
+        self._engines = engines
+        self._lost = LostEngines(engines, restore)
         self._environments = environments
         self._max_total_sequence_length = max_total_sequence_length
         self._generation_timeout_s = generation_timeout_s
@@ -132,6 +138,7 @@ class RolloutPool:
                 routed=self._routed,
             )
             self._workers.append(actor.remote(settings))
+            self._lost.watch(self._workers[-1], numbers)
         self._starting = [worker.ready.remote() for worker in self._workers]
 
     def wait_ready(self) -> None:
@@ -188,6 +195,7 @@ class RolloutPool:
             max_total_sequence_length=self._max_total_sequence_length,
             timeout_s=self._config.timeout_s,
         )
+        self._lost.hand_on()
         batch = next(self._batches)
         numbered = list(enumerate(prompts))
         bounds = [round(len(prompts) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
@@ -201,7 +209,9 @@ class RolloutPool:
     def finish(self, under_way: UnderWay, timer: Timer) -> list[SampledGroup]:
         """Wait for a generation batch that was begun; returns and raises what `collect` does."""
         with timer.phase("generation"):
-            self._gather(under_way.generated, self._generation_timeout_s + GRACE_S, "generation")
+            limit = self._generation_timeout_s + GRACE_S
+            self._lost.wait(under_way.generated, limit, "generation", WORKER_NAME)
+            self._gather(under_way.generated, limit, "generation")
         with timer.phase("environment"):
             answers = self._gather(under_way.collected, ATTEMPTS * self._config.timeout_s + GRACE_S, "scoring")
         self.remarks += [text for collected in answers for text in collected.remarks]
@@ -219,16 +229,10 @@ class RolloutPool:
         return groups
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """What each engine had to do since the last call.
-
-        Raises:
-            SamplingError: an engine failed.
-        """
+        """What each engine had to do since the last call; of one that fails, nothing: who needs it next will tell."""
         calls = [engine.take_counts.remote() for engine in self._engines]
-        try:
-            return gather(calls, deadline_s=self._generation_timeout_s, what="statistics", name=ENGINE_NAME)
-        except RunError as error:
-            raise SamplingError(str(error)) from error
+        over, _ = ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)
+        return [_counts(call) if call in over else EngineCounts() for call in calls]
 
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
@@ -357,3 +361,10 @@ class RolloutPool:
             if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
                 raise type(cause.cause)(str(cause.cause)) from None
             raise SamplingError(str(error)) from error
+
+
+def _counts(call: Any) -> EngineCounts:
+    try:
+        return cast(EngineCounts, ray.get(call))
+    except RayError:
+        return EngineCounts()

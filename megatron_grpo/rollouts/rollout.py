@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import Scored, ScoringJob, Turn
@@ -28,6 +29,10 @@ class Engine(Protocol):
     load: int
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput: ...
+
+    async def is_lost(self) -> bool: ...
+
+    async def replaced(self) -> None: ...
 
 
 class Router(Protocol):
@@ -158,8 +163,7 @@ class GroupRollout:
                 failed_on, (engine,) = engine, self._router.place([1])
                 failed_on.load -= 1
             try:
-                async with asyncio.timeout(self._plan.timeout_s):
-                    sampled = await self._turns(sample, engine)
+                sampled = await self._attempt(sample, engine)
                 engine.load -= 1
                 return sampled
             except TimeoutError:
@@ -173,6 +177,19 @@ class GroupRollout:
         failed = self._trajectory(sample, [self._prompt_ids], [], [], "", "stop", None)
         _fail(failed, reason)
         return _Sampled(failed)
+
+    async def _attempt(self, sample: int, engine: Engine) -> _Sampled:
+        """One attempt at a sample: from its beginning again, with equal seeds, whenever the engine is replaced."""
+        while True:
+            try:
+                async with asyncio.timeout(self._plan.timeout_s):
+                    return await self._turns(sample, engine)
+            except TimeoutError:
+                if not await engine.is_lost():
+                    raise
+            except EngineLostError:
+                pass
+            await engine.replaced()
 
     async def _turns(self, sample: int, engine: Engine) -> _Sampled:
         datum, plan = self._datum, self._plan

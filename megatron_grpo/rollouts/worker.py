@@ -19,7 +19,7 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.models.routed import RoutedForm
-from megatron_grpo.rollouts.engines import EngineClient, Engines
+from megatron_grpo.rollouts.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
@@ -83,8 +83,7 @@ class RolloutWorker:
             SamplingError: an engine failed, or an environment cannot be kept up.
         """
         generated = self._generated[batch]
-        limit = self._settings.generation_timeout_s
-        deadline = asyncio.create_task(self._engines.fail_busy_after(limit))
+        deadline = asyncio.create_task(self._engines.lose_late(self._settings.generation_timeout_s))
         left = len(prompts)
         bundler = Bundler(len(prompts))
 
@@ -121,6 +120,18 @@ class RolloutWorker:
         """Return when the sampling of this call of `collect` is over, or it has failed."""
         await self._generated[batch].wait()
         del self._generated[batch]
+
+    async def lost_engines(self) -> dict[int, EngineLoss]:
+        """Return as soon as engines are lost: which, and why. Their rollouts wait for one of the next two calls."""
+        return await self._engines.losses()
+
+    async def replace_engine(self, number: int, actor: Any) -> None:
+        """Ask another actor in the place of an engine; what the one before has not answered is asked again."""
+        self._engines.by_number(number).replace(actor)
+
+    async def give_up_engine(self, number: int, reason: str) -> None:
+        """Let rollouts that need an engine fail with this text: nothing takes its place."""
+        self._engines.by_number(number).give_up(reason)
 
     @phase("build shards")
     async def build_shards(self, payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
@@ -28,10 +28,14 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     Raises:
         SamplingError: after a checkpoint of the steps that were finished.
         RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
+        ModelLostError: without one: a rank of a model is gone, and with it what it had learnt since the last.
         RunError: a step failed, in the words of the algorithm's step.
     """
     try:
         _train_steps(run, step)
+    except ModelLostError as error:
+        _finish_saving_before_the_end(run)
+        raise ModelLostError(f"{error}; {_what_stands(run)}") from error
     except RunError:
         _finish_saving_before_the_end(run)
         raise
@@ -99,7 +103,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     step, metrics = run.state["total_steps"], dict(report.metrics)
     failure = report.failure
     if failure is not None:  # saving waits for ranks that the failure may have left busy
-        run.logger.note(f"the weights of step {step} were not published; the step is saved before the run ends")
+        saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
+        run.logger.note(f"the weights of step {step} were not published; the step {saved}")
     elif _validation_due(run):
         try:
             metrics |= _validated(run)
@@ -113,7 +118,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     _remark(run, step, report)
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
-        _save_finished_steps(run, metrics, snapshot_of(run))
+        if not isinstance(failure, ModelLostError):
+            _save_finished_steps(run, metrics, snapshot_of(run))
         raise failure
     if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics, snapshot_of(run))
@@ -123,7 +129,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
 def _remark(run: GRPORun, step: int, report: StepReport) -> None:
     """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
     responses that nobody gave a reward."""
-    for text in run.rollouts.remarks:
+    for text in (*run.rollouts.remarks, *report.remarks):
         run.logger.note(f"step {step}: {text}")
     run.rollouts.remarks.clear()
     if not report.metrics["valid_tokens"]:
@@ -165,6 +171,14 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: S
             finish_saving(run)
     except RunError as error:
         run.logger.note(f"step {step} could not be saved: {error}")
+
+
+def _what_stands(run: GRPORun) -> str:
+    """What is left of a run whose models are lost."""
+    steps = run.checkpointer.steps()
+    if not steps:
+        return "there is no checkpoint: the run begins anew when it is started again"
+    return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
 
 
 def _finish_saving_before_the_end(run: GRPORun) -> None:

@@ -74,6 +74,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     environments = build_environments(config.env)
     for environment in environments.values():
         stack.callback(environment.shutdown)
+    transport = transport_between(policy, generation, config.refit)
     rollouts = RolloutPool(
         config.rollouts,
         generation.engines,
@@ -81,6 +82,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         max_total_sequence_length=config.policy.max_total_sequence_length,
         generation_timeout_s=config.generation.timeout_s,
         routed=routed_form(config, folder),
+        restore=transport.restore,
     )
     stack.callback(rollouts.shutdown)
     rollouts.start()
@@ -93,7 +95,6 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for kind, model in (("policy", policy), ("value", value), ("engine", generation)):
         if model is not None:
             parts.add_slowest(kind, model.startup_s)
-    transport = transport_between(policy, generation, config.refit)
     with parts.part("refit"):
         transport.connect()
     if not opening.start_from.done():

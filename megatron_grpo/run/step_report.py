@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.errors import RunError
@@ -17,5 +18,7 @@ class StepReport:
     throughput: dict[str, float]
     sampled: list[Outcome]
     """What became of everything that was sampled, also of what dynamic sampling dropped."""
+    remarks: Sequence[str] = ()
+    """What somebody who watches the run should hear of."""
     failure: RunError | None = None
     """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""

@@ -19,22 +19,27 @@ DEADLINE_S = 40
 GRACE_S = 60
 """For what follows a deadline: stacks, saving the steps before it where the models are whole, ending every process."""
 
+ROLLOUT_S = DEADLINE_S // 2
 SCORING_S = 12
 DEADLINES = (
     *(f"{key}.timeout_s={DEADLINE_S}" for key in ("policy", "generation", "refit")),
-    f"rollouts.timeout_s={DEADLINE_S / 2:g}",  # the driver waits for two attempts
+    f"rollouts.timeout_s={ROLLOUT_S}",  # the driver waits for two attempts
     f"env.addition.timeout_s={SCORING_S}",  # and an attempt for a process that takes the place of another
 )
 ENDLESS = ("grpo.max_num_steps=100000", "grpo.val_period=0", "grpo.num_prompts_per_step=16", "checkpointing=none")
 STARTUP_S = 400
+RESTART_S = 120
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(STARTUP_S + 200)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TrainingRun]:
-    """One that trains and would do so for days."""
-    run = TrainingRun(tmp_path / "run", *ENDLESS, *DEADLINES, "logger.level=debug")
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrainingRun]:
+    """One that trains and would do so for days; the parameter is how often its engine is replaced, else never."""
+    restarts = getattr(request, "param", 0)
+    run = TrainingRun(
+        tmp_path / "run", *ENDLESS, *DEADLINES, f"generation.engine_restarts={restarts}", "logger.level=debug"
+    )
     run.start()
     try:
         run.wait_for(lambda: steps(run) >= 2, timeout_s=STARTUP_S)
@@ -71,7 +76,7 @@ def test_a_stopped_process_ends_the_run_within_its_deadline(run: TrainingRun, na
     assert " is in phase" in message or " after phase " in message
     assert "its process is stopped (SIGSTOP)" in message
     assert "Traceback" not in run.log(), run.log()
-    assert ended >= DEADLINE_S - 5, "something else than the deadline ended it"
+    assert ended >= ROLLOUT_S - 5, "something else than a deadline ended it"
 
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["outcome"] == "failed"
@@ -91,6 +96,25 @@ def test_a_stopped_engine_ends_the_run_within_its_deadline(run: TrainingRun) -> 
     print(message)
     assert f"generation engine 0 (pid {beats['generation engine 0'].pid} on " in message
     assert "its process is stopped (SIGSTOP)" in message
+
+
+@pytest.mark.parametrize("run", [1], indirect=True)
+@pytest.mark.parametrize("name", ["generation engine 0 worker 1", "generation engine 0 core"])
+def test_a_stopped_engine_process_is_replaced(run: TrainingRun, name: str) -> None:
+    """With its whole engine, at the first deadline that passes; the second time the run ends."""
+    stopped, before = stop(run, name), steps(run)
+    run.wait_for(lambda: steps(run) >= before + 3, timeout_s=DEADLINE_S + RESTART_S)
+    assert not psutil.pid_exists(stopped.pid)
+    assert sum(row["engine_restarts"] for row in run.metrics()) == 1
+    assert sum(row["failed_rollouts"] for row in run.metrics()) == 0
+    told = f"{name} (pid {stopped.pid} on {stopped.host}) "
+    assert any("generation engine 0 was replaced: " in line and told in line for line in run.log().splitlines())
+    stop(run, name)
+    assert run.finish(timeout_s=DEADLINE_S + GRACE_S) == 1, run.log()
+    run.assert_nothing_left(within_s=2.0)
+    message = run.log().strip().splitlines()[-1]
+    assert "it was replaced as often as generation.engine_restarts=1 allows" in message
+    assert "Traceback" not in run.log(), run.log()
 
 
 def test_a_stopped_environment_process_is_replaced(run: TrainingRun) -> None:

@@ -65,17 +65,30 @@ def pool(
     *,
     engines: Sequence[Mapping[str, Any]] = ({}, {}),
     generation_timeout_s: float = 60.0,
+    spare: Sequence[Mapping[str, Any]] = (),
     **config: Any,
 ) -> Iterator[RolloutPool]:
-    """Rollout workers over one made-up engine for each entry of `engines`, which are its arguments."""
+    """Rollout workers over one made-up engine for each entry of `engines`, which are its arguments.
+
+    Engines that are lost are replaced by those of `spare`, the arguments of which are used up from the front.
+    """
     environments = build_environments({"task": environment or EnvironmentConfig(type="addition")})
     actor = ray.remote(num_cpus=0)(MadeUpEngine)
+    actors, left = [actor.remote(**arguments) for arguments in engines], list(spare)
+
+    def restore(lost: Mapping[int, str]) -> None:
+        for number, reason in lost.items():
+            if not left:
+                raise SamplingError(reason)
+            actors[number] = actor.remote(**left.pop(0))
+
     rollouts = RolloutPool(
         RolloutsConfig(**config),
-        [actor.remote(**arguments) for arguments in engines],
+        actors,
         environments,
         max_total_sequence_length=MAX_LENGTH,
         generation_timeout_s=generation_timeout_s,
+        restore=restore,
     )
     rollouts.start()
     try:
@@ -286,6 +299,44 @@ def test_an_engine_that_does_not_answer_is_named() -> None:
     seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     with (
         pool(engines=[{}, {"stuck": seeds}], generation_timeout_s=1.0) as rollouts,
+        pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 1 s$"),
+    ):
+        collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: int) -> None:
+    """The second engine dies over its second answer, and so does the one in its place."""
+    prompts = [prompt(idx) for idx in range(PROMPTS)]
+    with pool(
+        engines=[{}, {"dies_after": 1}], spare=[{"dies_after": 1, "chunk": 2}, {}], num_workers=workers
+    ) as rollouts:
+        groups = collect(rollouts, prompts)
+        trajectories = rollouts.fetch(groups)
+        seeds = [sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
+        histories = ray.get([engine.history.remote() for engine in rollouts._engines])
+        again = collect(rollouts, prompts)
+    expected = [
+        [expected_trajectory(datum, group, sample).to_row() for sample in range(SAMPLES)]
+        for group, datum in enumerate(prompts)
+    ]
+    assert [[one.to_row() for one in group] for group in trajectories] == expected
+    assert len(histories[0][0]) == 1, "the engine that works is not asked again"
+    ((left,),) = [calls for calls, _ in histories][1:]
+    assert left == seeds[: len(left)], "it answers the last ones first, so that some of these are not asked for again"
+    assert [group.outcomes for group in again] == [group.outcomes for group in groups]
+
+
+def test_a_late_engine_is_replaced_until_none_is_left() -> None:
+    seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
+    stuck = {"stuck": seeds}
+    with pool(engines=[{}, stuck], spare=[{}], generation_timeout_s=1.0) as rollouts:
+        outcomes = [
+            one for group in collect(rollouts, [prompt(idx) for idx in range(PROMPTS)]) for one in group.outcomes
+        ]
+    assert [one.failure for one in outcomes] == [None] * PROMPTS * SAMPLES
+    with (
+        pool(engines=[{}, stuck], spare=[stuck], generation_timeout_s=1.0) as rollouts,
         pytest.raises(SamplingError, match=r"^generation: no answer from generation engine 1 within 1 s$"),
     ):
         collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])

@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 SHORT = (
@@ -126,21 +129,74 @@ def test_an_exported_checkpoint_answers_as_the_run_did(straight: TrainingRun, tm
     assert right / len(rows) == validated["val_accuracy"]
 
 
+ENDLESS = (*SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
+
+
+def steps(run: TrainingRun) -> int:
+    return len(run.metrics()) if (run.run_dir / "metrics.jsonl").exists() else 0
+
+
+def heartbeat(run: TrainingRun, name: str) -> Heartbeat:
+    return read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER)[name]
+
+
 def test_a_killed_vllm_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
-    run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
+    run = TrainingRun(tmp_path / "run", *ENDLESS, "generation.engine_restarts=0")
     run.start()
-    run.wait_for(lambda: (run.run_dir / "metrics.jsonl").exists() and len(run.metrics()) >= 2)
-    engines = [
-        process for process in run.processes() if "VLLM" in process.name() or "VLLM" in "".join(process.cmdline())
-    ]
-    assert engines, [process.name() for process in run.processes()]
+    run.wait_for(lambda: steps(run) >= 2)
     killed = time.monotonic()
-    engines[-1].send_signal(signal.SIGKILL)
+    psutil.Process(heartbeat(run, "generation engine 0 worker 1").pid).kill()
     assert run.finish(timeout_s=60) == 1, run.log()
     assert time.monotonic() - killed < 45
     assert "generation engine 0" in run.log(), run.log()
     assert "Traceback" not in run.log(), run.log()
     run.assert_nothing_left()
+    assert (run.run_dir / "checkpoints" / f"step_{steps(run)}").exists(), "the steps that were finished are saved"
+
+
+@pytest.mark.parametrize("when", ["generate", pytest.param("receive weights", marks=pytest.mark.slow)])
+def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
+    when: str, straight: TrainingRun, tmp_path: Path
+) -> None:
+    """Over a response, and in a refit: it learns what it would have learnt."""
+    run = TrainingRun(tmp_path / "run", *SHORT)
+    run.start()
+    run.wait_for(lambda: steps(run) >= 2)
+    run.wait_for(lambda: when in [phase.name for phase in heartbeat(run, "generation engine 0").phases])
+    killed = [process.pid for process in psutil.process_iter() if _is_of_engine(run, process)]
+    psutil.Process(heartbeat(run, "generation engine 0 worker 1").pid).kill()
+    assert run.finish(timeout_s=240) == 0, run.log()
+    assert not [pid for pid in killed if psutil.pid_exists(pid)]
+    assert sum(row["engine_restarts"] for row in run.metrics()) == 1
+    assert "generation engine 0 was replaced: " in run.log()
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(run.metrics(), straight.metrics(), strict=True):
+        assert ours["failed_rollouts"] == 0
+        assert ours["token_mult_prob_error_max"] < 1.001, "what is sampled is sampled from the policy's weights"
+        for name in ("reward", "loss", "grad_norm", "approx_entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), f"step {ours['step']}: {name}"
+    run.assert_nothing_left()
+
+
+def _is_of_engine(run: TrainingRun, process: psutil.Process) -> bool:
+    beats = read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER).values()
+    return process.pid in [beat.pid for beat in beats if beat.name.startswith("generation engine 0")]
+
+
+def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", *ENDLESS, "checkpointing.save_period=2")
+    run.start()
+    run.wait_for(lambda: (run.run_dir / "checkpoints" / "step_2").exists() and steps(run) >= 3)
+    psutil.Process(heartbeat(run, "policy rank 1").pid).kill()
+    assert run.finish(timeout_s=90) == 1, run.log()
+    message = run.log().strip().splitlines()[-1]
+    print(message)
+    assert message.startswith("run failed: ")
+    assert "policy rank 1" in message
+    assert "Traceback" not in run.log(), run.log()
+    run.assert_nothing_left()
+    saved = sorted(int(one.name.removeprefix("step_")) for one in (run.run_dir / "checkpoints").glob("step_*"))
+    assert f"checkpoints/step_{saved[-1]} is the last one" in message
 
 
 @pytest.mark.parametrize("when", ["starting", "training"])

@@ -124,12 +124,22 @@ def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, ver
         oracle = Oracle(versions.folders[versions.number[version]])
         greedy = SamplingSettings(max_new_tokens=6, temperature=0.0)
         asked = [request(prompt, seed=0, max_new_tokens=6) for prompt in prompts]
-        for prompt, output in zip(prompts, generate(generation, asked, greedy), strict=True):
+        _prefix_hits(generation)
+        outputs = generate(generation, asked, greedy)
+        assert _prefix_hits(generation) == 0
+        for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids.tolist() == oracle.greedy(prompt, 6)
             assert output.logprobs.tolist() == pytest.approx(
                 oracle.logprobs(prompt, output.token_ids.tolist()), abs=1e-4
             )
             assert output.spans == [Span(0, len(output.token_ids), version)]
+        generate(generation, asked, greedy)
+        assert bool(_prefix_hits(generation)) == (not recompute), "a cache that is kept is found under its own weights"
+
+
+def _prefix_hits(generation: VllmGeneration) -> int:
+    """Prompt tokens that engines found in their caches since the last call."""
+    return sum(counts.prefix_hits for counts in ray.get(generation.submit("take_counts")))
 
 
 def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: Versions, recompute: bool) -> None:

@@ -112,6 +112,7 @@ def engines(
     generation_batch_size: int | None = None,
     engine_args: dict[str, Any] | None = None,
     in_flight: AsyncGRPOConfig | None = None,
+    engine_restarts: int = 0,
 ) -> Iterator[VllmGeneration]:
     """Ready engines of this layout; needs Ray."""
     config = GenerationConfig(
@@ -124,6 +125,7 @@ def engines(
         generation_batch_size=generation_batch_size,
         engine_args=engine_args or {},
         timeout_s=120.0,
+        engine_restarts=engine_restarts,
     )
     generation = VllmGeneration(
         str(path),
@@ -168,13 +170,18 @@ def request(prompt: Sequence[int], seed: int, max_new_tokens: int) -> Generation
 
 
 def kill_a_worker(generation: VllmGeneration) -> None:
-    """SIGKILL one of the processes of the first engine that hold weights.
+    """SIGKILL one of the processes of the first engine that hold weights."""
+    psutil.Process(worker_pids(generation)[0]).kill()
+
+
+def worker_pids(generation: VllmGeneration, engine: int = 0) -> list[int]:
+    """The processes of an engine that hold weights.
 
     The engine's actor itself looks for them, and by kinship: nothing else is as many generations away from it.
     """
-    workers = ray.get(generation._engines[0].__ray_call__.remote(_youngest_generation))
+    workers = ray.get(generation.engines[engine].__ray_call__.remote(_youngest_generation))
     assert workers, [(one.pid, one.ppid(), one.name()) for one in psutil.process_iter()]
-    psutil.Process(workers[0]).kill()
+    return workers
 
 
 def _youngest_generation(_: VllmEngine) -> list[int]:

@@ -59,7 +59,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
 
     def publish(version: int) -> Any:
         log.append(f"version {version}")
-        return SimpleNamespace(bytes_sent=8, retries=0)
+        return SimpleNamespace(bytes_sent=8, retries=0, replaced=())
 
     parts: dict[str, Any] = {
         "config": config,

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import gather
+from megatron_grpo.cluster.futures import gather, listed, lost_among
+from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.data.batch import ReplicaWork, StepBatch
 from megatron_grpo.data.planning import planner
 from megatron_grpo.losses.interface import GlobalCounts, LossFunction, combine_metrics
@@ -28,6 +30,9 @@ from megatron_grpo.policy.rank.actor import (
     save_checkpoint,
     take_back_memory,
 )
+
+SETTLE_S = 3.0
+"""Time in which the end of a rank becomes known, once one has failed."""
 
 
 class RankGroup(TrainedModel):
@@ -139,7 +144,16 @@ class RankGroup(TrainedModel):
 
     def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
         deadline_s = deadline_s or self._config.timeout_s
-        return gather(refs, deadline_s=deadline_s, what=what, name=f"{self.label} rank {{}}".format)
+        name = f"{self.label} rank {{}}".format
+        try:
+            return gather(refs, deadline_s=deadline_s, what=what, name=name)
+        except RunError as error:
+            lost = lost_among(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
+            if not lost:
+                raise
+            text = str(error)
+            others = [name(rank) for rank in lost if name(rank) not in text]
+            raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
 
     def _suspects(
         self,

@@ -58,11 +58,11 @@ class BroadcastReceiver:
             try:
                 under_way.pop(position).wait()
             except RuntimeError as error:
-                raise RuntimeError(f"stage {stage} stopped sending: {error}") from error
+                raise RuntimeError(f"stage {stage} stopped sending before {bucket.slots[0].name}: {error}") from error
             buffer = self._buffer(position)
             problem = broken_seal(buffer, version)
             if problem is not None:
-                broken.append(f"stage {stage}, bucket {number}: {problem}")
+                broken.append(f"stage {stage}, bucket {number}: {problem}; it begins with {bucket.slots[0].name}")
             if not broken:
                 self._model.load_weights((slot.name, slot.view(buffer)) for slot in bucket.slots)
             if position + ahead < len(self._order):  # into the buffer that has just been emptied

@@ -73,7 +73,8 @@ class BucketSender:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"stage {self.stage}, bucket {number}: receivers are gone: {error}") from error
+            which = f"stage {self.stage}, bucket {number}, which begins with {self.buckets[number].slots[0].name}"
+            raise RuntimeError(f"{which}: receivers are gone: {error}") from error
 
 
 _sender: BucketSender | None = None

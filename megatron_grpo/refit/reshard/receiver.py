@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import shape_of_folder, weight_entries
 from megatron_grpo.models.places import engine_places
 from megatron_grpo.refit.buckets import broken_seal
 from megatron_grpo.refit.groups import Rendezvous
@@ -38,6 +38,7 @@ class ReshardReceiver:
             pipeline=parallel.pipeline_parallel_size,
             expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
         )
+        self._entries = weight_entries(shape)
         self._links = Links(rendezvous, "target", number, device)
         place = engine_places(layout, shape)[parallel.rank]
         messages = [message.pieces for message in self._links.messages]
@@ -69,11 +70,12 @@ class ReshardReceiver:
             try:
                 under_way.pop(number).wait()
             except RuntimeError as error:
-                text = f"message {number} of {len(messages)} did not come from {links.peer(message)}: {error}"
-                raise RuntimeError(text) from error
+                which = f"message {number} of {len(messages)}, which begins with {message.begins_with(self._entries)},"
+                raise RuntimeError(f"{which} did not come from {links.peer(message)}: {error}") from error
             problem = broken_seal(links.buffer(number), version)
             if problem is not None:
-                broken.append(f"message {number} from {links.peer(message)}: {problem}")
+                first = message.begins_with(self._entries)
+                broken.append(f"message {number} from {links.peer(message)}: {problem}; it begins with {first}")
             if not broken:
                 self._write(number, links.buffer(number))
             links.emptied(number)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_grpo.models.weight_map import WeightEntry
 from megatron_grpo.refit.reshard.plan import Pieces
 from megatron_grpo.refit.reshard.wire import aligned
 
@@ -19,6 +21,16 @@ class Message:
     target: int
     pieces: Pieces
     """In the order in which they lie in the message."""
+
+    def begins_with(self, entries: Sequence[WeightEntry]) -> str:
+        """Name of the first tensor of which there is something in it, for a message to people.
+
+        Args:
+            entries: rows of the model's table.
+        """
+        first = self.pieces[0]
+        name = entries[first["entry"]].hf[first["tensor"]].name
+        return name.format(layer=first["layer"], expert=first["expert"])
 
 
 def messages_of(scheduled: Pieces) -> list[Message]:

@@ -120,8 +120,9 @@ class ShardSender:
             transfer.wait()
         except RuntimeError as error:
             messages = self._links.messages
-            text = f"message {number} of {len(messages)} did not reach {self._links.peer(messages[number])}: {error}"
-            raise RuntimeError(text) from error
+            first = messages[number].begins_with(weight_entries(self._rank.shape))
+            which = f"message {number} of {len(messages)}, which begins with {first},"
+            raise RuntimeError(f"{which} did not reach {self._links.peer(messages[number])}: {error}") from error
 
 
 _sender: ShardSender | None = None

@@ -29,9 +29,10 @@ class ReshardTransport(GroupTransport):
         engine = engine_places(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
         limit, beside = self._bucket_bytes // 2, self._generation.colocated
-        pieces = plan_pieces(settings.shape, places, engine, layout.data, dtypes, limit, beside=beside)
-        scheduled, targets = schedule(pieces, self._bucket_bytes), len(engine) * layout.data
-        write_plan(store, scheduled, len(places), targets, dtypes, self._config.shared_memory)
+        engines = rendezvous.receivers // len(engine)
+        pieces = plan_pieces(settings.shape, places, engine, engines, dtypes, limit, beside=beside)
+        scheduled = schedule(pieces, self._bucket_bytes)
+        write_plan(store, scheduled, len(places), rendezvous.receivers, dtypes, self._config.shared_memory)
         return self._policy.submit(connect_shards, rendezvous, places)
 
     def _send(self, version: int) -> list[ray.ObjectRef]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.rollouts.engines import EngineClient, Engines
@@ -200,16 +200,103 @@ def test_who_stops_waiting_is_aborted() -> None:
     assert actor.aborted == [("w.0", [1, 2])]
 
 
-def test_at_the_deadline_the_late_engines_are_named() -> None:
+def test_at_the_deadline_the_late_engines_are_lost_and_named() -> None:
     async def scene() -> Any:
         late = [EngineClient(FakeActor(lambda _: [], then_wait=True), index, "w") for index in (1, 2)]
         pool = Engines([EngineClient(FakeActor(), 0, "w"), *late])
         asked = [asyncio.create_task(client.generate(request(1), SETTINGS)) for client in pool.clients]
         await asked[0]
-        await pool.fail_busy_after(0.1)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        watching = asyncio.create_task(pool.lose_late(0.1))
+        losses = await pool.losses()
+        watching.cancel()
+        return losses, await asyncio.gather(*asked, return_exceptions=True)
 
-    good, *bad = asyncio.run(scene())
+    losses, (good, *bad) = asyncio.run(scene())
     assert good.text == "1"
     text = "generation: no answer from generation engine 1, generation engine 2 within 0.1 s"
-    assert [str(one)[: len(text)] for one in bad] == [text, text]
+    assert [(isinstance(one, EngineLostError), str(one)[: len(text)]) for one in bad] == [(True, text)] * 2
+    assert {number: (loss.restarts, loss.reason[: len(text)]) for number, loss in losses.items()} == {
+        1: (0, text),
+        2: (0, text),
+    }
+
+
+def test_the_deadline_of_an_engine_that_was_replaced_begins_anew() -> None:
+    async def scene() -> tuple[bool, bool]:
+        client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
+        pool = Engines([client])
+        watching = asyncio.create_task(pool.lose_late(0.4))
+        await asyncio.sleep(0.3)
+        client.replace(FakeActor(lambda _: [], then_wait=True))
+        asked = asyncio.create_task(client.generate(request(1), SETTINGS))
+        await asyncio.sleep(0.3)
+        early = client.loss is not None
+        await asyncio.wait([asked], timeout=5)
+        watching.cancel()
+        return early, client.loss is not None
+
+    assert asyncio.run(scene()) == (False, True)
+
+
+@pytest.mark.parametrize("error", [RayActorError(), RayTaskError("generate", "", EngineLostError("a process ended"))])
+def test_what_a_lost_engine_has_not_answered_can_be_asked_of_the_next(error: Exception) -> None:
+    async def scene() -> Any:
+        old, new = FakeActor(lambda seeds: [*one_by_one(seeds)[:1], error]), FakeActor()
+        client = EngineClient(old, 0, "w")
+        pool = Engines([client])
+        asked = [asyncio.create_task(client.generate(request(seed), SETTINGS)) for seed in (1, 2, 3)]
+        losses = await pool.losses()
+        first = await asyncio.gather(*asked, return_exceptions=True)
+        with pytest.raises(EngineLostError):
+            await client.generate(request(4), SETTINGS)
+        waiting = asyncio.create_task(client.replaced())
+        await asyncio.sleep(0)
+        assert not waiting.done(), "nobody has taken its place"
+        client.replace(new)
+        await waiting
+        again = await asyncio.gather(*(client.generate(request(seed), SETTINGS) for seed in (1, 2)))
+        return losses, first, [one.text for one in again], new.calls, client.restarts
+
+    losses, first, again, calls, restarts = asyncio.run(scene())
+    assert [isinstance(one, EngineLostError) for one in first] == [True, True, False]
+    assert losses[0].reason.startswith("generation: generation engine 0 ")
+    assert again == ["1", "2"]
+    assert [seeds for _, seeds, _ in calls] == [[1, 2]]
+    assert restarts == 1
+
+
+def test_the_end_of_an_engine_that_was_replaced_before_it_was_noticed_is_no_loss_of_the_next() -> None:
+    async def scene() -> Any:
+        ends = asyncio.Event()
+
+        class Dying(FakeActor):
+            async def _generate(self, requests: Packed, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
+                await ends.wait()
+                raise RayActorError
+                yield
+
+        client = EngineClient(Dying(), 0, "w")
+        asked = asyncio.create_task(client.generate(request(1), SETTINGS))
+        await asyncio.sleep(0.01)
+        client.replace(FakeActor())
+        ends.set()
+        (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        return answer, client.loss, (await client.generate(request(2), SETTINGS)).text
+
+    answer, loss, text = asyncio.run(scene())
+    assert isinstance(answer, EngineLostError)
+    assert (loss, text) == (None, "2")
+
+
+def test_an_engine_that_nobody_replaces_fails_everybody_who_needs_it() -> None:
+    async def scene() -> Any:
+        client = EngineClient(FakeActor(lambda _: [], then_wait=True), 0, "w")
+        client.lose("it burns")
+        waiting = asyncio.create_task(client.replaced())
+        await asyncio.sleep(0)
+        client.give_up("it burns; no other")
+        return await asyncio.gather(waiting, client.generate(request(1), SETTINGS), return_exceptions=True)
+
+    results = asyncio.run(scene())
+    assert [(type(one), str(one)) for one in results] == [(SamplingError, "it burns; no other")] * 2

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob, Turn
@@ -52,6 +52,17 @@ class FakeEngine:
     asked: list[GenerationRequest] = field(default_factory=list)
     records: bool = False
     """Whether responses come with routed experts, all of which are the number of the request."""
+
+    restarts: int = 0
+    """How often somebody has waited until the engine was replaced."""
+    hangs: bool = False
+
+    async def is_lost(self) -> bool:
+        return self.hangs
+
+    async def replaced(self) -> None:
+        self.restarts += 1
+        self.hangs = False
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
         self.asked.append(request)
@@ -195,6 +206,24 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: 
     assert (first.sample, first.reward) == (0, 3.0)
     assert sorted(request.seed for request in engine.asked) == sorted([*SEEDS, SEEDS[0], SEEDS[2]])
     assert [len(job.responses) for job in environment.jobs] == [2], "there is nothing to score in the third"
+
+
+def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
+    """It is not the rollout that failed: all its turns are asked for again, with the same seeds, and nothing counts."""
+    lost = EngineLostError("gone")
+    second_turn = sample_seed(5, 2, 40, 0, 1)
+    engine = FakeEngine(trouble={SEEDS[0]: [lost, lost, lost], second_turn: [lost]})
+    (one,) = run(engine, FakeEnvironment(observations=[[50]]), replace(PLAN, samples_per_prompt=1))
+    assert one.failure is None
+    assert [request.seed for request in engine.asked] == [SEEDS[0]] * 4 + [second_turn, SEEDS[0], second_turn]
+    assert (engine.restarts, engine.load) == (4, 0)
+    assert one.token_ids.tolist() == [1, 2, 3, 106, 206, 50, 107, 207]
+
+
+def test_a_rollout_that_is_late_on_an_engine_that_hangs_waits_for_another() -> None:
+    engine = FakeEngine(trouble={SEEDS[0]: ["stuck"]}, hangs=True)
+    (one,) = run(engine, FakeEnvironment(), replace(PLAN, samples_per_prompt=1))
+    assert (one.failure, engine.restarts) == (None, 1)
 
 
 def test_an_engine_that_fails_is_no_matter_of_a_rollout() -> None:

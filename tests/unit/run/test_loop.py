@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.refit.interface import RefitError
+from megatron_grpo.refit.interface import PolicyLostError, RefitError
 from megatron_grpo.run import loop as train_loop
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.loop import train_steps
@@ -132,6 +132,24 @@ def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
     again.train(steps=4)
     lines = [line for line in again.logged if line.startswith(("step", "validation"))]
     assert lines == ["validation 3", "step 4"], "what could not be validated then is validated now"
+
+
+@pytest.mark.parametrize(
+    ("steps", "stands"),
+    [
+        (3, "checkpoints/step_2 is the last one: the run goes on from there when it is started again"),
+        (1, "there is no checkpoint: the run begins anew when it is started again"),
+    ],
+)
+def test_a_step_whose_weights_are_lost_with_a_rank_is_not_saved_and_the_message_says_what_is(
+    steps: int, stands: str, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    run.refit_fails = {steps: PolicyLostError("policy rank 1 is gone")}
+    with pytest.raises(ModelLostError, match=f"^policy rank 1 is gone; {stands}$"):
+        run.train()
+    assert run.checkpointer.steps() == ([2] if steps == 3 else [])
+    assert f"the weights of step {steps} were not published; the step is lost" in run.logged
 
 
 def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
@@ -309,6 +327,13 @@ def test_a_step_that_teaches_nothing_is_told(tmp_path: Path) -> None:
     assert run.logged.count("step 1: no response is in the loss, so nothing is learnt from it") == 1
     assert run.logged.count("step 2: no response is in the loss, so nothing is learnt from it") == 1
     assert run.state["total_valid_tokens"] == 0
+
+
+def test_engines_that_were_replaced_are_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report = replace(run.report, remarks=("generation engine 1 was replaced: it burns",))
+    run.train(steps=1)
+    assert "step 1: generation engine 1 was replaced: it burns" in run.logged
 
 
 def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:

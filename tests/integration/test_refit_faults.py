@@ -1,0 +1,361 @@
+"""Faults of real processes at every moment of a refit: it recovers, or one error says who and what, and in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import ray
+
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.config.schema import ParallelConfig, RefitConfig
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.models.hf_weights import load_hf_weights
+from megatron_grpo.policy.driver.policy import MegatronPolicy
+from megatron_grpo.refit.broadcast.transport import BroadcastTransport
+from megatron_grpo.refit.diagnosis import SETTLE_S
+from megatron_grpo.refit.interface import PolicyLostError, RefitError
+from megatron_grpo.refit.reshard.transport import ReshardTransport
+from megatron_grpo.refit.transport import GroupTransport
+from tests.integration.test_refit import assert_serves, start_policy
+from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
+
+DEADLINE_S = 30.0
+REFIT = RefitConfig(bucket_mib=0.02, timeout_s=DEADLINE_S, retries=1)
+"""Buckets so small that every link has several messages."""
+RESTART_S = 100.0
+"""For a new engine, on a machine with other things to do."""
+FAULTY_RANK = 1
+RESTARTS = 50
+
+FIRST, MIDDLE, LAST = "before the first message", "in the middle", "after the last message"
+MOMENTS = (FIRST, MIDDLE, LAST)
+KILL_WORKER, STALL_WORKER = "kill a vLLM worker", "stall a vLLM worker"
+KILL_RANK, STALL_RANK = "kill a rank", "stall a rank"
+DROP, FLIP = "drop a message", "flip a bit"
+
+
+class BeforeCommit(GroupTransport):
+    """Calls something between the last message and the commit, once."""
+
+    before_commit: Callable[[], Any] | None = None
+
+    def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
+        call, self.before_commit = self.before_commit, None
+        if call is not None:
+            call()
+        super()._commit(version, engines, deadline)
+
+
+class FaultyReshard(BeforeCommit, ReshardTransport):
+    """Slices, with a fault."""
+
+
+class FaultyBroadcast(BeforeCommit, BroadcastTransport):
+    """Whole tensors, with a fault."""
+
+
+Transport = FaultyReshard | FaultyBroadcast
+
+
+@dataclass
+class Scene:
+    """A policy that takes turns to be two models, and two engines that start as a third."""
+
+    folders: list[Path]
+    generation: VllmGeneration
+    policy: MegatronPolicy
+    oracles: list[Oracle] = field(init=False)
+    versions: ClassVar[Iterator[int]] = count(1)
+
+    def __post_init__(self) -> None:
+        self.oracles = [Oracle(folder) for folder in self.folders]
+
+    def learn(self) -> int:
+        """Give the policy other weights; the version to publish them as."""
+        version = next(self.versions)
+        ray.get(self.policy.submit(_become, str(self.folders[version % 2])), timeout=60)
+        return version
+
+    def assert_serves(self, version: int) -> None:
+        """Every engine's tokens and log-probabilities are those of transformers with the policy's weights."""
+        assert_serves(self.generation, self.oracles[version % 2], version)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """With logs and heartbeats, as in a run."""
+    with driver_log(tmp_path_factory.mktemp("run"), "info"):
+        ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model(folder / str(seed), seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def generation(folders: list[Path]) -> Iterator[VllmGeneration]:
+    with engines(folders[2], data=2, engine_restarts=RESTARTS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def lasting_policy(folders: list[Path]) -> Iterator[MegatronPolicy]:
+    policy = start_policy(folders[0], ParallelConfig(tensor=2))
+    policy.wait_ready()
+    yield policy
+    policy.shutdown()
+
+
+@pytest.fixture
+def scene(folders: list[Path], generation: VllmGeneration, lasting_policy: MegatronPolicy) -> Scene:
+    return Scene(folders[:2], generation, lasting_policy)
+
+
+@pytest.fixture
+def doomed(folders: list[Path], generation: VllmGeneration) -> Iterator[Scene]:
+    """With a policy that is not to live long."""
+    policy = start_policy(folders[0], ParallelConfig(tensor=2))
+    policy.wait_ready()
+    yield Scene(folders[:2], generation, policy)
+    policy.shutdown()
+
+
+QUICK = {(KILL_WORKER, MIDDLE), (FLIP, LAST)}
+"""Of the matrix, what `make test` runs; the rest is slow."""
+
+
+def cases(faults: tuple[str, ...], moments: tuple[str, ...] = MOMENTS) -> list[Any]:
+    found = [(fault, moment) for fault in faults for moment in moments]
+    return [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=", ".join(one)) for one in found]
+
+
+@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER)))
+def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene: Scene) -> None:
+    _assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER,), (FIRST, MIDDLE)))
+def test_so_it_is_in_a_broadcast(fault: str, moment: str, scene: Scene) -> None:
+    _assert_replaced(FaultyBroadcast(scene.policy, scene.generation, REFIT), scene, fault, moment)
+
+
+@pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP)))
+def test_a_message_that_is_lost_or_damaged_is_sent_again(fault: str, moment: str, scene: Scene) -> None:
+    _assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP), (FIRST, LAST)))
+def test_so_it_is_again_in_a_broadcast(fault: str, moment: str, scene: Scene) -> None:
+    _assert_sent_again(FaultyBroadcast(scene.policy, scene.generation, REFIT), scene, fault, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "moment"), cases((KILL_RANK, STALL_RANK)))
+def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed: Scene) -> None:
+    """Nobody can take its place, and no engine is replaced for it."""
+    transport = FaultyReshard(doomed.policy, doomed.generation, REFIT)
+    transport.connect()
+    restarts = list(doomed.generation.restarts)
+    ranks = [ray.get(ref) for ref in doomed.policy.submit(_pid)]
+    number = signal.SIGKILL if fault == KILL_RANK else signal.SIGSTOP
+    transport.publish(doomed.learn())
+    version = doomed.learn()
+    if moment == LAST:
+        transport.before_commit = lambda: os.kill(ranks[FAULTY_RANK], number)
+        transport.publish(version)  # it has sent all that it had to
+        doomed.assert_serves(version)
+        version += 1
+    else:
+        ray.get(doomed.policy.submit(_inject, "reshard", moment, (ranks[FAULTY_RANK], number), None))
+    began = time.monotonic()
+    with pytest.raises(PolicyLostError) as raised:
+        transport.publish(version)
+    seconds = time.monotonic() - began
+    message = str(raised.value)
+    print(f"{fault}, {moment}: {seconds:.1f} s: {message}")
+    state = "gone" if fault == KILL_RANK else "stuck"
+    assert message.endswith(f"policy rank {FAULTY_RANK} is {state}, and no rank of the policy can be replaced")
+    assert message.startswith(f"refit of version {version}: ")
+    assert seconds < DEADLINE_S + SETTLE_S + 10
+    assert doomed.generation.restarts == restarts
+    with pytest.raises(RuntimeError, match="was not committed"):
+        generate(doomed.generation, [request([2, 3], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
+
+
+def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with nothing lost for the others: the next refit that is allowed to heals."""
+    transport = FaultyReshard(scene.policy, scene.generation, REFIT)
+    transport.connect()
+    limit = scene.generation.restarts[0]
+    monkeypatch.setattr(scene.generation._config, "engine_restarts", limit)
+    version = scene.learn()
+    _kill(worker_pids(scene.generation)[0])
+    again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
+    with pytest.raises(RefitError, match=rf"generation engine 0 is lost: a vLLM process.*{again}$"):
+        transport.publish(version)
+    monkeypatch.setattr(scene.generation._config, "engine_restarts", limit + 1)
+    assert len(transport.publish(version).replaced) == 1
+    scene.assert_serves(version)
+
+
+def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published_last(scene: Scene) -> None:
+    """While others sample from these, as when it dies over a response."""
+    transport = FaultyReshard(scene.policy, scene.generation, REFIT)
+    transport.connect()
+    version = scene.learn()
+    transport.publish(version)
+    before = scene.generation._processes[1].started
+    _kill(worker_pids(scene.generation, 1)[0])
+    transport.restore({1: "generation engine 1 is lost"})
+    scene.assert_serves(version)
+    assert not [pid for pid, started in before if _lives(pid, started)]
+    version = scene.learn()
+    report = transport.publish(version)
+    assert report.replaced == ("generation engine 1 was replaced: generation engine 1 is lost",)
+    assert report.retries == 0
+    scene.assert_serves(version)
+
+
+def _assert_replaced(transport: Transport, scene: Scene, fault: str, moment: str) -> None:
+    transport.connect()
+    transport.publish(scene.learn())
+    version, restarts = scene.learn(), list(scene.generation.restarts)
+    before = scene.generation._processes[0].started
+    target = worker_pids(scene.generation)[0], signal.SIGKILL if fault == KILL_WORKER else signal.SIGSTOP
+    if moment == LAST:
+        transport.before_commit = lambda: os.kill(*target)
+    else:
+        ray.get(scene.policy.submit(_inject, transport.mode, moment, target, None))
+    began = time.monotonic()
+    report = transport.publish(version)
+    seconds = time.monotonic() - began
+    print(f"{transport.mode}, {fault}, {moment}: {seconds:.1f} s; {report.replaced}")
+    scene.assert_serves(version)
+    assert [new - old for new, old in zip(scene.generation.restarts, restarts, strict=True)] == [1, 0]
+    (told,) = report.replaced
+    assert told.startswith("generation engine 0 was replaced: ")
+    waited = 0.0 if fault == KILL_WORKER else DEADLINE_S + SETTLE_S
+    assert seconds < waited + RESTART_S
+    assert not [pid for pid, started in before if _lives(pid, started)], "something is left of the old engine"
+
+
+def _assert_sent_again(transport: Transport, scene: Scene, fault: str, moment: str) -> None:
+    transport.connect()
+    transport.publish(scene.learn())
+    version, restarts = scene.learn(), list(scene.generation.restarts)
+    ray.get(scene.policy.submit(_inject, transport.mode, moment, None, fault))
+    began = time.monotonic()
+    report = transport.publish(version)
+    seconds = time.monotonic() - began
+    print(f"{transport.mode}, {fault}, {moment}: {seconds:.1f} s")
+    scene.assert_serves(version)
+    assert (report.retries, report.replaced) == (1, ())
+    assert scene.generation.restarts == restarts
+    assert seconds < (DEADLINE_S + SETTLE_S if fault == DROP else 0.0) + 15
+
+
+def _become(rank: Any, folder: str) -> None:
+    load_hf_weights(rank.chunks, rank.shape, folder)
+
+
+def _pid(_: Any) -> int:
+    return os.getpid()
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _lives(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _Done:
+    """What a message that is never sent looks like to its sender."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _inject(_: Any, mode: str, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+    """On a rank of the policy: when its message of the moment is due, signal a process, or lose or change the message.
+
+    Args:
+        mode: of the refit.
+        moment: one of MOMENTS; of messages, the last one stands for what comes after it.
+        target: a process and a signal for it.
+        what: DROP or FLIP.
+    """
+    import torch
+
+    rank = torch.distributed.get_rank()
+    if rank != (FAULTY_RANK if mode == "reshard" else 0):
+        return
+
+    def fault(buffer: Any) -> bool:
+        """Whether the message is to be sent."""
+        if target is not None:
+            os.kill(*target)
+        if what == FLIP:
+            buffer[3] ^= 1
+        return what != DROP
+
+    if mode == "reshard":
+        _in_links(moment, fault)
+    else:
+        _in_group(moment, fault)
+
+
+def _number(moment: str, messages: int) -> int:
+    return {FIRST: 0, MIDDLE: messages // 2, LAST: messages - 1}[moment]
+
+
+def _in_links(moment: str, fault: Callable[[Any], bool]) -> None:
+    from megatron_grpo.refit.reshard import sender
+
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def faulty(number: int) -> Any:
+        if number == _number(moment, len(links.messages)) and not fault(links.buffer(number)):
+            return _Done()
+        return begin(number)
+
+    links.begin = faulty  # type: ignore[method-assign]
+
+
+def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
+    from megatron_grpo.refit.broadcast import sender
+
+    one = sender._sender
+    assert one is not None
+    group, numbers = one.group, count()
+
+    class Faulty:
+        def broadcast(self, buffer: Any, root: int) -> Any:
+            if next(numbers) == _number(moment, len(one.buckets)) and not fault(buffer):
+                return _Done()
+            return group.broadcast(buffer, root)
+
+    one.group = Faulty()  # type: ignore[assignment]
