@@ -1,7 +1,8 @@
 """Times a refit against a raw transfer of as many bytes over groups of equal kind; prints JSON.
 
 For a refit shard to shard the raw transfer sends the bytes of every link of the plan in one piece, without packing,
-sealing, checking or writing them anywhere; for a broadcast it broadcasts the bytes of each stage.
+sealing, checking or writing them anywhere; for a broadcast it broadcasts the bytes of each stage. Beside it stands what
+vLLM's workers take on a CPU for the form of their matrices that they multiply by, which no transfer can do without.
 
 python benchmarks/refit.py --mode reshard --policy-tensor 2 --generation-pipeline 2 --hidden 1024 --layers 8
 """
@@ -9,6 +10,7 @@ python benchmarks/refit.py --mode reshard --policy-tensor 2 --generation-pipelin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,7 +39,12 @@ from megatron_grpo.config.schema import (
     RefitConfig,
 )
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.families import shape_of_folder, weight_entries
+from megatron_grpo.models.fp8_matrices import in_fp8_blocks
+from megatron_grpo.models.places import engine_places
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vllm_weights import landings
+from megatron_grpo.platform.freed_memory import keep_freed_memory
 from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
 from megatron_grpo.refit.broadcast.channel import join_stage
 from megatron_grpo.refit.groups import Rendezvous, join
@@ -61,13 +68,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         parameters = _make_model(Path(folder), options)
         measured = _refits(Path(folder), options)
-        outlook = refit_outlook(shape_of_folder(folder), *_layouts(options), "float32", int(options.bucket_mib * 2**20))
+        shape = shape_of_folder(folder)
+        outlook = refit_outlook(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
-    links = _raw_links(options, outlook)
+    links, packing = _raw_links(options, outlook), _packing(options, shape)
     results = {}
     for mode, one in measured.items():
         raw = _raw_broadcasts(options, one.reports[-1].bytes_sent) if mode == "broadcast" else links
-        results[mode] = _result(options, mode, one, raw[options.warmup :], outlook)
+        results[mode] = _result(options, mode, one, raw[options.warmup :], packing[options.warmup :], outlook)
     mode, *beside = results
     result = {
         **header("refit"),
@@ -92,7 +100,12 @@ class Measured:
 
 
 def _result(
-    options: argparse.Namespace, mode: str, measured: Measured, raw: list[float], outlook: RefitOutlook
+    options: argparse.Namespace,
+    mode: str,
+    measured: Measured,
+    raw: list[float],
+    packing: list[float],
+    outlook: RefitOutlook,
 ) -> dict[str, Any]:
     last = measured.reports[-1]
     seconds = [report.seconds for report in measured.reports[options.warmup :]]
@@ -104,6 +117,7 @@ def _result(
         "buckets": last.buckets,
         "refit_ms": _summary(seconds),
         "raw_ms": _summary(raw),
+        "vllm_packing_ms": _summary(packing),
         "ratio": round(statistics.median(seconds) / statistics.median(raw), 2),
         "extra_memory_mib": measured.extra_mib,
     }
@@ -323,6 +337,45 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
             group.broadcast(buffer, root=0).wait()
 
     results.put(_timed(receive, repeats))
+
+
+def _packing(options: argparse.Namespace, shape: ModelShape) -> list[float]:
+    """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
+    context = multiprocessing.get_context("spawn")
+    results, together = context.SimpleQueue(), context.Barrier(len(engine_places(_layouts(options)[1], shape)))
+    processes = []
+    for place in engine_places(_layouts(options)[1], shape):
+        sizes: dict[str, tuple[int, int]] = {}
+        for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
+            for one in landings(entry, shape, place, layer):
+                rows, columns = one.part.local_shape
+                sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
+        if place.end:
+            sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
+        arguments = list(sizes.values()), together, options.warmup + options.repeats, results
+        processes.append(context.Process(target=_packing_member, args=arguments))
+        processes[-1].start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
+
+
+def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
+    from vllm import _custom_ops
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    packed: dict[int, Any] = {}
+    matrices = [torch.ones(size) for size in sizes]
+
+    def pack() -> None:
+        together.wait()
+        for number, matrix in enumerate(matrices):
+            packed.pop(number, None)
+            packed[number] = _custom_ops.create_onednn_mm(matrix.t(), 32)
+
+    results.put(_timed(pack, repeats))
 
 
 def _timed(action: Callable[[], Any], repeats: int) -> list[float]:

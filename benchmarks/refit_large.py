@@ -5,7 +5,8 @@
 Nothing is moved: the estimate is that of megatron_grpo.refit_plan. It takes every rank to send and to receive at the
 same speed whomever it talks to (50 GB/s: one 400 Gb/s port a GPU), a message to cost 50 microseconds beside its bytes,
 and packing, checking and writing to be done while others are under way. Beside it stands what a broadcast would take at
-the same speed, in which every worker receives the whole model. Sizes of the models are those of their config.json.
+the same speed, in which every worker receives the whole model, and what a refit with matrices in FP8 blocks would take.
+Sizes of the models are those of their config.json.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_config
+from megatron_grpo.models.fp8_matrices import cut_blocks
+from megatron_grpo.models.places import engine_places, training_places
 from megatron_grpo.refit.reshard.outlook import refit_outlook
 
 DEEPSEEK_V3: dict[str, Any] = {
@@ -78,12 +81,15 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb-per-s", type=float, default=50.0)
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=float, default=RefitConfig().bucket_mib)
     options = parser.parse_args()
     speed = options.gb_per_s * 1e9
     cases = []
     for name, (raw, training, generation) in CASES.items():
-        outlook = refit_outlook(shape_of_config(raw), training, generation, "bfloat16", options.bucket_mib * 2**20)
+        shape = shape_of_config(raw)
+        arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
+        assert not any(cut_blocks(shape, training_places(training, shape), engine_places(generation, shape)))
+        outlook, in_fp8 = refit_outlook(*arguments), refit_outlook(*arguments, fp8_blocks=True)
         whole = outlook.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(
             {
@@ -92,6 +98,7 @@ def main() -> None:
                 "generation": asdict(generation),
                 **outlook.as_dict(speed),
                 "broadcast_s": round(whole / speed, 3),
+                "in_fp8_blocks": {"bytes": in_fp8.bytes, "estimated_s": round(in_fp8.seconds(speed), 4)},
             }
         )
     print(json.dumps({**header("refit_large"), "bucket_mib": options.bucket_mib, "cases": cases}, indent=2))

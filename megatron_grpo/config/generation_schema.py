@@ -193,8 +193,9 @@ class RefitConfig(Section):
     """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
     broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share."""
 
-    bucket_mib: Annotated[float, Field(gt=0)] = 256.0
-    """Size of the buffers that tensors are packed into before they are sent; of each, a rank has two."""
+    bucket_mib: Annotated[float, Field(gt=0)] = 64.0
+    """Size of the buffers that weights are packed into before they are sent, of which a rank has two. At 50 GB/s one of
+    64 MiB is 1.3 ms, many times what a message costs beside its bytes; larger ones take memory and overlap less."""
 
     fp8_blocks: bool = False
     """With reshard, for engines with `generation.engine_args.quantization=fp8_per_block`: the policy's ranks round the
