@@ -113,15 +113,8 @@ class VllmGeneration(GenerationInterface):
             self._end(index)
             self.restarts[index] += 1
             self._engines[index] = self._new(self._settings[index])
-        numbers = list(lost)
-        for method in ("start", "processes"):
-            answers = gather(
-                self.submit(method, engines=numbers),
-                deadline_s=self._startup_timeout_s,
-                what="generation restart",
-                name=lambda place: ENGINE_NAME(numbers[place]),
-            )
-        for index, processes in zip(numbers, answers, strict=True):
+        self._restarted("start", list(lost))
+        for index, processes in zip(lost, self._restarted("processes", list(lost)), strict=True):
             self._processes[index] = processes
 
     @property
@@ -198,6 +191,15 @@ class VllmGeneration(GenerationInterface):
     def _new(self, settings: VllmSettings) -> Any:
         """An actor for an engine, not yet started."""
         return ray.remote(VllmEngine).options(**self._actor_options(settings.index)).remote(settings)
+
+    def _restarted(self, method: str, numbers: Sequence[int]) -> list[Any]:
+        """What a method of engines that are coming up returns."""
+        return gather(
+            self.submit(method, engines=numbers),
+            deadline_s=self._startup_timeout_s,
+            what="generation restart",
+            name=lambda place: ENGINE_NAME(numbers[place]),
+        )
 
     def _end(self, index: int) -> None:
         """End every process of an engine whose actor may be past doing so itself."""
