@@ -101,10 +101,13 @@ class VllmGeneration(GenerationInterface):
             lost: why each has to be replaced, by its number.
 
         Raises:
-            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up.
+            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up; or
+                engines share devices with models, which would have to leave them first.
         """
         limit = self._config.engine_restarts
         for index, reason in lost.items():
+            if limit and self.colocated:
+                raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
             if self.restarts[index] >= limit:
                 again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
                 raise RunError(reason + again)
