@@ -118,7 +118,7 @@ def explain(error: Exception) -> str:
     return f"failed: {error}"
 
 
-def is_lost(error: Exception) -> bool:
+def is_lost(error: BaseException | None) -> bool:
     """Whether a remote call failed because the actor behind it, or a process that it needs, is there no more."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)

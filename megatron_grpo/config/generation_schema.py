@@ -167,7 +167,7 @@ class GenerationConfig(Section):
     engine_restarts: NonNegative = 2
     """How often each engine is replaced in a run when one of its processes has died, or hangs past a deadline, while it
     samples or is given weights: a new one is started, gets the current weights, and what the old one was sampling is
-    sampled again. After that, or with 0, the steps so far are saved and the run ends."""
+    sampled again. After that, with 0, or with `placement: colocated`, the steps so far are saved and the run ends."""
 
     engine_args: VllmArguments = field(default_factory=dict)
     """Further arguments of vLLM's engine, for whatever has no key of its own here."""

@@ -101,10 +101,13 @@ class VllmGeneration(GenerationInterface):
             lost: why each has to be replaced, by its number.
 
         Raises:
-            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up.
+            RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up; or
+                engines share devices with models, which would have to leave them first.
         """
         limit = self._config.engine_restarts
         for index, reason in lost.items():
+            if limit and self.colocated:
+                raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
             if self.restarts[index] >= limit:
                 again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
                 raise RunError(reason + again)
@@ -113,15 +116,8 @@ class VllmGeneration(GenerationInterface):
             self._end(index)
             self.restarts[index] += 1
             self._engines[index] = self._new(self._settings[index])
-        numbers = list(lost)
-        for method in ("start", "processes"):
-            answers = gather(
-                self.submit(method, engines=numbers),
-                deadline_s=self._startup_timeout_s,
-                what="generation restart",
-                name=lambda place: ENGINE_NAME(numbers[place]),
-            )
-        for index, processes in zip(numbers, answers, strict=True):
+        self._restarted("start", list(lost))
+        for index, processes in zip(lost, self._restarted("processes", list(lost)), strict=True):
             self._processes[index] = processes
 
     @property
@@ -198,6 +194,15 @@ class VllmGeneration(GenerationInterface):
     def _new(self, settings: VllmSettings) -> Any:
         """An actor for an engine, not yet started."""
         return ray.remote(VllmEngine).options(**self._actor_options(settings.index)).remote(settings)
+
+    def _restarted(self, method: str, numbers: Sequence[int]) -> list[Any]:
+        """What a method of engines that are coming up returns."""
+        return gather(
+            self.submit(method, engines=numbers),
+            deadline_s=self._startup_timeout_s,
+            what="generation restart",
+            name=lambda place: ENGINE_NAME(numbers[place]),
+        )
 
     def _end(self, index: int) -> None:
         """End every process of an engine whose actor may be past doing so itself."""

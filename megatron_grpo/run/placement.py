@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from megatron_grpo.cluster.futures import is_lost
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timers import StepTimer
@@ -63,9 +64,9 @@ class Colocated(Placement):
             try:
                 self._generation.sleep()
             except RunError as error:
-                if not self._refit_failed:
-                    raise
-                logger.warning("after a refit that failed: %s", error)
+                if not self._refit_failed and not is_lost(error.__cause__):
+                    raise  # an engine that is lost has no memory, and what is trained can be saved
+                logger.warning("after a refit that failed, or the end of an engine: %s", error)
         with timer.phase("onload"):
             for model in (self._policy, *self._others):
                 model.onload()

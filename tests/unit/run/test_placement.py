@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from megatron_grpo.algorithms.publishing import publish
 from megatron_grpo.config.errors import RunError
@@ -22,12 +23,13 @@ class Events:
     def __init__(self, fails: str = "") -> None:
         self.log: list[str] = []
         self.fails = fails
+        self.cause: Exception | None = None
 
     def happens(self, event: str) -> None:
         self.log.append(event)
         if event == self.fails:
             error = RefitError if event == "refit" else RunError
-            raise error(f"{event}: failed")
+            raise error(f"{event}: failed") from self.cause
 
     def taken(self) -> list[str]:
         log, self.log = self.log, []
@@ -115,3 +117,14 @@ def test_an_engine_that_does_not_go_to_sleep_ends_a_step() -> None:
     events.fails = "engines sleep"
     with pytest.raises(RunError, match="engines sleep: failed"):
         placement.turn_to_training(StepTimer())
+
+
+def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
+    """It has given up its memory by that, and is as good as asleep."""
+    events = Events()
+    placement = colocated(events)
+    publish_with(placement, events)
+    events.taken()
+    events.fails, events.cause = "engines sleep", ActorDiedError()
+    placement.turn_to_training(StepTimer())
+    assert events.taken() == TO_TRAINING
