@@ -34,7 +34,7 @@ def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: 
     actor: Any = ray.remote(Process)
     cluster.reserve_shared(ranks=4, guests=2 + 2)
     ranks = [actor.options(**cluster.policy_options(rank)).remote() for rank in range(4)]
-    devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks]) for device in found]
+    devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in found]
     assert len(set(devices)) == 4, "each rank has one of its own"
     cluster.share(devices)
     engines = [actor.options(**cluster.engine_options(engine, 2)).remote() for engine in range(2)]

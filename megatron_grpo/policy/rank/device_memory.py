@@ -74,7 +74,7 @@ class DeviceMemory:
         self._without_weights = weights
         if current_platform().name == "cuda":
             torch.cuda.empty_cache()
-        logger.info("%.2f GiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**30)
+        logger.info("%.1f MiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
 
     @torch.no_grad()
     def take_back(self) -> None:
