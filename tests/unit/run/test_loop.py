@@ -72,7 +72,7 @@ class Run:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [])
+                self.dumps.begin(number, [], None)
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
