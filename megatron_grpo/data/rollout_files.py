@@ -44,7 +44,7 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and what was left unfinished."""
     folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in _files(folder):
+    for step, file in rollout_files(run_dir):
         if step > last_step:
             file.unlink()
     for file in folder.glob(".step_*"):
@@ -65,10 +65,10 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
         FileNotFoundError: there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
-    files = [(number, file) for number, file in _files(folder) if step is None or number == step]
+    files = [(number, file) for number, file in rollout_files(Path(run_dir)) if step is None or number == step]
     if not files:
         raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
-    return chain.from_iterable(_rows(number, file) for number, file in files)
+    return chain.from_iterable(rows_of_file(number, file) for number, file in files)
 
 
 def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[tuple[Trajectory, Learnt]]]]) -> None:
@@ -148,7 +148,8 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
     return pa.table({name: pa.array(columns[name], type=schema.field(name).type) for name in schema.names})
 
 
-def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
+def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
+    """The rollouts of one file as `read_rollouts` returns them, read as far as they are asked for."""
     if file.suffix == ".jsonl":
         with file.open() as lines:
             for line in lines:
@@ -160,11 +161,18 @@ def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=256):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
-            of_tokens = {name: batch.column(name) for name in batch.schema.names if name in _ARRAYS}
+            of_tokens = {name: _cut(batch.column(name)) for name in batch.schema.names if name in _ARRAYS}
+            absent: dict[str, Any] = dict.fromkeys(_ARRAYS)
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
-                lists = ((name, column[index]) for name, column in of_tokens.items())
-                arrays = {name: one.values.to_numpy() for name, one in lists if one.is_valid}
-                yield {"step": step, **row, **_arrays(arrays)}
+                yield {"step": step, **row, **absent, **{name: pieces[index] for name, pieces in of_tokens.items()}}
+
+
+def _cut(lists: pa.ListArray) -> list[NDArray[Any] | None]:
+    """A column of lists as an array for each row; None where the row has no list."""
+    values, ends, present = lists.values.to_numpy(), lists.offsets.tolist(), lists.is_valid().tolist()
+    return [
+        values[begin:end] if is_there else None for begin, end, is_there in zip(ends, ends[1:], present, strict=False)
+    ]
 
 
 def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
@@ -174,6 +182,19 @@ def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
     }
 
 
-def _files(folder: Path) -> list[tuple[int, Path]]:
+def rollout_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """The steps whose rollouts a run wrote, in their order, each with its file."""
+    folder = run_dir / ROLLOUTS_FOLDER
     files = (file for suffix in ("parquet", "jsonl") for file in folder.glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
+
+
+def count_rollouts(file: Path) -> int:
+    """How many rollouts a file holds, without reading them if it says so itself."""
+    if file.suffix == ".jsonl":
+        with file.open() as lines:
+            return sum(1 for _ in lines)
+    import pyarrow.parquet as pq
+
+    rows: int = pq.read_metadata(file).num_rows
+    return rows

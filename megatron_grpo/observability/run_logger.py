@@ -72,6 +72,7 @@ class RunLogger:
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
         self._started = time.monotonic()
+        self._files.add_start(changes)
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
