@@ -67,9 +67,9 @@ class RayCluster:
             raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def reserve(
-        self, policy: ParallelConfig, generation: GenerationParallelConfig, value: ParallelConfig | None = None
+        self, policy: ParallelConfig | None, generation: GenerationParallelConfig, value: ParallelConfig | None = None
     ) -> None:
-        """Reserve GPUs for every side; a no-op on CPU.
+        """Reserve GPUs for every side there is; a no-op on CPU.
 
         Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
         tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
@@ -78,7 +78,7 @@ class RayCluster:
         per_node = self.config.gpus
         if not per_node:
             return
-        self._policy_group = _whole_nodes(policy.world_size, per_node)
+        self._policy_group = _whole_nodes(policy.world_size, per_node) if policy else None
         self._value_group = _whole_nodes(value.world_size, per_node) if value else None
         ranks = generation.ranks_per_engine
         bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
@@ -90,9 +90,10 @@ class RayCluster:
         )
         if late:
             free = ray.available_resources().get("GPU", 0)
-            critic = f"the value model {value.world_size}, " if value else ""
+            needed = {"the policy": policy, "the value model": value}
+            models = "".join(f"{name} needs {one.world_size}, " for name, one in needed.items() if one)
             raise RunError(
-                f"the cluster has not enough free GPUs: the policy needs {policy.world_size}, {critic}generation "
+                f"the cluster has not enough free GPUs: {models}generation "
                 f"{ranks * generation.data}; {free:g} are still free after placing {len(ready)} of {len(groups)} groups"
             )
 

@@ -54,9 +54,9 @@ class RunFiles:
         row = {"step": step, **metrics, "timing": dict(timing), "throughput": dict(throughput)}
         self._metrics.write(json_line(row))
 
-    def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One object with the step that was validated (0: before training) and its metrics."""
-        self._validations.write(json_line({"step": step, **metrics}))
+    def add_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One object with the step that was validated (0: before training), its metrics, and apart from these timing."""
+        self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
 
     def close(self) -> None:
         """Idempotent."""

@@ -102,15 +102,17 @@ class RunLogger:
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 
-    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """One validation.
 
         Args:
             step: training steps before it; 0 is before training.
             metrics: value of each metric, by name.
+            timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
         """
-        self._files.add_validation(step, metrics)
+        self._files.add_validation(step, metrics, timing)
         self._track(step, "validation", metrics)
+        self._track(step, "validation/timing", timing)
         self._progress.validation(step, metrics)
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:

@@ -10,6 +10,7 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
@@ -206,10 +207,11 @@ def _periodic_validation_due(run: GRPORun) -> bool:
 
 
 def _validated(run: GRPORun) -> dict[str, float]:
-    metrics = validate(run)
+    timer = StepTimer()
+    metrics = validate(run, timer)
     if metrics:
         run.state["val_step"] = run.state["total_steps"]
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
         observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
-        run.logger.log_validation(run.state["total_steps"], metrics)
+        run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
     return metrics

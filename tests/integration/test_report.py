@@ -65,7 +65,9 @@ def errors(page: Page) -> list[str]:
 
 def requested(page: Page) -> set[str]:
     """Addresses that the page asked for, besides its own."""
-    sent = (event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent")
+    sent = (
+        event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
+    )
     return {url for url in sent if not url.startswith("file:")}
 
 
@@ -96,7 +98,9 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     page.press("3", "3")
     assert SHOWN in text_of(page, ".starts")
     assert page.evaluate("typeof owned") == "undefined"
-    assert page.evaluate("document.querySelectorAll('main img, main script, main svg[onload], header script').length") == 0
+    assert (
+        page.evaluate("document.querySelectorAll('main img, main script, main svg[onload], header script').length") == 0
+    )
     raw = page.evaluate("document.body.innerText")
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", raw), "nothing turns the text around it"
     assert (errors(page), requested(page)) == ([], set())
@@ -154,7 +158,9 @@ def test_every_view_works_with_the_keyboard_alone(page: Page, hostile: Path) -> 
 def test_a_column_sorts_and_says_so(page: Page, hostile: Path) -> None:
     page.open(hostile)
     open_trajectories(page)
-    page.evaluate("[...document.querySelectorAll('.table-head button')].find(one => one.textContent === 'Tokens').click()")
+    page.evaluate(
+        "[...document.querySelectorAll('.table-head button')].find(one => one.textContent === 'Tokens').click()"
+    )
     tokens = "trajectories.panels[0].table.order.map(place => trajectories.panels[0].table.rows[place].tokens)"
     assert page.evaluate(tokens) == sorted((len(HOSTILE.encode()), 10**6, 5), reverse=True)
     assert page.evaluate("document.querySelector('[aria-sort=descending]').textContent") == "Tokens"

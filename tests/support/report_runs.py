@@ -71,7 +71,9 @@ def make_run(folder: Path, *, steps: int, model: Path, trajectories: Sequence[Tr
 
 def metrics_of(step: int) -> dict[str, Any]:
     """A line of metrics.jsonl with as many figures as a real one."""
-    figures = {name: step / 100 + number for number, name in enumerate(("reward", "accuracy", "approx_entropy", "loss"))}
+    figures = {
+        name: step / 100 + number for number, name in enumerate(("reward", "accuracy", "approx_entropy", "loss"))
+    }
     figures |= {f"figure_{number}": step * 1.234567 / (number + 1) for number in range(40)}
     timing = {"generation": 0.5, "train": 0.3 + 0.001 * step, "refit": 0.1, "total": 1.0 + 0.001 * step}
     return {"step": step, **figures, "timing": timing, "throughput": {"samples_per_s": 8.0}}

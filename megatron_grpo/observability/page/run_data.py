@@ -18,7 +18,7 @@ from megatron_grpo.observability.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.yaml"
 _APART = ("timing", "throughput")
-"""Groups of figures that a line of metrics.jsonl has beside its metrics."""
+"""Groups of figures that a line has beside its metrics: of metrics.jsonl both, of validation.jsonl the first."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
@@ -30,13 +30,12 @@ def run_data(folder: Path) -> dict[str, Any]:
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
     steps = read_lines(folder / METRICS_FILE)
-    flat = [{name: value for name, value in row.items() if name not in _APART} for row in steps]
     return {
         "name": folder.resolve().name,
         "summary": _summary(folder),
-        "metrics": columns(flat),
+        "metrics": columns([_metrics(row) for row in steps]),
         **{group: columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
-        "validation": columns(read_lines(folder / VALIDATION_FILE)),
+        "validation": columns([_metrics(row) for row in read_lines(folder / VALIDATION_FILE)]),
         "config": _settings(folder),
         "starts": read_lines(folder / STARTS_FILE),
     }
@@ -55,6 +54,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Rows of numbers as a list for each name that any of them has; None where a row does not."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _APART}
 
 
 def _settings(folder: Path) -> list[tuple[str, str, str | None]]:

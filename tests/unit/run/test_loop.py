@@ -50,7 +50,7 @@ class Run:
             ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
             note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
-            log_validation=lambda step, _: self.logged.append(f"validation {step}"),
+            log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
         )
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
