@@ -27,6 +27,7 @@ Samples responses with vLLM, scores them as validation does, and writes DIR/resu
   section.key    any other key of the configuration, such as generation.max_new_tokens=512
 """
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+_TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,10 +69,8 @@ def _print(results: Mapping[str, Any]) -> None:
         if figures["prompts"]:
             difference = figures["difference"]
             interval = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
-            exact = f", McNemar p={figures['mcnemar_p']:.3g}" if "mcnemar_p" in figures else ""
-            print(
-                f"{name}, compared: {difference['mean']:+.4f}  {interval}, Wilcoxon p={figures['wilcoxon_p']:.3g}{exact}"
-            )
+            tests = [f"{test} p={figures[key]:.3g}" for key, test in _TESTS.items() if key in figures]
+            print(f"{name}, compared: {difference['mean']:+.4f}  {interval}, {', '.join(tests)}")
 
 
 if __name__ == "__main__":

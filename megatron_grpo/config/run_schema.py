@@ -83,7 +83,7 @@ class LoggerConfig(Section):
     """What is reported where; metrics.jsonl, summary.json and the plot are always written."""
 
     report: bool = True
-    """Write run_dir/report.html at the end, however the run ends: curves, configuration, trajectories (docs/report.md)."""
+    """Write run_dir/report.html when the run ends, however: curves, configuration, trajectories (docs/report.md)."""
 
     tensorboard: bool = True
     """Write TensorBoard events to run_dir/tensorboard."""

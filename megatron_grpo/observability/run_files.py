@@ -55,7 +55,7 @@ class RunFiles:
         self._metrics.write(json_line(row))
 
     def add_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One object with the step that was validated (0: before training), its metrics, and apart from these timing."""
+        """One object with the step that was validated (0: before training), its metrics, and apart from them timing."""
         self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
 
     def close(self) -> None:

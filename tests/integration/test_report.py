@@ -42,7 +42,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_tokenizer(folder / "model")
     rows = [
         spoken(tokenizer, HOSTILE, reward_parts={HOSTILE: 1.0}, sample=0),
-        spoken(tokenizer, LONG, sample=1, reward=0.0, correct=False),
+        spoken(tokenizer, "wrong", sample=1, reward=0.0, correct=False),
         spoken(tokenizer, "plain", sample=2, failure=HOSTILE, reward=None, correct=None),
     ]
     run = make_run(folder / "run <script>owned=1<", steps=3, model=folder / "model", trajectories=rows)
@@ -106,11 +106,11 @@ def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
     assert (errors(page), requested(page)) == ([], set())
 
 
-def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, hostile: Path) -> None:
-    page.open(hostile)
+def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) -> None:
+    rows = [spoken(byte_tokenizer(tmp_path / "model"), LONG)]
+    page.open(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))
     open_trajectories(page)
-    page.evaluate("trajectories.panels[0].table.select(1)")
-    page.wait("document.querySelector('.part.model h4 span')?.textContent === '1,000,000 tokens'")
+    assert text_of(page, ".part.model h4 span") == "1,000,000 tokens"
     assert text_of(page, ".part.model .tokens").startswith(LONG[:3000])
     page.evaluate("document.querySelector('.part.model .more').click()")
     assert page.evaluate("document.querySelectorAll('.part.model .token').length") == 6000
@@ -162,7 +162,7 @@ def test_a_column_sorts_and_says_so(page: Page, hostile: Path) -> None:
         "[...document.querySelectorAll('.table-head button')].find(one => one.textContent === 'Tokens').click()"
     )
     tokens = "trajectories.panels[0].table.order.map(place => trajectories.panels[0].table.rows[place].tokens)"
-    assert page.evaluate(tokens) == sorted((len(HOSTILE.encode()), 10**6, 5), reverse=True)
+    assert page.evaluate(tokens) == [len(HOSTILE.encode()), 5, 5]
     assert page.evaluate("document.querySelector('[aria-sort=descending]').textContent") == "Tokens"
 
 

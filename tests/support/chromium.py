@@ -20,8 +20,8 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 DEADLINE_S = 60.0
 OPTIONS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-extensions "
-    "--disable-background-networking --disable-component-update --hide-scrollbars --host-resolver-rules='MAP * ~NOTFOUND' "
-    "--remote-debugging-pipe"
+    "--disable-background-networking --disable-component-update --hide-scrollbars "
+    "--host-resolver-rules='MAP * ~NOTFOUND' --remote-debugging-pipe"
 )
 
 

@@ -102,11 +102,8 @@ def test_tasks_and_functions_by_hand(tmp_path: Path) -> None:
     parts = [{"format": 1.0}, {"format": 0.0, "exact": 0.5}, {"format": 1.0}, {}]
 
     def scored(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
-        groups = answers(prompts, samples)
-        return [
-            [replace(group[0], reward_parts=parts[prompt["idx"]])]
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
+        ones = [group[0] for group in answers(prompts, samples)]
+        return [[replace(one, reward_parts=parts[one.prompt_idx])] for one in ones]
 
     run.rollouts.answers = scored
     timer = StepTimer()

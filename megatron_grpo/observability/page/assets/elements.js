@@ -24,8 +24,8 @@ function short(value, digits = 3) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   let text;
-  if (size >= 1e6 || size < 1e-3) text = value.toExponential(Math.max(digits - 2, 1)).replace(".0e", "e");
-  else if (Number.isInteger(value)) text = value.toLocaleString("en");
+  if (Number.isInteger(value) && size < 1e12) text = value.toLocaleString("en");
+  else if (size >= 1e6 || size < 1e-3) text = value.toExponential(Math.max(digits - 2, 1)).replace(".0e", "e");
   else if (size >= 1000) text = Math.round(value).toLocaleString("en");
   else text = String(Number(value.toPrecision(digits)));
   return text.replace("-", "−");
@@ -64,7 +64,7 @@ function shown(text) {
 }
 
 /** The same in one line, in an element that keeps its direction to itself. */
-const isolated = (text, attributes) => el("bdi", attributes, ...shown(text.replace(/\s+/g, " ")));
+const isolated = (text, attributes) => el("bdi", attributes, ...shown(text.replace(/[ \t\r\n]+/g, " ")));
 
 const speak = (text) => { byId("spoken").textContent = text; };
 

@@ -91,11 +91,11 @@ class RunPanel {
 
   async choose(row) {
     this.shown = row;
+    this.view.chosen(this, row);
     const table = row.full && row.full.ids ? await loadTokens(this.run) : null;
     if (this.shown !== row) return;
     this.detail.replaceChildren(...this.heading(row), ...(table ? this.byToken(row, table) : this.byText(row)));
     this.detail.scrollTop = 0;
-    this.view.chosen(this, row);
   }
 
   heading(row) {
