@@ -15,9 +15,10 @@ from megatron_grpo.observability.json_files import read_lines
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
+from megatron_grpo.observability.sample_tables import sample_row
 from megatron_grpo.observability.summary import COMPLETED, Ending, write_summary
 from megatron_grpo.observability.timers import TOTAL
-from megatron_grpo.observability.trackers import TensorBoardTracker, Tracker, WandbTracker
+from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class RunLogger:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
         if config.logger.wandb.enabled:
             self._trackers.append(WandbTracker(self.run_dir, config))
+        if config.logger.mlflow.enabled:
+            self._trackers.append(MlflowTracker(self.run_dir, config))
         self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
         self._logging_s = 0.0
@@ -129,6 +132,30 @@ class RunLogger:
                 mark = "right" if trajectory.correct else f"wrong, answer {answer!r}"
             text = prompt["message_log"][-1]["content"]
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
+
+    def log_table(self, step: int, name: str, samples: Sequence[tuple[DatumSpec, Mapping[str, Any]]]) -> None:
+        """Send samples to the trackers as a table.
+
+        Args:
+            step: number of the training step.
+            name: of the table, "train/completions" for one.
+            samples: prompts, each with the fields of a response to it by name.
+        """
+        rows = [sample_row(datum, trajectory) for datum, trajectory in samples]
+        for tracker in self._trackers if rows else ():
+            tracker.table(step, name, rows)
+
+    def show_completions(self, step: int, samples: Sequence[tuple[DatumSpec, Mapping[str, Any]]]) -> None:
+        """Print responses of a training step beside their prompts, and send them to the trackers.
+
+        Args:
+            step: number of the training step.
+            samples: prompts, each with the fields of a response to it by name.
+        """
+        for datum, trajectory in samples:
+            row = sample_row(datum, trajectory)
+            self.note(f"  {row['prompt']!r} -> {row['response']!r} (reward {row['reward']}, {row['stop_reason']})")
+        self.log_table(step, "train/completions", samples)
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""

@@ -15,6 +15,7 @@ from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
+from megatron_grpo.run.profiling import profiled
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
 from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
@@ -46,7 +47,8 @@ def _train_steps(run: GRPORun, step: StepFunction) -> None:
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
         before = snapshot_of(run)
         try:
-            report = step(batches)
+            with profiled(run, state["total_steps"] + 1):
+                report = step(batches)
         except SamplingError:
             _save_finished_steps(run, metrics, before)
             raise
@@ -112,6 +114,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
         failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     _remark(run, step, report)
+    if run.config.logger.log_completions and failure is None:
+        run.logger.show_completions(step, run.dumps.some(step, run.loader))
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         _save_finished_steps(run, metrics, snapshot_of(run))

@@ -38,7 +38,11 @@ def validate(run: GRPORun, timer: StepTimer) -> dict[str, float]:
     run.rollouts.take_engine_counts()  # what a validation had the engines do is no step's
     run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
     shown = groups[: run.config.logger.num_val_samples_to_print]
-    run.logger.show_samples(run.val_prompts, [group[0] for group in run.rollouts.fetch(shown)])
+    answers = [group[0] for group in run.rollouts.fetch(shown)]
+    run.logger.show_samples(run.val_prompts, answers)
+    if run.config.logger.log_completions:
+        samples = [(prompt, one.to_row()) for prompt, one in zip(run.val_prompts, answers, strict=False)]
+        run.logger.log_table(run.state["total_steps"], "validation/completions", samples)
     metrics = held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
 

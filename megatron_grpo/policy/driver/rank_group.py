@@ -26,6 +26,7 @@ from megatron_grpo.policy.rank.actor import (
     load_checkpoint,
     save_checkpoint,
 )
+from megatron_grpo.policy.rank.profile import begin_profile, end_profile
 
 
 class RankGroup(TrainedModel):
@@ -116,6 +117,16 @@ class RankGroup(TrainedModel):
 
     def load_checkpoint(self, folder: str) -> None:
         self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
+
+    def begin_profile(self) -> None:
+        self._gather(self.submit(begin_profile), "beginning a profile")
+
+    def end_profile(self, folder: str) -> None:
+        written = [
+            actor.run.remote(end_profile, folder, f"{self.label.replace(' ', '_')}_rank_{rank}")
+            for rank, actor in enumerate(self.actors)
+        ]
+        self._gather(written, "writing a profile")
 
     def shutdown(self) -> None:
         for actor in self.actors:
