@@ -12,6 +12,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.registry import check_reward_functions
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
 
@@ -26,10 +27,12 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         output: folder whose logs/ the processes write to.
 
     Raises:
+        ConfigError: a reward function cannot be called.
         RunError: something did not come up; the message says what.
     """
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
+        check_reward_functions(config.env)  # before processes are started
         stack.enter_context(driver_log(output, config.logger.level))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded())

@@ -87,7 +87,7 @@ class Run:
 
 
 def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:
-    def validate(_: object) -> dict[str, float]:
+    def validate(*_: object) -> dict[str, float]:
         if isinstance(outcome, Exception):
             raise outcome
         return dict(outcome)

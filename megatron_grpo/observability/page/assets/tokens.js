@@ -2,11 +2,14 @@
 
 const AT_ONCE = 3000; // tokens, or runs of 40 characters, that are laid out at once
 
-/** How tokens are coloured: which numbers, what the ends of the scale mean, and its end (null: the largest there is). */
+const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value || 0)), 0);
+
+/** How tokens are coloured: by which numbers, what the ends of the scale mean, and where it ends. */
 const COLOURINGS = {
-  advantage: { label: "Advantage", low: "makes it less likely", high: "more likely", of: (full) => full.advantages, end: null },
-  gap: { label: "Training − generation", low: "training less likely", high: "more likely", of: (full) => full.gaps, end: null },
-  logprob: { label: "Surprise", low: "", high: "unlikely when drawn", of: (full) => full.logprobs && full.logprobs.map((value) => -value), end: 5 },
+  advantage: { label: "Advantage", low: "makes it less likely", high: "more likely", of: (full) => full.advantages,
+    end: (values, ofStep) => Math.max(ofStep, largest(values)) },
+  gap: { label: "Training − generation", low: "training less likely", high: "more likely", of: (full) => full.gaps, end: largest },
+  logprob: { label: "Surprise", low: "", high: "unlikely when drawn", of: (full) => full.logprobs && full.logprobs.map((value) => -value), end: () => 5 },
   none: { label: "None", of: () => null },
 };
 
@@ -62,12 +65,10 @@ function tokenTip(full, texts, place, sampled) {
   ];
 }
 
-/** The tokens of one part in an element; those that are many follow when they are asked for. */
-function tokenFlow(full, texts, part, colouring) {
+/** The tokens of one part in an element; those that are many follow when they are asked for. `ofStep`: see legend. */
+function tokenFlow(full, texts, part, colouring, ofStep) {
   const flow = el("bdi", { class: "tokens", dir: "auto", tabindex: 0, "aria-label": `${part.role}, ${part.end - part.begin} tokens` });
-  const values = COLOURINGS[colouring].of(full);
-  const largest = (list) => list.reduce((most, value) => Math.max(most, Math.abs(value || 0)), 0);
-  const end = values && (COLOURINGS[colouring].end || largest(values));
+  const values = COLOURINGS[colouring].of(full), end = values && COLOURINGS[colouring].end(values, ofStep);
   const sampledAt = (place) => (part.role === "Model" ? part.sampled + place - part.begin : null);
   const extend = (from) => {
     const to = Math.min(from + AT_ONCE, part.end), fragment = document.createDocumentFragment();
@@ -76,7 +77,7 @@ function tokenFlow(full, texts, part, colouring) {
       token.place = place;
       if (part.role === "Model" && values) {
         const share = shareOf(values, sampledAt(place), end);
-        if (share) token.style.backgroundColor = `color-mix(in oklab, var(--${share < 0 ? "less" : COLOURINGS[colouring].low ? "more" : "much"}) ${Math.round(8 + 62 * Math.abs(share))}%, transparent)`;
+        if (share) token.style.backgroundColor = `color-mix(in oklab, var(--${share < 0 ? "less" : COLOURINGS[colouring].low ? "more" : "much"}) ${Math.round(6 + 46 * Math.abs(share))}%, transparent)`;
       }
       fragment.append(token);
     }
@@ -127,10 +128,11 @@ function textFlow(text, label) {
   return flow;
 }
 
-function legend(full, colouring) {
+/** What the colours mean; `ofStep` is the largest advantage of the step, so that responses compare. */
+function legend(full, colouring, ofStep) {
   const { low, high, end, of } = COLOURINGS[colouring], values = of(full);
   if (!values) return el("div", { class: "legend" });
-  const most = short(end || values.reduce((found, value) => Math.max(found, Math.abs(value || 0)), 0));
+  const most = short(end(values, ofStep));
   return el("div", { class: "legend" }, el("span", { text: low ? `−${most} ${low}` : "0" }),
     el("i", { class: low ? "scale both" : "scale" }), el("span", { text: `${most} ${high}` }));
 }

@@ -24,15 +24,15 @@ const markOf = (correct) => (correct === true ? "✓" : correct === false ? "✗
 const markName = (correct) => (correct === true ? "right" : correct === false ? "wrong" : "not judged");
 
 const COLUMNS = [
-  { name: "Step", number: true, width: "3.6rem", cell: (row) => String(row.step), key: (row) => row.step },
+  { name: "Step", number: true, width: "2.9rem", cell: (row) => String(row.step), key: (row) => row.step },
   { name: "Prompt", title: "End of the prompt", width: "minmax(6rem, 1.1fr)", cell: (row) => isolated(row.prompt.slice(-90), { class: "cut-left" }), key: (row) => row.prompt },
   { name: "Response", title: "Beginning of the response", width: "minmax(6rem, 1.4fr)", cell: (row) => isolated(row.response.slice(0, 120)), key: (row) => row.response },
-  { name: "Reward", number: true, width: "4.6rem", cell: (row) => short(row.reward), key: (row) => row.reward },
-  { name: "Right", title: "Whether the environment finds it correct", width: "3.6rem", key: (row) => (row.correct === null ? null : Number(row.correct)),
+  { name: "Reward", number: true, width: "3.7rem", cell: (row) => short(row.reward), key: (row) => row.reward },
+  { name: "Right", title: "Whether the environment finds it correct", width: "2.6rem", key: (row) => (row.correct === null ? null : Number(row.correct)),
     cell: (row) => el("span", { class: `mark-${markName(row.correct).split(" ")[0]}`, "aria-label": markName(row.correct), text: markOf(row.correct) }) },
-  { name: "Tokens", number: true, width: "4.4rem", cell: (row) => short(row.tokens), key: (row) => row.tokens },
-  { name: "Advantage", number: true, width: "5.4rem", cell: (row) => short(row.advantage), key: (row) => row.advantage },
-  { name: "End", title: "Why the response ended", width: "4.2rem", cell: (row) => (row.failure !== null ? "failed" : row.stop), key: (row) => row.stop },
+  { name: "Tokens", number: true, width: "3.5rem", cell: (row) => short(row.tokens), key: (row) => row.tokens },
+  { name: "Advantage", number: true, width: "4.7rem", cell: (row) => short(row.advantage), key: (row) => row.advantage },
+  { name: "End", title: "Why the response ended", width: "3rem", cell: (row) => (row.failure !== null ? "failed" : row.stop), key: (row) => row.stop },
 ];
 
 /** The trajectories of one run: its table and the detail beside it. */
@@ -121,14 +121,14 @@ class RunPanel {
   }
 
   byToken(row, table) {
-    const { full } = row, texts = tokenTexts(full.ids, table);
+    const { full } = row, texts = tokenTexts(full.ids, table), ofStep = largest(this.rows.map((one) => one.advantage));
     const known = Object.keys(COLOURINGS).filter((name) => name === "none" || COLOURINGS[name].of(full));
     const colouring = known.includes(this.view.colouring) ? this.view.colouring : known[0];
     const choice = el("div", { class: "choice", role: "radiogroup", "aria-label": "Colour of tokens" }, el("span", { text: "Colour" }), ...known.map((name) =>
       el("button", { role: "radio", "aria-checked": String(name === colouring), text: COLOURINGS[name].label, onclick: () => this.view.colour(name) })));
     const blocks = parts(full).map((part) => el("section", { class: `part ${part.role.toLowerCase()}` },
-      el("h4", {}, part.role, el("span", { text: `${short(part.end - part.begin)} tokens` })), tokenFlow(full, texts, part, colouring)));
-    return [el("div", { class: "colours" }, choice, legend(full, colouring)), ...blocks];
+      el("h4", {}, part.role, el("span", { text: `${short(part.end - part.begin)} tokens` })), tokenFlow(full, texts, part, colouring, ofStep)));
+    return [el("div", { class: "colours" }, choice, legend(full, colouring, ofStep)), ...blocks];
   }
 
   byText(row) {
