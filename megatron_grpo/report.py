@@ -1,4 +1,4 @@
-"""Writes the page of a run, or of two side by side: python -m megatron_grpo.report RUN_DIR [RUN_DIR]"""
+"""Writes the page of a run, or of two side by side: python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR]"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_grpo.composition.help import version
 from megatron_grpo.observability.page.write import REPORT_FILE, write_report
 
 USAGE = f"""\
-python -m megatron_grpo.report RUN_DIR [RUN_DIR]
+python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR]
 
 Writes RUN_DIR/{REPORT_FILE}, one page that needs nothing else: curves, configuration, trajectories. With two folders
 both runs stand side by side, in the page of the first.

@@ -65,7 +65,7 @@ class PromptLoader:
         """Epochs completed."""
         self.left_out = 0
         """Rows of the current epoch (after its end: of the last one) left out so far because they are too long."""
-        self._dataset, self._rows = dataset, len(dataset)
+        self._rows = len(dataset)
         self._batches = 0
         self._order = EpochOrder(self._rows, shuffle=shuffle, seed=seed)
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
@@ -76,10 +76,6 @@ class PromptLoader:
             collate_fn=_as_it_is,
             generator=torch.Generator(),  # else it draws from the process's global generator
         )
-
-    def prompt(self, idx: int) -> DatumSpec:
-        """The prompt of a row, wherever the loader stands."""
-        return self._dataset[idx]
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """

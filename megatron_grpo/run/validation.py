@@ -9,6 +9,7 @@ from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREF
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
+from megatron_grpo.observability.sample_tables import prompt_text, sample_row
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import reward_function_metrics, rollout_metrics
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -41,8 +42,10 @@ def validate(run: GRPORun, timer: StepTimer) -> dict[str, float]:
     answers = [group[0] for group in run.rollouts.fetch(shown)]
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
-        samples = [(prompt, one.to_row()) for prompt, one in zip(run.val_prompts, answers, strict=False)]
-        run.logger.log_table(run.state["total_steps"], "validation/completions", samples)
+        rows = [
+            sample_row(prompt_text(prompt), one.to_row()) for prompt, one in zip(run.val_prompts, answers, strict=False)
+        ]
+        run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
     metrics = held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
 
@@ -91,7 +94,7 @@ def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[O
 
     Returns:
         accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME of each reward
-        function; and with several tasks TASK/accuracy and so on, of the prompts of one task.
+        function; and with several tasks task_accuracy/TASK and so on, of the prompts of one task.
     """
     together = [one for group in outcomes for one in group]
     metrics = _measured(together)
@@ -101,7 +104,7 @@ def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[O
         of_task = [
             one for prompt, group in zip(prompts, outcomes, strict=True) if prompt["task_name"] == task for one in group
         ]
-        metrics |= {f"{task}/{name}": value for name, value in _measured(of_task).items()}
+        metrics |= {f"task_{name}/{task}": value for name, value in _measured(of_task).items()}
     return metrics
 
 
