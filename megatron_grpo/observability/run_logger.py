@@ -12,6 +12,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.json_files import read_lines
+from megatron_grpo.observability.page.token_text import TokenBytes, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
@@ -53,6 +54,7 @@ class RunLogger:
             self._trackers.append(MlflowTracker(self.run_dir, config))
         self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
+        self._vocabulary: TokenBytes | None = None
         self._logging_s = 0.0
         self._startup_s: float | None = None
         self._startup_parts_s: Mapping[str, float] = {}
@@ -133,29 +135,34 @@ class RunLogger:
             text = prompt["message_log"][-1]["content"]
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
 
-    def log_table(self, step: int, name: str, samples: Sequence[tuple[DatumSpec, Mapping[str, Any]]]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send samples to the trackers as a table.
 
         Args:
             step: number of the training step.
             name: of the table, "train/completions" for one.
-            samples: prompts, each with the fields of a response to it by name.
+            rows: lines of `sample_row`.
         """
-        rows = [sample_row(datum, trajectory) for datum, trajectory in samples]
         for tracker in self._trackers if rows else ():
             tracker.table(step, name, rows)
 
-    def show_completions(self, step: int, samples: Sequence[tuple[DatumSpec, Mapping[str, Any]]]) -> None:
+    def show_completions(self, step: int, trajectories: Sequence[Mapping[str, Any]]) -> None:
         """Print responses of a training step beside their prompts, and send them to the trackers.
 
         Args:
             step: number of the training step.
-            samples: prompts, each with the fields of a response to it by name.
+            trajectories: fields of each by name, as `read_rollouts` returns them. What stands before the first sampled
+                token is the prompt; its text is empty when the model has no tokenizer.json.
         """
-        for datum, trajectory in samples:
-            row = sample_row(datum, trajectory)
+        if self._vocabulary is None:
+            self._vocabulary = token_bytes_of(self.config.policy.model.path)
+        rows = []
+        for one in trajectories:
+            prompt_ids = one["token_ids"][: one["spans"][0][0] if one["spans"] else None]
+            rows.append(sample_row(self._vocabulary.text(prompt_ids) if self._vocabulary else "", one))
+        for row in rows:
             self.note(f"  {row['prompt']!r} -> {row['response']!r} (reward {row['reward']}, {row['stop_reason']})")
-        self.log_table(step, "train/completions", samples)
+        self.log_table(step, "train/completions", rows)
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""

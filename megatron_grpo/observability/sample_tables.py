@@ -7,29 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.interfaces import DatumSpec
 
 SHOWN_CHARACTERS = 2000
 """Of a prompt's end and of a response's beginning: trackers keep every table for ever."""
 
 
-def sample_row(datum: DatumSpec, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
     """One sample as a line of a table.
 
     Args:
-        datum: the prompt.
+        prompt: its text.
         trajectory: fields of the response by name (`read_rollouts`); advantages if there are some.
 
     Returns:
-        prompt, response, reference (what the row gives as its answer), reward, correct, advantage (mean over the
-        sampled tokens; None: not known), tokens, stop_reason.
+        prompt, response, reward, correct, advantage (mean over the sampled tokens; None: not known), tokens,
+        stop_reason.
     """
     advantages = trajectory.get("advantages")
     known = advantages is not None and len(advantages) > 0
     return {
-        "prompt": prompt_text(datum)[-SHOWN_CHARACTERS:],
+        "prompt": prompt[-SHOWN_CHARACTERS:],
         "response": trajectory["response"][:SHOWN_CHARACTERS],
-        "reference": str(datum["extra_env_info"].get(REFERENCE, "")),
         "reward": trajectory["reward"],
         "correct": trajectory["correct"],
         "advantage": float(np.mean(advantages)) if known else None,

@@ -7,8 +7,6 @@ from typing import Any
 
 from megatron_grpo.config.schema import LoggerConfig
 from megatron_grpo.data.batch import StepBatch
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.rollout_files import rollouts_file, rows_of_file
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.observability.sample_tables import one_a_group
@@ -43,14 +41,7 @@ class RolloutDumps:
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))
 
-    def some(self, step: int, loader: PromptLoader) -> list[tuple[DatumSpec, dict[str, Any]]]:
-        """Rollouts of a step that is on disk, as many as logger.num_completions_to_print says, each with its prompt.
-
-        Args:
-            step: number of the step.
-            loader: whose prompts they answer.
-        """
+    def some(self, step: int) -> list[dict[str, Any]]:
+        """Rollouts of a step that is on disk, as many as logger.num_completions_to_print says, as they are read."""
         rows = rows_of_file(step, rollouts_file(self._run_dir, step))
-        return [
-            (loader.prompt(row["prompt_idx"]), row) for row in one_a_group(rows, self._config.num_completions_to_print)
-        ]
+        return one_a_group(rows, self._config.num_completions_to_print)

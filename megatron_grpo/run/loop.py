@@ -115,7 +115,7 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     _remark(run, step, report)
     if run.config.logger.log_completions and failure is None:
-        run.logger.show_completions(step, run.dumps.some(step, run.loader))
+        run.logger.show_completions(step, run.dumps.some(step))
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         _save_finished_steps(run, metrics, snapshot_of(run))

@@ -10,6 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from megatron_grpo.models.source import local_folder
+
 TOKENIZER_FILE = "tokenizer.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
@@ -51,6 +53,16 @@ class TokenBytes:
         """The text of tokens, control tokens left out; what is no UTF-8 becomes U+FFFD."""
         shown = (self.of(one) for one in token_ids if one not in self._added)
         return b"".join(shown).decode(errors="replace")
+
+
+def token_bytes_of(model: str) -> TokenBytes | None:
+    """The tokens of a model by its path or hub name; None: it has no tokenizer.json on this machine.
+
+    Raises:
+        ValueError: the file is there and cannot be read.
+    """
+    folder = local_folder(model)
+    return TokenBytes(folder) if folder is not None and (folder / TOKENIZER_FILE).exists() else None
 
 
 def byte_alphabet() -> dict[str, int]:

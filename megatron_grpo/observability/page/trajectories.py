@@ -40,15 +40,16 @@ class Embedded:
     """Ids of the tokens in the page."""
 
 
-def embed_steps(folder: Path, model: Path | None, embedded: Embedded) -> Iterator[tuple[int, dict[str, Any]]]:
+def embed_steps(
+    folder: Path, vocabulary: TokenBytes | None, embedded: Embedded
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Step by step, the table of its trajectories in columns, with those in full under `full` by row.
 
     Args:
         folder: of the run.
-        model: folder with the tokenizer; None: it is not known.
+        vocabulary: the tokens of the run's model; None: they are not known.
         embedded: filled in on the way.
     """
-    vocabulary = _vocabulary(model, embedded)
     files = rollout_files(folder)
     for step, file in files:
         rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
@@ -69,11 +70,10 @@ def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[s
     return found
 
 
-def token_table(model: Path | None, used: set[int]) -> dict[str, Any]:
+def token_table(vocabulary: TokenBytes | None, used: set[int]) -> dict[str, Any]:
     """The text of each token by id, and in base 64 the bytes of those that are no whole characters."""
-    if model is None:
+    if vocabulary is None:
         return {}
-    vocabulary = TokenBytes(model)
     table: dict[str, Any] = {}
     for token_id in sorted(used):
         content = vocabulary.of(token_id)
@@ -82,17 +82,6 @@ def token_table(model: Path | None, used: set[int]) -> dict[str, Any]:
         except UnicodeDecodeError:
             table[str(token_id)] = [base64.b64encode(content).decode()]
     return table
-
-
-def _vocabulary(model: Path | None, embedded: Embedded) -> TokenBytes | None:
-    if model is None:
-        embedded.remark = "The model's folder is not known here, so responses are shown as text, not as tokens."
-        return None
-    try:
-        return TokenBytes(model)
-    except ValueError as error:
-        embedded.remark = f"Responses are shown as text, not as tokens: {error}"
-        return None
 
 
 def _table(

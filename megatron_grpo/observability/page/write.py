@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from megatron_grpo.models.source import local_folder
 from megatron_grpo.observability.json_files import write_text
 from megatron_grpo.observability.page.embed import json_element, packed_element, page
 from megatron_grpo.observability.page.run_data import config_of, run_data
-from megatron_grpo.observability.page.token_text import TOKENIZER_FILE
+from megatron_grpo.observability.page.token_text import TokenBytes, token_bytes_of
 from megatron_grpo.observability.page.trajectories import Embedded, embed_steps, token_table
 
 logger = logging.getLogger(__name__)
@@ -49,10 +48,10 @@ def write_report(folders: Sequence[Path]) -> Path:
     for number, folder in enumerate(folders):
         run = run_data(folder)
         embedded = Embedded()
-        model = _tokenizer_folder(folder)
-        for step, table in embed_steps(folder, model, embedded):
+        vocabulary = _vocabulary(folder, embedded)
+        for step, table in embed_steps(folder, vocabulary, embedded):
             data.append(packed_element(f"run{number}-step{step}", table))
-        data.append(packed_element(f"run{number}-tokens", token_table(model, embedded.used)))
+        data.append(packed_element(f"run{number}-tokens", token_table(vocabulary, embedded.used)))
         trajectories = {"steps": embedded.steps, "written": embedded.written, "rows": embedded.rows}
         runs.append(run | {"trajectories": {**trajectories, "full": embedded.full, "remark": embedded.remark}})
     assets = resources.files("megatron_grpo.observability.page") / "assets"
@@ -72,12 +71,16 @@ def try_to_write_report(folder: Path) -> Path | None:
         return None
 
 
-def _tokenizer_folder(folder: Path) -> Path | None:
-    """Where the tokenizer of a run's model is; None: not on this machine."""
+def _vocabulary(folder: Path, embedded: Embedded) -> TokenBytes | None:
+    """The tokens of a run's model; None, with a remark: they are not known on this machine."""
     policy = config_of(folder).get("policy")
     model = policy.get("model") if isinstance(policy, dict) else None
     path = model.get("path") if isinstance(model, dict) else None
-    if not isinstance(path, str):
-        return None
-    found = local_folder(path)
-    return found if found is not None and (found / TOKENIZER_FILE).exists() else None
+    try:
+        found = token_bytes_of(path) if isinstance(path, str) else None
+        reason = f"the tokenizer of {path} is not on this machine"
+    except ValueError as error:
+        found, reason = None, str(error)
+    if found is None:
+        embedded.remark = f"Responses are shown as text, not as tokens: {reason}."
+    return found

@@ -11,7 +11,8 @@ import pytest
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.sample_tables import one_a_group, sample_row
+from megatron_grpo.observability.sample_tables import one_a_group, prompt_text, sample_row
+from tests.support.report_runs import byte_tokenizer
 from tests.support.trajectories import make_trajectory
 
 HOSTILE = "a | b <script>alert(1)</script> **bold**\nnext `line` [link](https://example.org)"
@@ -29,8 +30,11 @@ def log_two_steps(folder: Path, config: Config, resume_step: int | None = None) 
     first = (resume_step or 0) + 1
     for step in (first, first + 1):
         logger.log_step(step, {"reward": step / 3, "reward/my.fn:x": 1.0}, TIMING, {"samples_per_s": 4.0})
-    response = make_trajectory(response=HOSTILE, reward=0.5, correct=True).to_row()
-    logger.show_completions(first, [(datum(1), response), (datum(2), response | {"reward": None})])
+    config.policy.model.path = str(folder / "model")
+    tokenizer = byte_tokenizer(folder / "model") if resume_step is None else None
+    ids = [*tokenizer.encode("2 + 2 =").ids, 0, 0] if tokenizer else [0, 0]
+    response = make_trajectory(2, prompt_tokens=len(ids) - 2, token_ids=ids, response=HOSTILE, reward=0.5).to_row()
+    logger.show_completions(first, [response, response | {"reward": None}])
     logger.close()
     logger.close()
 
@@ -52,7 +56,7 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path, config: Config) -> No
     events.Reload()
     (event,) = events.Tensors("train/completions/text_summary")
     head, rule, first, second = event.tensor_proto.string_val[0].decode().splitlines()
-    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 9
+    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 8
     assert "<" not in first + second
     assert "**" not in first
     assert "2 &#43; 2 =" in first
@@ -100,11 +104,11 @@ def test_mlflow_keeps_figures_tables_and_the_configuration(tmp_path: Path, confi
 def test_a_row_of_a_table_by_hand() -> None:
     turns = [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "end"}]
     one = make_trajectory(3, response="y" * 5000, reward=None, correct=None).to_row() | {"advantages": [1.0, 2.0, 6.0]}
-    row = sample_row(datum(1, turns), one)
+    row = sample_row(prompt_text(datum(1, turns)), one)
     assert (len(row["prompt"]), len(row["response"])) == (2000, 2000)
     assert row["prompt"].endswith("\nuser: end")
-    assert (row["advantage"], row["tokens"], row["reference"], row["reward"]) == (3.0, 3, "4", None)
-    assert sample_row(datum(1), one | {"advantages": None})["advantage"] is None
+    assert (row["advantage"], row["tokens"], row["reward"]) == (3.0, 3, None)
+    assert sample_row("", one | {"advantages": None})["advantage"] is None
 
 
 def test_samples_are_of_different_prompts() -> None:

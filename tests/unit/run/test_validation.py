@@ -111,13 +111,13 @@ def test_tasks_and_functions_by_hand(tmp_path: Path) -> None:
     assert {name: metrics[name] for name in metrics if "/" in name} == {
         "val_reward/format": pytest.approx(2 / 3),
         "val_reward/exact": 0.5,
-        "val_even/accuracy": 0.0,
-        "val_even/reward": 1.0,
-        "val_even/response_length": 2.0,
-        "val_odd/accuracy": 1.0,
-        "val_odd/reward": 2.0,
-        "val_odd/response_length": 3.0,
-        "val_even/truncation_rate": 0.0,
-        "val_odd/truncation_rate": 0.0,
+        "val_task_accuracy/even": 0.0,
+        "val_task_reward/even": 1.0,
+        "val_task_response_length/even": 2.0,
+        "val_task_accuracy/odd": 1.0,
+        "val_task_reward/odd": 2.0,
+        "val_task_response_length/odd": 3.0,
+        "val_task_truncation_rate/even": 0.0,
+        "val_task_truncation_rate/odd": 0.0,
     }
     assert "generation" in timer.seconds
