@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_grpo.observability.page.write import try_to_write_report
 from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, write_summary
 
 _REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) says so"
@@ -28,6 +27,8 @@ def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
         return
     write_summary(run_dir, samples_per_step=samples_per_step, ending=Ending("failed", _REASON))
     if report:
+        from megatron_grpo.observability.page.write import try_to_write_report  # not in every driver that starts
+
         try_to_write_report(run_dir)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.observability.page.write import try_to_write_report
 from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, write_summary
 from megatron_grpo.run.directory import CONFIG_FILE
 
@@ -69,6 +68,8 @@ def report_at_end(run_dir: Path, wanted: bool) -> Iterator[None]:
         yield
     finally:
         if wanted and (run_dir / CONFIG_FILE).exists():  # else there was no run
+            from megatron_grpo.observability.page.write import try_to_write_report  # here: at the end there is time
+
             page = try_to_write_report(run_dir)
             text = f"report in {page}" if page else "report.html could not be written; the log says why"
             logger.info("%s", text)

@@ -67,6 +67,9 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     name = "validation.jsonl"
     validations = [read_jsonl(run.run_dir / name) for run in (second, straight)]
     assert without_timing(validations[0]) == without_timing(validations[1])
+    starts = read_jsonl(second.run_dir / "starts.jsonl")
+    assert [start["resumed_after"] for start in starts] == [None, 3]
+    assert f"report in {second.run_dir / 'report.html'}" in second.log()
     assert second.rollouts(6) == straight.rollouts(6)
     assert not (first.run_dir / "checkpoints" / ".writing_step_5").exists()
 
