@@ -7,5 +7,9 @@ kernels = ["megatron_grpo_kernels", *(f"megatron_grpo_kernels.{name}" for name i
 setup(
     packages=[*find_packages(include=["megatron_grpo", "megatron_grpo.*"]), "megatron_grpo.conf", *kernels],
     package_dir={"megatron_grpo.conf": "conf", "megatron_grpo_kernels": "kernels"},
-    package_data={"megatron_grpo.conf": ["**/*.yaml"], "megatron_grpo_kernels": ["**/*.cu", "**/*.cuh", "**/*.cpp"]},
+    package_data={
+        "megatron_grpo.observability.page": ["assets/*"],
+        "megatron_grpo.conf": ["**/*.yaml"],
+        "megatron_grpo_kernels": ["**/*.cu", "**/*.cuh", "**/*.cpp"],
+    },
 )

@@ -77,15 +77,46 @@ class WandbConfig(Section):
     name: str | None = None
     """Run name; null: the name of the run directory."""
 
+    mode: Literal["online", "offline"] = "online"
+    """offline: write to run_dir/wandb only; `wandb sync` sends it later."""
+
+
+@dataclass(kw_only=True)
+class MlflowConfig(Section):
+    """MLflow."""
+
+    enabled: bool = False
+    """Whether metrics go to MLflow (needs the mlflow package)."""
+
+    experiment: str = "megatron_grpo"
+    """Experiment that the run belongs to."""
+
+    tracking_uri: str | None = None
+    """Server or store; null: run_dir/mlflow.db, with the tables of samples in run_dir/mlflow."""
+
 
 @dataclass(kw_only=True)
 class LoggerConfig(Section):
     """What is reported where; metrics.jsonl, summary.json and the plot are always written."""
 
+    report: bool = True
+    """Write run_dir/report.html when the run ends, however: curves, configuration, trajectories (docs/report.md)."""
+
     tensorboard: bool = True
     """Write TensorBoard events to run_dir/tensorboard."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+
+    log_completions: bool = False
+    """Print some responses of every step, with their prompts and rewards, and send them to the trackers as tables;
+    those of validations too. Needs the rollouts to be written."""
+
+    num_completions_to_print: Positive = 5
+    """Responses of a step with log_completions, each to another prompt."""
+
+    profile_steps: list[Positive] = field(default_factory=list)
+    """Steps whose time and memory are profiled on every rank, into run_dir/profiles/step_N."""
 
     num_val_samples_to_print: NonNegative = 5
     """Validation responses printed each time."""

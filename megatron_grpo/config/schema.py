@@ -26,7 +26,14 @@ from megatron_grpo.config.policy_schema import (
 from megatron_grpo.config.ppo_schema import MseValueLossConfig, PPOConfig
 from megatron_grpo.config.reward_schema import AdvantageEstimatorConfig, RewardScalingConfig, RewardShapingConfig
 from megatron_grpo.config.rollout_schema import RolloutsConfig
-from megatron_grpo.config.run_schema import CheckpointingConfig, ClusterConfig, LoggerConfig, PrepareConfig, WandbConfig
+from megatron_grpo.config.run_schema import (
+    CheckpointingConfig,
+    ClusterConfig,
+    LoggerConfig,
+    MlflowConfig,
+    PrepareConfig,
+    WandbConfig,
+)
 from megatron_grpo.config.section import MISSING, Positive, Section
 
 __all__ = [
@@ -48,6 +55,7 @@ __all__ = [
     "LoopConfig",
     "LoraConfig",
     "LossConfig",
+    "MlflowConfig",
     "ModelConfig",
     "MoeConfig",
     "MseValueLossConfig",

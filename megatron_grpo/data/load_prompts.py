@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,39 @@ class PromptData:
     eos_token_id: int | None
     notes: list[str]
     """What to tell the user about the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPrompts:
+    """The usable prompts of one file."""
+
+    prompts: list[DatumSpec]
+    eos_token_id: int | None
+    notes: list[str]
+    """What to tell the user about the file."""
+
+
+def held_out_prompts(config: Config, model: Path, path: str) -> HeldOutPrompts:
+    """Read, render and tokenize the rows of one file as those of data.val_path are, all of them.
+
+    Args:
+        config: how rows become prompts.
+        model: folder with the tokenizer.
+        path: the file.
+
+    Raises:
+        ConfigError: the file or a row in it cannot be used, or no row is short enough.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    notes: list[str] = []
+    data = replace(config.data, val_path=path)
+    dataset, usable = _read(replace(config, data=data), "val_path", tokenizer, notes)
+    if not usable:
+        raise ConfigError([Problem(f"data.val_path={path}", "has no usable row")])
+    prompts = [prompt for prompt in (dataset[idx] for idx in range(len(dataset))) if prompt["loss_multiplier"] > 0]
+    return HeldOutPrompts(prompts, tokenizer.eos_token_id, notes)
 
 
 def load_prompt_data(config: Config, model: Path) -> PromptData:

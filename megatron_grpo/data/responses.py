@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.config.generation_schema import StructuredConfig
+from megatron_grpo.config.generation_schema import GenerationConfig, StructuredConfig
 from megatron_grpo.data.trajectory import Span, StopReason
 
 
@@ -47,6 +47,32 @@ class SamplingSettings:
     """None: responses may have any form."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+
+
+def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) -> SamplingSettings:
+    """How a configuration says that tokens are drawn.
+
+    Args:
+        generation: the section of the configuration.
+        eos_token_id: token that ends a response beside generation.stop_token_ids; None: the tokenizer has none.
+    """
+    stops = set(generation.stop_token_ids)
+    if eos_token_id is not None:
+        stops.add(eos_token_id)
+    return SamplingSettings(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
+        repetition_penalty=generation.repetition_penalty,
+        presence_penalty=generation.presence_penalty,
+        frequency_penalty=generation.frequency_penalty,
+        bad_words=tuple(generation.bad_words),
+        structure=structure_of(generation.structured),
+        stop_token_ids=tuple(sorted(stops)),
+        stop_strings=tuple(generation.stop_strings),
+    )
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that pickles ten times slower

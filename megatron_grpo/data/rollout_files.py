@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_grpo.data.trajectory import Trajectory
 
@@ -17,8 +19,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROLLOUTS_FOLDER = "rollouts"
+_ARRAYS = {"token_ids": np.int32, "logprobs": np.float32, "prev_logprobs": np.float32, "advantages": np.float32}
+"""Columns with a number for each token, or for each sampled one."""
 ROW_GROUP_TOKENS = 4 * 2**20
 """Tokens that are laid out in memory before they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a step knows of a rollout's sampled tokens when it learns from them, in the order of the spans."""
+
+    advantages: NDArray[np.float32]
+    """[sampled tokens], float32: advantage of each."""
+    prev_logprobs: NDArray[np.float32] | None = None
+    """[sampled tokens], float32: log-probability under the policy at the start of the step, as the training framework
+    computes it; None: the step did not need them."""
 
 
 def rollouts_file(run_dir: Path, step: int) -> Path:
@@ -29,7 +44,7 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and what was left unfinished."""
     folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in _files(folder):
+    for step, file in rollout_files(run_dir):
         if step > last_step:
             file.unlink()
     for file in folder.glob(".step_*"):
@@ -37,10 +52,10 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 
 
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rollouts that a run wrote, one dict with the fields of `Trajectory` and the step for each.
+    """The rollouts that a run wrote, one dict with the fields of `Trajectory` and of `Learnt`, and the step, for each.
 
-    Token ids and log-probabilities are arrays (int32, float32), spans lists of [start, end, weight version]. Also reads
-    the JSON lines that earlier versions wrote.
+    Token ids and what is known of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Also
+    reads what earlier versions wrote: JSON lines, and files without `Learnt`, whose fields are then None.
 
     Args:
         run_dir: the run's folder, which has the folder of rollouts in it.
@@ -50,29 +65,29 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
         FileNotFoundError: there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
-    files = [(number, file) for number, file in _files(folder) if step is None or number == step]
+    files = [(number, file) for number, file in rollout_files(Path(run_dir)) if step is None or number == step]
     if not files:
         raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
-    return chain.from_iterable(_rows(number, file) for number, file in files)
+    return chain.from_iterable(rows_of_file(number, file) for number, file in files)
 
 
-def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[Trajectory]]]) -> None:
+def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[tuple[Trajectory, Learnt]]]]) -> None:
     """Write trajectories as Parquet, compressed with zstd; the file appears when it is complete.
 
     Args:
         file: Parquet file to write; an existing one is replaced.
-        groups: each with the number that its trajectories get as `group`.
+        groups: each with the number that its trajectories get as `group`, and what was learnt from each.
     """
     import pyarrow.parquet as pq
 
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
     with pq.ParquetWriter(unfinished, _schema(), compression="zstd", compression_level=1) as writer:
-        waiting: list[tuple[int, Trajectory]] = []
+        waiting: list[tuple[int, Trajectory, Learnt]] = []
         tokens = 0
-        for number, trajectories in groups:
-            waiting += [(number, one) for one in trajectories]
-            tokens += sum(len(one.token_ids) for one in trajectories)
+        for number, rollouts in groups:
+            waiting += [(number, one, learnt) for one, learnt in rollouts]
+            tokens += sum(len(one.token_ids) for one, _ in rollouts)
             if tokens >= ROW_GROUP_TOKENS:
                 writer.write_table(_table(waiting))
                 waiting, tokens = [], 0
@@ -94,6 +109,8 @@ def _schema() -> pa.Schema:
             "token_ids": pa.list_(pa.int32()),
             "spans": pa.list_(pa.list_(pa.int64())),
             "logprobs": pa.list_(pa.float32()),
+            "prev_logprobs": pa.list_(pa.float32()),
+            "advantages": pa.list_(pa.float32()),
             "response": pa.string(),
             "stop_reason": pa.string(),
             "reward": pa.float64(),
@@ -105,20 +122,23 @@ def _schema() -> pa.Schema:
     )
 
 
-def _table(rows: Sequence[tuple[int, Trajectory]]) -> pa.Table:
+def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
     import pyarrow as pa
 
-    def lists(arrays: list[np.ndarray]) -> pa.ListArray:
+    def lists(arrays: list[NDArray[Any]]) -> pa.ListArray:
         """Arrays [tokens of a rollout] of one dtype as a column of lists, without a Python object for each number."""
         ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
         return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
 
     schema = _schema()
-    trajectories = [one for _, one in rows]
+    trajectories, learnt = [one for _, one, _ in rows], [one for _, _, one in rows]
+    prev = [one.prev_logprobs for one in learnt if one.prev_logprobs is not None]
     columns: dict[str, Any] = {
-        "group": [number for number, _ in rows],
+        "group": [number for number, _, _ in rows],
         "token_ids": lists([one.token_ids for one in trajectories]),
         "logprobs": lists([one.logprobs for one in trajectories]),
+        "prev_logprobs": lists(prev) if len(prev) == len(rows) else [None] * len(rows),
+        "advantages": lists([one.advantages for one in learnt]),
         "spans": [[[span.start, span.end, span.version] for span in one.spans] for one in trajectories],
         "reward_parts": [list(one.reward_parts.items()) for one in trajectories],
     }
@@ -128,29 +148,53 @@ def _table(rows: Sequence[tuple[int, Trajectory]]) -> pa.Table:
     return pa.table({name: pa.array(columns[name], type=schema.field(name).type) for name in schema.names})
 
 
-def _rows(step: int, file: Path) -> Iterator[dict[str, Any]]:
+def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
+    """The rollouts of one file as `read_rollouts` returns them, read as far as they are asked for."""
     if file.suffix == ".jsonl":
         with file.open() as lines:
             for line in lines:
                 row = json.loads(line)
-                yield {"step": step, **row, **_arrays(row["token_ids"], row["logprobs"])}
+                yield {"step": step, **row, **_arrays(row)}
         return
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=256):
-            plain = batch.select([name for name in batch.schema.names if name not in ("token_ids", "logprobs")])
-            tokens, logprobs = batch.column("token_ids"), batch.column("logprobs")
+            plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
+            of_tokens = {name: _cut(batch.column(name)) for name in batch.schema.names if name in _ARRAYS}
+            absent: dict[str, Any] = dict.fromkeys(_ARRAYS)
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
-                arrays = _arrays(*(list_.values.to_numpy() for list_ in (tokens[index], logprobs[index])))
-                yield {"step": step, **row, **arrays}
+                yield {"step": step, **row, **absent, **{name: pieces[index] for name, pieces in of_tokens.items()}}
 
 
-def _arrays(token_ids: Any, logprobs: Any) -> dict[str, np.ndarray]:
-    """token_ids [tokens], int32, and logprobs [sampled tokens], float32, of one rollout, by name."""
-    return {"token_ids": np.asarray(token_ids, dtype=np.int32), "logprobs": np.asarray(logprobs, dtype=np.float32)}
+def _cut(lists: pa.ListArray) -> list[NDArray[Any] | None]:
+    """A column of lists as an array for each row; None where the row has no list."""
+    values, ends, present = lists.values.to_numpy(), lists.offsets.tolist(), lists.is_valid().tolist()
+    return [
+        values[begin:end] if is_there else None for begin, end, is_there in zip(ends, ends[1:], present, strict=False)
+    ]
 
 
-def _files(folder: Path) -> list[tuple[int, Path]]:
+def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
+    """The columns of `_ARRAYS` of one rollout in their dtypes; None: the file does not have it."""
+    return {
+        name: None if row.get(name) is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
+    }
+
+
+def rollout_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """The steps whose rollouts a run wrote, in their order, each with its file."""
+    folder = run_dir / ROLLOUTS_FOLDER
     files = (file for suffix in ("parquet", "jsonl") for file in folder.glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
+
+
+def count_rollouts(file: Path) -> int:
+    """How many rollouts a file holds, without reading them if it says so itself."""
+    if file.suffix == ".jsonl":
+        with file.open() as lines:
+            return sum(1 for _ in lines)
+    import pyarrow.parquet as pq
+
+    rows: int = pq.read_metadata(file).num_rows
+    return rows

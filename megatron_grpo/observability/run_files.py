@@ -1,8 +1,9 @@
-"""The files a run writes as it goes: a line a step, a line a validation."""
+"""The files a run writes as it goes: a line a step, a line a validation, a line a start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from megatron_grpo.data.rollout_files import drop_rollouts_after
@@ -10,6 +11,7 @@ from megatron_grpo.observability.json_files import json_line, read_lines, write_
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
+STARTS_FILE = "starts.jsonl"
 
 
 class RunFiles:
@@ -28,12 +30,22 @@ class RunFiles:
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         last_step = -1 if resume_step is None else resume_step
+        self._starts, self._resume_step = run_dir / STARTS_FILE, resume_step
+        if resume_step is None:
+            self._starts.unlink(missing_ok=True)
         _keep_steps(run_dir / METRICS_FILE, last_step)
         _keep_steps(run_dir / VALIDATION_FILE, last_step)
         drop_rollouts_after(run_dir, last_step)
         # Line-buffered: a line is on its way to the disk before the next step begins.
         self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
         self._validations = (run_dir / VALIDATION_FILE).open("a", buffering=1)
+
+    def add_start(self, changes: Sequence[str]) -> None:
+        """One object with the time of a start, the step it resumed after (null: the first start), and its changes."""
+        now = datetime.now().isoformat(timespec="seconds")
+        row = {"time": now, "resumed_after": self._resume_step, "changes": list(changes)}
+        with self._starts.open("a") as file:
+            file.write(json_line(row))
 
     def add_step(
         self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], throughput: Mapping[str, float]
@@ -42,9 +54,9 @@ class RunFiles:
         row = {"step": step, **metrics, "timing": dict(timing), "throughput": dict(throughput)}
         self._metrics.write(json_line(row))
 
-    def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One object with the step that was validated (0: before training) and its metrics."""
-        self._validations.write(json_line({"step": step, **metrics}))
+    def add_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One object with the step that was validated (0: before training), its metrics, and apart from them timing."""
+        self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
 
     def close(self) -> None:
         """Idempotent."""

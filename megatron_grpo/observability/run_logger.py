@@ -12,12 +12,14 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.json_files import read_lines
+from megatron_grpo.observability.page.token_text import TokenBytes, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
+from megatron_grpo.observability.sample_tables import sample_row
 from megatron_grpo.observability.summary import COMPLETED, Ending, write_summary
 from megatron_grpo.observability.timers import TOTAL
-from megatron_grpo.observability.trackers import TensorBoardTracker, Tracker, WandbTracker
+from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,11 @@ class RunLogger:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
         if config.logger.wandb.enabled:
             self._trackers.append(WandbTracker(self.run_dir, config))
+        if config.logger.mlflow.enabled:
+            self._trackers.append(MlflowTracker(self.run_dir, config))
         self._progress = Progress(config.loop.max_num_steps, live=config.logger.progress)
         self._noted: set[str] = set()
+        self._vocabulary: TokenBytes | None = None
         self._logging_s = 0.0
         self._startup_s: float | None = None
         self._startup_parts_s: Mapping[str, float] = {}
@@ -72,6 +77,7 @@ class RunLogger:
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
         self._started = time.monotonic()
+        self._files.add_start(changes)
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
@@ -101,15 +107,17 @@ class RunLogger:
         logger.info("step %d took %.3f s", step, timing[TOTAL])
         self._logging_s += time.perf_counter() - begin
 
-    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """One validation.
 
         Args:
             step: training steps before it; 0 is before training.
             metrics: value of each metric, by name.
+            timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
         """
-        self._files.add_validation(step, metrics)
+        self._files.add_validation(step, metrics, timing)
         self._track(step, "validation", metrics)
+        self._track(step, "validation/timing", timing)
         self._progress.validation(step, metrics)
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
@@ -126,6 +134,35 @@ class RunLogger:
                 mark = "right" if trajectory.correct else f"wrong, answer {answer!r}"
             text = prompt["message_log"][-1]["content"]
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send samples to the trackers as a table.
+
+        Args:
+            step: number of the training step.
+            name: of the table, "train/completions" for one.
+            rows: lines of `sample_row`.
+        """
+        for tracker in self._trackers if rows else ():
+            tracker.table(step, name, rows)
+
+    def show_completions(self, step: int, trajectories: Sequence[Mapping[str, Any]]) -> None:
+        """Print responses of a training step beside their prompts, and send them to the trackers.
+
+        Args:
+            step: number of the training step.
+            trajectories: fields of each by name, as `read_rollouts` returns them. What stands before the first sampled
+                token is the prompt; its text is empty when the model has no tokenizer.json.
+        """
+        if self._vocabulary is None:
+            self._vocabulary = token_bytes_of(self.config.policy.model.path)
+        rows = []
+        for one in trajectories:
+            prompt_ids = one["token_ids"][: one["spans"][0][0] if one["spans"] else None]
+            rows.append(sample_row(self._vocabulary.text(prompt_ids) if self._vocabulary else "", one))
+        for row in rows:
+            self.note(f"  {row['prompt']!r} -> {row['response']!r} (reward {row['reward']}, {row['stop_reason']})")
+        self.log_table(step, "train/completions", rows)
 
     def note(self, text: str) -> None:
         """Print a line, and write it into the driver's log."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,22 +77,6 @@ def write_summary(
     return summary
 
 
-def summary_command(run_dir: Path, samples_per_step: int) -> list[str]:
-    """The command line that writes the summary of a run whose driver could not write one because it was killed.
-
-    Args:
-        run_dir: the run's folder, where summary.json is to be.
-        samples_per_step: samples of one training step: prompts times generations of each.
-    """
-    return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step)]
-
-
-def _write_for_killed(run_dir: Path, samples_per_step: int) -> None:
-    if not (run_dir / SUMMARY_FILE).exists():  # else it was killed after its end
-        ending = Ending("failed", "the driver was killed; if memory ran out, the kernel's log (dmesg) says so")
-        write_summary(run_dir, samples_per_step=samples_per_step, ending=ending)
-
-
 def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
     first = validations[0] if validations else {}
     last = validations[-1] if validations else {}
@@ -127,7 +110,3 @@ def _column(steps: list[dict[str, Any]], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-if __name__ == "__main__":
-    _write_for_killed(Path(sys.argv[1]), int(sys.argv[2]))

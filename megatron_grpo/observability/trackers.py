@@ -1,21 +1,31 @@
-"""Experiment trackers: TensorBoard and Weights & Biases."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+import html
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 
+Row = Mapping[str, Any]
+"""A line of a table: a value by column."""
+
 
 class Tracker(Protocol):
-    """Takes scalars by name."""
+    """Takes scalars by name, and tables of samples."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -34,6 +44,13 @@ class TensorBoardTracker:
         """One scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """A Markdown table under Text; what stands in its cells is text, whatever a model wrote."""
+        head = list(rows[0])
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
+        lines += ["| " + " | ".join(_cell(row[column]) for column in head) + " |" for row in rows]
+        self._writer.add_text(name, "\n".join(lines), step)
 
     def close(self) -> None:
         """Flush and close; idempotent."""
@@ -56,12 +73,14 @@ class WandbTracker:
             ) from None
         settings = config.logger.wandb
         folder = run_dir.resolve()
+        self._wandb = wandb
         try:
             self._run: Any = wandb.init(
                 project=settings.project,
                 name=settings.name or folder.name,
-                id=hashlib.sha256(str(folder).encode()).hexdigest()[:16],
+                id=_identity(folder),
                 resume="allow",
+                mode=settings.mode,
                 dir=str(run_dir),
                 config=dataclasses.asdict(config),
             )
@@ -72,6 +91,90 @@ class WandbTracker:
         """All values in one call."""
         self._run.log(dict(values), step=step)
 
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """One table for each step."""
+        head = list(rows[0])
+        data = [[_plain(row[column]) for column in head] for row in rows]
+        self._run.log({name: self._wandb.Table(columns=head, data=data)}, step=step)
+
     def close(self) -> None:
         """Upload what is left; idempotent."""
         self._run.finish()
+
+
+class MlflowTracker:
+    """One MLflow run for the run directory, continued when the directory's run is resumed."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        """
+        Raises:
+            RunError: the mlflow package is missing, or its store cannot be used.
+        """
+        try:
+            from mlflow import MlflowClient
+            from mlflow.exceptions import MlflowException
+        except ImportError:
+            raise RunError(
+                "logger.mlflow.enabled=true needs the mlflow package: pip install mlflow, or set it to false"
+            ) from None
+        settings = config.logger.mlflow
+        folder = run_dir.resolve()
+        uri = settings.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
+        artifacts = None if settings.tracking_uri else (folder / "mlflow").as_uri()
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # else it tells of every table that it makes
+        try:
+            self._client = MlflowClient(tracking_uri=uri)
+            experiment = self._client.get_experiment_by_name(settings.experiment)
+            number = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(settings.experiment, artifact_location=artifacts)
+            )
+            mine = self._client.search_runs([number], f"tags.run_dir_id = '{_identity(folder)}'")
+            tags = {"run_dir_id": _identity(folder), "run_dir": str(folder)}
+            run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=folder.name)
+            self._id = run.info.run_id
+            for key, value in leaves(dataclasses.asdict(config)):
+                if _named(key) not in run.data.params:  # a parameter cannot be changed; the report shows what did
+                    self._client.log_param(self._id, _named(key), value)
+        except MlflowException as error:
+            raise RunError(f"logger.mlflow.enabled=true, and MLflow cannot use {uri}: {error}") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """All values in one call."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, [Metric(_named(name), value, now, step) for name, value in values.items()])
+
+    def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """An artifact of JSON for each step."""
+        table = [{column: _plain(value) for column, value in row.items()} for row in rows]
+        self._client.log_dict(self._id, {"rows": table}, f"{_named(name)}/step_{step}.json")
+
+    def close(self) -> None:
+        """Mark the run as over; idempotent."""
+        self._client.set_terminated(self._id)
+
+
+def _identity(folder: Path) -> str:
+    """What identifies the run of a folder wherever it is tracked."""
+    return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+
+
+def _named(name: str) -> str:
+    """A name without the characters that MLflow refuses."""
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | None) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """A cell of a Markdown table: no character of HTML or Markdown counts."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = html.escape(str(value)).replace("\n", "⏎")
+    return re.sub(r"([\\`*_{}\[\]()#+\-!|~])", lambda found: f"&#{ord(found[1])};", text)

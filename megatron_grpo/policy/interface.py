@@ -129,6 +129,14 @@ class TrainedModel(ABC):
         """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
 
     @abstractmethod
+    def begin_profile(self) -> None:
+        """Have every rank record its operators and its memory until `end_profile`."""
+
+    @abstractmethod
+    def end_profile(self, folder: str) -> None:
+        """Have every rank write what it recorded into an existing folder, into files of its own."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End every process; idempotent."""
 

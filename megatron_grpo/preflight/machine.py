@@ -121,3 +121,5 @@ def _packages(config: Config) -> Iterator[Problem]:
             yield Problem(f"{key}=True", f"needs the package {package}, which is not installed here; leave it out")
     if config.logger.wandb.enabled and importlib.util.find_spec("wandb") is None:
         yield Problem("logger.wandb.enabled=True", "needs the wandb package: pip install wandb, or set it to false")
+    if config.logger.mlflow.enabled and importlib.util.find_spec("mlflow") is None:
+        yield Problem("logger.mlflow.enabled=True", "needs the mlflow package: pip install mlflow, or set it to false")

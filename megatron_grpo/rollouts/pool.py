@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -25,6 +25,7 @@ from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.models.routed import RoutedForm
+from megatron_grpo.rollouts.dump import LearntFrom
 from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
@@ -33,6 +34,9 @@ from megatron_grpo.rollouts.payloads import Bundler, Payloads
 from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
 from megatron_grpo.rollouts.shards import evenly_chosen, places_of, shard_fields
 from megatron_grpo.rollouts.worker import Compute, RolloutWorker, ShardRefs, WorkerSettings
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.batch import StepBatch
 
 ENGINES_PER_WORKER = 8
 WORKER_NAME = "rollout worker {}".format
@@ -323,12 +327,15 @@ class RolloutPool:
         outcomes = ([one.outcome for one in group] for group in groups)
         return [SampledGroup(*pair) for pair in zip(outcomes, payloads, strict=True)]
 
-    def dump(self, step: int, groups: Sequence[SampledGroup], run_dir: Path, *, sample: int | None = None) -> Any:
+    def dump(
+        self, step: int, groups: Sequence[SampledGroup], batch: StepBatch, run_dir: Path, *, sample: int | None = None
+    ) -> Any:
         """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
 
         Args:
             step: number of the training step, for the file's name.
             groups: rollouts of the step; a group's place is what the file has as `group`.
+            batch: the same rollouts with their advantages, and with whatever else is known of them by now.
             run_dir: the run's folder, in which the folder of rollouts lies.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
@@ -337,8 +344,14 @@ class RolloutPool:
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         payloads = Payloads.of([group.payload for group in groups])
+        known = LearntFrom(
+            lengths=batch.lengths,
+            sequences=[shard.sequences for shard in batch.shards],
+            shards=[shard.fields for shard in batch.shards],
+            advantages=batch.advantages,
+        )
         worker = next(self._turn) % len(self._workers)
-        return worker, self._workers[worker].dump.remote(payloads, chosen, rollouts_file(run_dir, step))
+        return worker, self._workers[worker].dump.remote(payloads, chosen, known, rollouts_file(run_dir, step))
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,16 +17,14 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.models.routed import RoutedForm
+from megatron_grpo.rollouts.dump import LearntFrom, dump
 from megatron_grpo.rollouts.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
 from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, shard_fields, split_by_shard
-
-DUMPED_GROUPS = 64
-"""Groups that are fetched together to be written."""
 
 ShardRefs = dict[str, Any]
 """By name, a reference (Ray's) to an array of one number per token of a shard."""
@@ -167,15 +165,16 @@ class RolloutWorker:
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
     @phase("write rollouts")
-    async def dump(self, payloads: Payloads, chosen: list[list[int]], file: Path) -> None:
+    async def dump(self, payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:
         """Write trajectories into a Parquet file.
 
         Args:
             payloads: the groups of the step, in its order.
             chosen: for each group, which of its samples to write.
+            known: what the step knows of the same sequences before it learns from them.
             file: where; it appears when it is complete.
         """
-        await asyncio.to_thread(_dump, payloads, chosen, file)
+        await asyncio.to_thread(dump, payloads, chosen, known, file)
 
 
 def _build_shards(
@@ -206,18 +205,3 @@ def _compute(
 def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
     """References by name to arrays, [tokens of a shard] in the types of the entries, that are put one by one."""
     return {name: ray.put(array) for name, array in arrays.items()}
-
-
-def _dump(payloads: Payloads, chosen: list[list[int]], file: Path) -> None:
-    from megatron_grpo.data.rollout_files import write_rollouts
-
-    def groups() -> Iterator[tuple[int, list[Trajectory]]]:
-        each = payloads.each()
-        wanted = [number for number, samples in enumerate(chosen) if samples]
-        for begin in range(0, len(wanted), DUMPED_GROUPS):
-            numbers = wanted[begin : begin + DUMPED_GROUPS]
-            fetched = Payloads.of([each[number] for number in numbers]).fetch()
-            for number, trajectories in zip(numbers, fetched, strict=True):
-                yield number, [trajectories[sample] for sample in chosen[number]]
-
-    write_rollouts(file, groups())

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.schema import LoggerConfig
+from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.rollout_files import rollouts_file, rows_of_file
 from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.observability.sample_tables import one_a_group
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
 class RolloutDumps:
-    """Starts the writing as soon as a step has its rollouts; the step is reported only when they are on disk."""
+    """Starts the writing when a step has its advantages; the step is reported only when its rollouts are on disk."""
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path) -> None:
         """
@@ -23,11 +26,11 @@ class RolloutDumps:
         self._rollouts, self._config, self._run_dir = rollouts, config, run_dir
         self._writing: dict[int, Any] = {}
 
-    def begin(self, step: int, groups: list[SampledGroup]) -> None:
-        """Have the rollouts of a step written, as logger.rollouts says which."""
+    def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch) -> None:
+        """Have the rollouts of a step written, as logger.rollouts says which, with what `batch` knows of them."""
         if self._config.rollouts != "off":
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
-            self._writing[step] = self._rollouts.dump(step, groups, self._run_dir, sample=limit)
+            self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, sample=limit)
 
     def finish(self, step: int) -> None:
         """Return when the rollouts of a step are on disk.
@@ -37,3 +40,8 @@ class RolloutDumps:
         """
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))
+
+    def some(self, step: int) -> list[dict[str, Any]]:
+        """Rollouts of a step that is on disk, as many as logger.num_completions_to_print says, as they are read."""
+        rows = rows_of_file(step, rollouts_file(self._run_dir, step))
+        return one_a_group(rows, self._config.num_completions_to_print)

@@ -1,4 +1,4 @@
-"""How a run ends when it does not come to its last step: summary.json says so, and why."""
+"""How a run ends: summary.json says why when it was before its last step, and report.html shows what there is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, write_summary
+from megatron_grpo.run.directory import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,26 @@ def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[Summary
         _write(known, Ending("failed", str(error) if in_words else f"{type(error).__name__}: {error}"))
         logger.error("the run failed", exc_info=error)
         raise
+
+
+@contextmanager
+def report_at_end(run_dir: Path, wanted: bool) -> Iterator[None]:
+    """Write report.html after the body, however it ends; that it cannot be written is told, and changes nothing else.
+
+    Args:
+        run_dir: the run's folder.
+        wanted: false: do nothing.
+    """
+    try:
+        yield
+    finally:
+        if wanted and (run_dir / CONFIG_FILE).exists():  # else there was no run
+            from megatron_grpo.observability.page.write import try_to_write_report  # here: at the end there is time
+
+            page = try_to_write_report(run_dir)
+            text = f"report in {page}" if page else "report.html could not be written; the log says why"
+            logger.info("%s", text)
+            print(text, flush=True)
 
 
 def _write(known: SummaryOnFailure, ending: Ending) -> None:

@@ -10,10 +10,12 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
+from megatron_grpo.run.profiling import profiled
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
 from megatron_grpo.run.step_report import StepReport
 from megatron_grpo.run.validation import validate
@@ -49,7 +51,8 @@ def _train_steps(run: GRPORun, step: StepFunction) -> None:
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
         before = snapshot_of(run)
         try:
-            report = step(batches)
+            with profiled(run, state["total_steps"] + 1):
+                report = step(batches)
         except SamplingError:
             _save_finished_steps(run, metrics, before)
             raise
@@ -116,6 +119,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
         failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     _remark(run, step, report)
+    if run.config.logger.log_completions and failure is None:
+        run.logger.show_completions(step, run.dumps.some(step))
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         if not isinstance(failure, ModelLostError):
@@ -220,10 +225,11 @@ def _periodic_validation_due(run: GRPORun) -> bool:
 
 
 def _validated(run: GRPORun) -> dict[str, float]:
-    metrics = validate(run)
+    timer = StepTimer()
+    metrics = validate(run, timer)
     if metrics:
         run.state["val_step"] = run.state["total_steps"]
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
         observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
-        run.logger.log_validation(run.state["total_steps"], metrics)
+        run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
     return metrics

@@ -14,11 +14,11 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.registry import check_reward_functions
-from megatron_grpo.observability.summary import summary_command
+from megatron_grpo.observability.killed_run import killed_run_command
 from megatron_grpo.run.background import in_background
 from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.run.directory import changes_since_last_start, claimed_run_directory
-from megatron_grpo.run.ending import SummaryOnFailure, summary_on_failure
+from megatron_grpo.run.ending import SummaryOnFailure, report_at_end, summary_on_failure
 from megatron_grpo.run.startup_parts import StartupParts, since_command
 
 
@@ -55,9 +55,12 @@ def opened(config: Config) -> Iterator[Opening]:
         changes = changes_since_last_start(run_dir, config)
         stack.enter_context(driver_log(run_dir, config.logger.level))
         search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
+        stack.enter_context(report_at_end(run_dir, config.logger.report))
         known = stack.enter_context(summary_on_failure(run_dir, config.samples_per_step))
         if config.cluster.ray_address is None:
-            stack.enter_context(guarded(if_killed=summary_command(run_dir, config.samples_per_step)))
+            report = config.logger.report
+            if_killed = killed_run_command(run_dir, config.samples_per_step, report=report)
+            stack.enter_context(guarded(if_killed=if_killed))
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         with parts.part("ray"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.responses import SamplingSettings, structure_of
+from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.generation.vllm_generation import VllmGeneration
@@ -112,7 +112,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for note in data.notes:
         logger.note(note)
     guard = FiniteGuard(run_dir, rollouts.fetch)
-    settings = _sampling(config, data.eos_token_id)
+    settings = sampling_settings(config.generation, data.eos_token_id)
     run = GRPORun(
         config=config,
         policy=policy,
@@ -184,25 +184,4 @@ def _ahead(
         run_seed=loop.seed,
         begun=state["generation_batches"],
         max_num_steps=loop.max_num_steps,
-    )
-
-
-def _sampling(config: Config, eos_token_id: int | None) -> SamplingSettings:
-    generation = config.generation
-    stops = set(generation.stop_token_ids)
-    if eos_token_id is not None:
-        stops.add(eos_token_id)
-    return SamplingSettings(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        repetition_penalty=generation.repetition_penalty,
-        presence_penalty=generation.presence_penalty,
-        frequency_penalty=generation.frequency_penalty,
-        bad_words=tuple(generation.bad_words),
-        structure=structure_of(generation.structured),
-        stop_token_ids=tuple(sorted(stops)),
-        stop_strings=tuple(generation.stop_strings),
     )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
+from megatron_grpo.data.batch import Shard, StepBatch
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
 from megatron_grpo.data.rollout_files import read_rollouts
@@ -202,20 +203,48 @@ def test_groups_that_were_put_are_as_good_as_collected_ones() -> None:
         np.testing.assert_array_equal(ray.get(one["token_ids"]), ray.get(other["token_ids"]))
 
 
+EVEN, ODD = np.arange(0, 2 * SAMPLES, 2), np.arange(1, 2 * SAMPLES, 2)
+
+
+def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> StepBatch:
+    """The batch of a step that trains on these, in a shard for each of `sequences`, without any entries."""
+    return StepBatch(
+        lengths=np.array([len(one.token_ids) for one in flat]),
+        response_tokens=np.array([len(one.logprobs) for one in flat]),
+        in_loss=np.ones(len(flat), dtype=np.bool_),
+        shards=[Shard(numbers, {}) for numbers in sequences],
+    )
+
+
 def test_the_dump_holds_what_was_collected(tmp_path: Path) -> None:
     with pool() as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(PROMPTS)])
         groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
-        rollouts.wait_dump(rollouts.dump(4, groups, tmp_path))
-        rollouts.wait_dump(rollouts.dump(5, groups, tmp_path, sample=3))
         flat = [one for group in rollouts.fetch(groups) for one in group]
+        by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
+        by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
+        for shard in by_token.shards:
+            lengths = by_token.lengths[shard.sequences]
+            of_token = [1000 * number + np.arange(n) for number, n in zip(shard.sequences, lengths, strict=True)]
+            shard.fields["advantages"] = ray.put(np.concatenate(of_token).astype(np.float32))
+            shard.fields["prev_logprobs"] = ray.put(-np.concatenate(of_token).astype(np.float32))
+        rollouts.wait_dump(rollouts.dump(4, groups, by_response, tmp_path))
+        rollouts.wait_dump(rollouts.dump(5, groups, by_token, tmp_path, sample=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
     for row, one in zip(rows, flat, strict=True):
         np.testing.assert_array_equal(row["token_ids"], one.token_ids)
         np.testing.assert_array_equal(row["logprobs"], one.logprobs)
         assert (row["reward"], row["response"], row["prompt_idx"]) == (one.reward, one.response, one.prompt_idx)
-    assert [(row["group"], row["sample"]) for row in read_rollouts(tmp_path, 5)] == [(0, 0), (0, 2), (1, 1)]
+        assert set(row["advantages"].tolist()) == {row["group"] * SAMPLES + row["sample"]}
+        assert (len(row["advantages"]), row["prev_logprobs"]) == (len(one.logprobs), None)
+    chosen = list(read_rollouts(tmp_path, 5))
+    assert [(row["group"], row["sample"]) for row in chosen] == [(0, 0), (0, 2), (1, 1)]
+    for row in chosen:
+        places = [place for start, end, _ in row["spans"] for place in range(start, end)]
+        number = 1000 * (row["group"] * SAMPLES + row["sample"])
+        assert row["advantages"].tolist() == [number + place for place in places]
+        assert row["prev_logprobs"].tolist() == [-number - place for place in places]
 
 
 def failing(function: str, **changes: Any) -> EnvironmentConfig:

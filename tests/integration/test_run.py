@@ -68,7 +68,11 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     assert "resumed after step 3" in second.log()
     assert without_timing(second.metrics()) == without_timing(straight.metrics())
     name = "validation.jsonl"
-    assert read_jsonl(second.run_dir / name) == read_jsonl(straight.run_dir / name)
+    validations = [read_jsonl(run.run_dir / name) for run in (second, straight)]
+    assert without_timing(validations[0]) == without_timing(validations[1])
+    starts = read_jsonl(second.run_dir / "starts.jsonl")
+    assert [start["resumed_after"] for start in starts] == [None, 3]
+    assert f"report in {second.run_dir / 'report.html'}" in second.log()
     assert second.rollouts(6) == straight.rollouts(6)
     assert not (first.run_dir / "checkpoints" / ".writing_step_5").exists()
 

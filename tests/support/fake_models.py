@@ -74,6 +74,12 @@ class FakeModel(TrainedModel):
     def load_checkpoint(self, folder: str) -> None:
         raise NotImplementedError
 
+    def begin_profile(self) -> None:
+        raise AssertionError("nobody asked for a profile")
+
+    def end_profile(self, folder: str) -> None:
+        raise AssertionError("nobody asked for a profile")
+
     def shutdown(self) -> None:
         raise NotImplementedError
 

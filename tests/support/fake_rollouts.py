@@ -157,8 +157,10 @@ class FakeRollouts:
         ]
         return references, summary
 
-    def dump(self, step: int, groups: Sequence[SampledGroup], run_dir: Path, *, sample: int | None = None) -> Any:
-        self.dumped.append((step, groups, run_dir, sample))
+    def dump(
+        self, step: int, groups: Sequence[SampledGroup], batch: Any, run_dir: Path, *, sample: int | None = None
+    ) -> Any:
+        self.dumped.append((step, groups, batch, run_dir, sample))
         return f"rollouts of step {step}"
 
     def wait_dump(self, dump: Any) -> None:

@@ -31,7 +31,7 @@ class FakeDumps:
         self.groups: dict[int, list[SampledGroup]] = {}
         """By step, what was to be written."""
 
-    def begin(self, step: int, groups: list[SampledGroup]) -> None:
+    def begin(self, step: int, groups: list[SampledGroup], batch: Any) -> None:
         self.log.append(f"dump {step} begins")
         assert step not in self.groups, "the rollouts of a step are written once"
         self.groups[step] = groups

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.rollout_files import Learnt
 from megatron_grpo.data.trajectory import Outcome, Span, Trajectory
 
 
@@ -39,6 +40,15 @@ def failed_trajectory(*, prompt_tokens: int = 1, failure: str = "it raised twice
 def make_outcome(tokens: int = 2, **changes: Any) -> Outcome:
     """What the driver keeps of `make_trajectory`."""
     return make_trajectory(tokens, **changes).outcome
+
+
+def with_learnt(*trajectories: Trajectory, prev: bool = False) -> list[tuple[Trajectory, Learnt]]:
+    """Trajectories as they are written: token t of one with n has advantage n + t / 8, and `prev` says it is known."""
+    rows = []
+    for one in trajectories:
+        advantages = (len(one.logprobs) + np.arange(len(one.logprobs)) / 8).astype(np.float32)
+        rows.append((one, Learnt(advantages, one.logprobs - np.float32(0.25) if prev else None)))
+    return rows
 
 
 def plain(trajectory: Trajectory) -> dict[str, Any]:

@@ -67,8 +67,9 @@ def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: P
     installed = tmp_path / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    for package in (ROOT / "megatron_grpo").rglob("*.py"):
-        assert (installed / package.relative_to(ROOT)).is_file(), package
+    assets = (ROOT / "megatron_grpo" / "observability" / "page" / "assets").iterdir()
+    for file in (*(ROOT / "megatron_grpo").rglob("*.py"), *assets):
+        assert (installed / file.relative_to(ROOT)).is_file(), file
     assert (installed / "megatron_grpo_kernels" / "__init__.py").is_file()
     code = "from megatron_grpo import train; print(train.__file__); train.main(['+exp=quickstart', '--cfg', 'job'])"
     env = {**os.environ, "PYTHONPATH": str(installed)}

@@ -30,6 +30,7 @@ from megatron_grpo.policy.rank.actor import (
     save_checkpoint,
     take_back_memory,
 )
+from megatron_grpo.policy.rank.profile import begin_profile, end_profile
 
 SETTLE_S = 3.0
 """Time in which the end of a rank becomes known, once one has failed."""
@@ -136,6 +137,16 @@ class RankGroup(TrainedModel):
     def onload(self) -> None:
         """Have everything on the devices again."""
         self._gather(self.submit(take_back_memory), "moving back from host memory")
+
+    def begin_profile(self) -> None:
+        self._gather(self.submit(begin_profile), "beginning a profile")
+
+    def end_profile(self, folder: str) -> None:
+        written = [
+            actor.run.remote(end_profile, folder, f"{self.label.replace(' ', '_')}_rank_{rank}")
+            for rank, actor in enumerate(self.actors)
+        ]
+        self._gather(written, "writing a profile")
 
     def shutdown(self) -> None:
         for actor in self.actors:

@@ -9,6 +9,7 @@ from megatron_grpo.preflight.checks.loop import loop_problems
 from megatron_grpo.preflight.checks.loss import loss_problems
 from megatron_grpo.preflight.checks.ppo import ppo_problems
 from megatron_grpo.preflight.checks.prompts import prompt_problems
+from megatron_grpo.preflight.checks.reports import report_problems
 from megatron_grpo.preflight.checks.rewards import reward_problems
 from megatron_grpo.preflight.checks.sampling import sampling_problems
 
@@ -27,4 +28,5 @@ def config_problems(config: Config) -> list[Problem]:
         *reward_problems(config),
         *loss_problems(config),
         *ppo_problems(config),
+        *report_problems(config),
     ]

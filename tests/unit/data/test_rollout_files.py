@@ -15,7 +15,7 @@ from megatron_grpo import observability
 from megatron_grpo.data import rollout_files
 from megatron_grpo.data.rollout_files import drop_rollouts_after, read_rollouts, rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
-from tests.support.trajectories import failed_trajectory, make_trajectory
+from tests.support.trajectories import failed_trajectory, make_trajectory, with_learnt
 
 ROWS = [
     make_trajectory(3, prompt_idx=2**40, sample=1, response="42 é\n\0", correct=True, reward=1 / 3),
@@ -27,27 +27,34 @@ ROWS = [
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
     """Arrays as lists, with their types, keys in order: for a comparison as texts, in which NaN is NaN."""
-    arrays = {name: (str(row[name].dtype), row[name].tolist()) for name in ("token_ids", "logprobs")}
+    names = [name for name, value in row.items() if isinstance(value, np.ndarray)]
+    arrays = {name: (str(row[name].dtype), row[name].tolist()) for name in names}
     return json.loads(json.dumps(row | arrays, sort_keys=True))
 
 
-def expected(step: int, group: int, one: Trajectory) -> dict[str, Any]:
+def expected(step: int, group: int, one: Trajectory, prev: bool) -> dict[str, Any]:
     row = one.to_row()
-    arrays = {"token_ids": ("int32", row["token_ids"]), "logprobs": ("float32", row["logprobs"])}
+    ((_, learnt),) = with_learnt(one, prev=prev)
+    arrays: dict[str, Any] = {"token_ids": ("int32", row["token_ids"]), "logprobs": ("float32", row["logprobs"])}
+    arrays["advantages"] = ("float32", learnt.advantages.tolist())
+    arrays["prev_logprobs"] = ("float32", learnt.prev_logprobs.tolist()) if learnt.prev_logprobs is not None else None
     return json.loads(json.dumps({"step": step, **row, **arrays, "group": group}, sort_keys=True))
 
 
+@pytest.mark.parametrize("prev", [False, True])
 @pytest.mark.parametrize("tokens", [1, 6, 1000])
-def test_every_field_survives(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_files, "ROW_GROUP_TOKENS", tokens)
-    write_rollouts(rollouts_file(tmp_path, 7), [(0, ROWS[:2]), (5, ROWS[2:])])
-    wanted = [expected(7, group, one) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
+    write_rollouts(
+        rollouts_file(tmp_path, 7), [(0, with_learnt(*ROWS[:2], prev=prev)), (5, with_learnt(*ROWS[2:], prev=prev))]
+    )
+    wanted = [expected(7, group, one, prev) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
     assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(wanted)
 
 
 def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
     file = rollouts_file(tmp_path, 1)
-    write_rollouts(file, [(0, ROWS)])
+    write_rollouts(file, [(0, with_learnt(*ROWS))])
     metadata = pq.ParquetFile(file).metadata
     columns = [metadata.row_group(0).column(index) for index in range(metadata.num_columns)]
     assert {column.compression for column in columns} == {"ZSTD"}
@@ -57,16 +64,17 @@ def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:
 
 def test_steps_come_in_their_order_and_rows_of_earlier_versions_are_read(tmp_path: Path) -> None:
     for step in (10, 2):
-        write_rollouts(rollouts_file(tmp_path, step), [(0, ROWS[:1])])
+        write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS[:1]))])
     old = {name: value for name, value in ROWS[1].to_row().items() if name != "failure"} | {"reward": 0.5}
     (tmp_path / "rollouts" / "step_1.jsonl").write_text(json.dumps(old | {"reward_parts": {}}) + "\n")
     rows = list(observability.read_rollouts(tmp_path))
     assert [row["step"] for row in rows] == [1, 2, 10]
     assert (rows[0]["reward"], rows[0]["token_ids"].dtype, rows[0]["token_ids"].tolist()) == (0.5, np.int32, [0, 1, 2])
+    assert (rows[0]["advantages"], rows[0]["prev_logprobs"]) == (None, None)
 
 
 def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
-    write_rollouts(rollouts_file(tmp_path, 1), [(0, ROWS)])
+    write_rollouts(rollouts_file(tmp_path, 1), [(0, with_learnt(*ROWS))])
     with pytest.raises(FileNotFoundError, match="no rollouts of step 2"):
         read_rollouts(tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="has no rollouts"):
@@ -75,7 +83,7 @@ def test_what_is_not_there_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_complete_does_not_appear(tmp_path: Path) -> None:
     def interrupted() -> Any:
-        yield 0, ROWS
+        yield 0, with_learnt(*ROWS)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -86,7 +94,7 @@ def test_a_file_that_is_not_complete_does_not_appear(tmp_path: Path) -> None:
 
 def test_a_run_that_resumes_drops_what_came_after(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write_rollouts(rollouts_file(tmp_path, step), [(0, ROWS)])
+        write_rollouts(rollouts_file(tmp_path, step), [(0, with_learnt(*ROWS))])
     folder = tmp_path / "rollouts"
     (folder / "step_4.jsonl").touch()
     (folder / ".step_3.parquet").touch()

@@ -24,6 +24,7 @@ from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.summary import write_summary
 from megatron_grpo.observability.timers import StepTimer
+from tests.support.trajectories import with_learnt
 
 
 @pytest.fixture
@@ -62,12 +63,12 @@ TRAJECTORY = Trajectory(
 
 def run_steps(logger: RunLogger, steps: range) -> None:
     if steps.start == 1:
-        logger.log_validation(0, {"val_accuracy": 0.3, "val_reward": 0.3})
+        logger.log_validation(0, {"val_accuracy": 0.3, "val_reward": 0.3}, {"total": 0.2})
     for step in steps:
         if step % 2 == 0:
-            logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0})
+            logger.log_validation(step, {"val_accuracy": 0.3 + step / 10, "val_reward": 0.0}, {"total": 0.2})
         logger.log_step(step, metrics_of(step), TIMING, THROUGHPUT)
-        write_rollouts(rollouts_file(logger.run_dir, step), [(0, [TRAJECTORY])])
+        write_rollouts(rollouts_file(logger.run_dir, step), [(0, with_learnt(TRAJECTORY))])
 
 
 def without_timing(folder: Path) -> list[dict[str, Any]]:

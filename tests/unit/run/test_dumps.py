@@ -12,6 +12,8 @@ from megatron_grpo.run.dumps import RolloutDumps
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.trajectories import make_trajectory
 
+BATCHES: dict[int, Any] = {1: object(), 2: object()}
+
 
 def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
     rollouts = FakeRollouts()
@@ -26,8 +28,8 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
     dumps, rollouts = make(tmp_path, **keys)
     groups = {step: rollouts.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
     for step in (1, 2):
-        dumps.begin(step, groups[step])
-    assert rollouts.dumped == [(step, groups[step], tmp_path, sample) for step in (1, 2)]
+        dumps.begin(step, groups[step], BATCHES[step])
+    assert rollouts.dumped == [(step, groups[step], BATCHES[step], tmp_path, sample) for step in (1, 2)]
     assert rollouts.awaited == [], "the step goes on beside it"
     dumps.finish(1)
     assert rollouts.awaited == ["rollouts of step 1"]
@@ -37,6 +39,6 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
 
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, rollouts="off")
-    dumps.begin(1, rollouts.put([[make_trajectory()]]))
+    dumps.begin(1, rollouts.put([[make_trajectory()]]), BATCHES[1])
     dumps.finish(1)
     assert (rollouts.dumped, rollouts.awaited) == ([], [])

@@ -16,7 +16,7 @@ import pytest
 from megatron_grpo.cluster.signals import own_sigterm_handler_kept, terminated_like_interrupted
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.observability.summary import Ending
-from megatron_grpo.run.ending import summary_on_failure
+from megatron_grpo.run.ending import report_at_end, summary_on_failure
 
 ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "throughput": {}}
 
@@ -68,6 +68,43 @@ def fail_with(write: Callable[[Ending], Any], folder: Path) -> None:
         run()
 
 
+@pytest.mark.parametrize("ending", [None, RunError("the engine died"), KeyboardInterrupt()])
+def test_every_end_has_a_report(
+    ending: BaseException | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        with report_at_end(tmp_path, wanted=True), summary_on_failure(tmp_path, samples_per_step=4):
+            (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
+            if ending is not None:
+                raise ending
+
+    if ending is None:
+        run()
+    else:
+        with pytest.raises(type(ending)):
+            run()
+    assert f"report in {tmp_path / 'report.html'}\n" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert ("the engine died" in page) == isinstance(ending, RunError), "the summary was there before it"
+
+
+def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    with pytest.raises(RunError, match="the engine died"), report_at_end(tmp_path, wanted=True):
+        raise RunError("the engine died")
+    assert "report.html could not be written" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_run_gets_no_report(tmp_path: Path) -> None:
+    with report_at_end(tmp_path, wanted=True):
+        pass
+    (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
+    with report_at_end(tmp_path, wanted=False):
+        pass
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_once_a_run_is_up_its_logger_writes(tmp_path: Path) -> None:
     endings: list[Ending] = []
     fail_with(endings.append, tmp_path)
@@ -92,8 +129,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from megatron_grpo.cluster.guardian import guarded
-from megatron_grpo.observability.summary import summary_command
-with guarded(if_killed=summary_command(Path(sys.argv[1]), 4)):
+from megatron_grpo.observability.killed_run import killed_run_command
+with guarded(if_killed=killed_run_command(Path(sys.argv[1]), 4, report=True)):
     print("up", flush=True)
     sys.stdin.readline()
 """
@@ -117,6 +154,9 @@ def test_the_guardian_writes_for_a_driver_that_was_killed(killed: bool, tmp_path
         assert summary(tmp_path)["outcome"] == "failed"
         assert "the driver was killed" in summary(tmp_path)["reason"]
         assert summary(tmp_path)["steps"] == 1
+        while not (tmp_path / "report.html").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert "the driver was killed" in (tmp_path / "report.html").read_text()
     else:
         assert not (tmp_path / "summary.json").exists()
 

@@ -50,7 +50,7 @@ class Run:
             ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
             note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
-            log_validation=lambda step, _: self.logged.append(f"validation {step}"),
+            log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
         )
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
@@ -72,7 +72,7 @@ class Run:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [])
+                self.dumps.begin(number, [], None)
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
@@ -87,7 +87,7 @@ class Run:
 
 
 def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:
-    def validate(_: object) -> dict[str, float]:
+    def validate(*_: object) -> dict[str, float]:
         if isinstance(outcome, Exception):
             raise outcome
         return dict(outcome)

@@ -15,6 +15,7 @@ import pytest
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.batch import Shard, StepBatch
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.context import GRPORun
 from megatron_grpo.run.non_finite import FiniteGuard, StepGuard
@@ -103,7 +104,7 @@ def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:
     with pytest.raises(
         RunError, match=r"step 4: the reward is not finite for 1 response\(s\) to prompt\(s\) 2 of the validation data"
     ):
-        validate(cast(GRPORun, run))
+        validate(cast(GRPORun, run), StepTimer())
 
 
 @pytest.mark.parametrize("shards", [[[0, 1, 2]], [[0, 2], [1]], [[1], [0, 2]]], ids=str)

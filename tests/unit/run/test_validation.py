@@ -12,6 +12,7 @@ import pytest
 
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.placement import Placement
 from megatron_grpo.run.validation import validate
@@ -38,7 +39,7 @@ def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
         rollouts=rollouts,
         guard=source.guard,
         placement=Placement(),
-        val_prompts=[{"idx": i} for i in range(rows)],
+        val_prompts=[{"idx": i, "task_name": "task"} for i in range(rows)],
         shown=shown,
         logger=SimpleNamespace(
             show_samples=lambda prompts, trajectories: shown.extend(zip(prompts, trajectories, strict=False))
@@ -49,7 +50,7 @@ def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
 @pytest.mark.parametrize(("overrides", "temperature"), [([], 0.0), (["grpo.val_temperature=0.3"], 0.3)])
 def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperature: float, tmp_path: Path) -> None:
     run = make_run(tmp_path, *overrides)
-    validate(run)
+    validate(run, StepTimer())
     (asked,) = run.rollouts.asked
     assert asked["settings"] == replace(SETTINGS, temperature=temperature)
     assert run.samples.settings == SETTINGS
@@ -57,25 +58,25 @@ def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperatu
 
 def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, "grpo.val_batch_size=2")
-    metrics = validate(run)
+    metrics = validate(run, StepTimer())
     assert [asked["rows"] for asked in run.rollouts.asked] == [[0, 1], [2, 3], [4]]
     assert {asked["samples_per_prompt"] for asked in run.rollouts.asked} == {1}
     run.state["total_steps"] += 1
-    assert validate(run) == metrics
+    assert validate(run, StepTimer()) == metrics
     seeds = [(asked["run_seed"], asked["step"]) for asked in run.rollouts.asked]
     assert len(set(seeds)) == 1, "accuracies of different steps are to compare"
     assert run.samples.state["generation_batches"] == 0, "nor does it change what training draws next"
 
 
 def test_its_metrics_by_hand(tmp_path: Path) -> None:
-    metrics = validate(make_run(tmp_path))
+    metrics = validate(make_run(tmp_path), StepTimer())
     assert metrics == {"val_accuracy": 0.4, "val_reward": 2.0, "val_response_length": 3.0, "val_truncation_rate": 0.0}
 
 
 @pytest.mark.parametrize("shown", [0, 3, 9])
 def test_only_what_is_shown_comes_to_the_driver(shown: int, tmp_path: Path) -> None:
     run = make_run(tmp_path, f"logger.num_val_samples_to_print={shown}", "grpo.val_batch_size=2")
-    validate(run)
+    validate(run, StepTimer())
     count = min(shown, 5)
     assert len(run.rollouts.fetched) == count
     assert [prompt["idx"] for prompt, _ in run.shown] == list(range(count))
@@ -86,11 +87,39 @@ def test_only_what_is_shown_comes_to_the_driver(shown: int, tmp_path: Path) -> N
 def test_a_rollout_that_failed_is_neither_right_nor_wrong(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.rollouts.answers = lambda prompts, samples: [*answers(prompts[:4], samples), [failed_trajectory(prompt_idx=4)]]
-    metrics = validate(run)
+    metrics = validate(run, StepTimer())
     assert (metrics["val_accuracy"], metrics["val_reward"]) == (0.5, 1.5)
 
 
 def test_without_prompts_there_is_nothing_to_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, rows=0)
-    assert validate(run) == {}
+    assert validate(run, StepTimer()) == {}
     assert run.rollouts.asked == []
+
+
+def test_tasks_and_functions_by_hand(tmp_path: Path) -> None:
+    run = make_run(tmp_path, rows=4)
+    for prompt in run.val_prompts:
+        prompt["task_name"] = "odd" if prompt["idx"] % 2 else "even"
+    parts = [{"format": 1.0}, {"format": 0.0, "exact": 0.5}, {"format": 1.0}, {}]
+
+    def scored(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]]:
+        ones = [group[0] for group in answers(prompts, samples)]
+        return [[replace(one, reward_parts=parts[one.prompt_idx])] for one in ones]
+
+    run.rollouts.answers = scored
+    timer = StepTimer()
+    metrics = validate(run, timer)
+    assert {name: metrics[name] for name in metrics if "/" in name} == {
+        "val_reward/format": pytest.approx(2 / 3),
+        "val_reward/exact": 0.5,
+        "val_task_accuracy/even": 0.0,
+        "val_task_reward/even": 1.0,
+        "val_task_response_length/even": 2.0,
+        "val_task_accuracy/odd": 1.0,
+        "val_task_reward/odd": 2.0,
+        "val_task_response_length/odd": 3.0,
+        "val_task_truncation_rate/even": 0.0,
+        "val_task_truncation_rate/odd": 0.0,
+    }
+    assert "generation" in timer.seconds

@@ -1,0 +1,77 @@
+"""Evaluates a model on held-out prompts: python -m megatron_grpo.evaluate checkpoint=… data.val_path=… output=DIR"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.composition.help import version
+from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.evaluation.request import read_request
+
+USAGE = """\
+python -m megatron_grpo.evaluate checkpoint=PATH output=DIR [data.val_path=FILE] [key=value ...]
+
+Samples responses with vLLM, scores them as validation does, and writes DIR/results.json and DIR/samples.jsonl.
+
+  checkpoint     RUN_DIR/checkpoints/step_N, evaluated under its run's configuration; or a folder in Hugging Face
+                 format, for which the command line composes one (+exp=RECIPE, env.*, data.*)
+  output         folder to write; must not exist yet
+  data.val_path  a file of prompts, or [file,file]; by default that of the configuration
+  samples        responses to each prompt (1)
+  temperature    0 is greedy; by default 0 for one sample, and generation.temperature for more
+  k              of pass@k and cons@k, such as [1,4] ([1])
+  compare        output of an earlier evaluation to compare with, prompt by prompt
+  section.key    any other key of the configuration, such as generation.max_new_tokens=512
+"""
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+_TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+        return 0
+    try:
+        request = read_request(arguments)
+        if request.config.cluster.ray_address is None:
+            prepare_ray_environment()
+        from megatron_grpo.evaluation.evaluate import evaluate  # after the checks: Ray takes long to import
+
+        _print(evaluate(request))
+    except (ConfigError, ValueError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return MISTAKE
+    except (RunError, OSError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(f"wrote {request.output}")
+    return 0
+
+
+def _print(results: Mapping[str, Any]) -> None:
+    """One line a figure: the mean, and its interval."""
+    for name, figures in results["sets"].items():
+        print(f"{name}: {figures['prompts']} prompts, {results['samples']} response(s) each")
+        for figure, value in figures.items():
+            if isinstance(value, dict) and "mean" in value:
+                print(f"  {figure:9} {value['mean']:.4f}  [{value['low']:.4f}, {value['high']:.4f}]")
+    for name, figures in results.get("compared", {}).get("sets", {}).items():
+        if figures["prompts"]:
+            difference = figures["difference"]
+            interval = f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
+            tests = [f"{test} p={figures[key]:.3g}" for key, test in _TESTS.items() if key in figures]
+            print(f"{name}, compared: {difference['mean']:+.4f}  {interval}, {', '.join(tests)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""How good a model is on prompts that it was not trained on: estimates with their uncertainty, and comparisons."""

@@ -1,0 +1,102 @@
+"""An evaluation from its checked request to results.json."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.load_prompts import held_out_prompts
+from megatron_grpo.data.responses import sampling_settings
+from megatron_grpo.evaluation.request import SAMPLES_FILE, Request
+from megatron_grpo.evaluation.results import Answered, Row, comparison, read_samples, sample_row, set_results
+from megatron_grpo.evaluation.sampling import answering
+from megatron_grpo.observability.json_files import json_line, write_json
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.validation import respond
+
+RESULTS_FILE = "results.json"
+
+
+def evaluate(request: Request) -> dict[str, Any]:
+    """Answer every set, and write samples.jsonl and results.json into the output; what results.json holds.
+
+    Raises:
+        ConfigError: a file of prompts, or a row in it, cannot be used.
+        RunError: the checkpoint cannot be exported, or something did not come up or failed.
+    """
+    config, timer = request.config, StepTimer()
+    before = None if request.compare is None else read_samples(request.compare, SAMPLES_FILE)
+    request.output.mkdir(parents=True, exist_ok=True)
+    sets: dict[str, Any] = {}
+    rows: list[Row] = []
+    with _model(request) as model:
+        with timer.phase("prompts"):
+            prompts = {name: held_out_prompts(config, model, file) for name, file in request.sets.items()}
+        for note in (note for held_out in prompts.values() for note in held_out.notes):
+            print(note, flush=True)
+        with answering(config, model, request.output) as rollouts, (request.output / SAMPLES_FILE).open("w") as file:
+            for name, held_out in prompts.items():
+                answered = Answered(held_out.prompts, [], [])
+                _answer(request, name, answered, held_out.eos_token_id, rollouts, timer, file)
+                sets[name] = set_results(answered, request.k)
+                rows += [row for group in answered.rows for row in group]
+    results: dict[str, Any] = {
+        "checkpoint": str(request.checkpoint),
+        "samples": request.samples,
+        "temperature": request.temperature,
+        "seed": config.loop.seed,
+        "interval": "95%, percentiles of 10,000 bootstrap resamples of prompts",
+        "sets": sets,
+        "timing": timer.seconds,
+    }
+    if before is not None:
+        results["compared"] = {"with": str(request.compare), "sets": comparison(rows, before)}
+    write_json(request.output / RESULTS_FILE, results)
+    return results
+
+
+def _answer(
+    request: Request,
+    name: str,
+    answered: Answered,
+    eos_token_id: int | None,
+    rollouts: RolloutPool,
+    timer: StepTimer,
+    file: TextIO,
+) -> None:
+    """Sample the responses to a set, and write each as soon as its batch is there."""
+    config = request.config
+    settings = replace(sampling_settings(config.generation, eos_token_id), temperature=request.temperature)
+    size = max(1, config.loop.val_batch_size // request.samples)
+    prompts = iter(answered.prompts)
+    for groups in respond(
+        rollouts, answered.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
+    ):
+        for group, trajectories, prompt in zip(groups, rollouts.fetch(groups), prompts, strict=False):
+            answered.outcomes.append(group.outcomes)
+            answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
+            file.writelines(json_line(row) for row in answered.rows[-1])
+
+
+@contextmanager
+def _model(request: Request) -> Iterator[Path]:
+    """The folder in Hugging Face format; that of a run's checkpoint is exported, and removed in the end."""
+    if not request.is_run:
+        yield request.checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=request.output) as temporary:
+        folder = Path(temporary) / "model"
+        # A process of its own, whose memory is free again when the engines start.
+        command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={request.checkpoint}", f"output={folder}"]
+        exported = subprocess.run(command, capture_output=True, text=True, check=False)
+        if exported.returncode:
+            raise RunError(exported.stderr.strip().removeprefix("export: ") or "the checkpoint cannot be exported")
+        yield folder

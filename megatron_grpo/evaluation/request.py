@@ -1,0 +1,180 @@
+"""What is to be evaluated, from a command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.cluster.gpus import find_gpus
+from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.composition.typed import typed
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+
+_OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
+DATA_KEY = "data.val_path"
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A command line that was checked."""
+
+    checkpoint: Path
+    """A checkpoint of a run, or a folder in Hugging Face format."""
+    is_run: bool
+    """Whether it is a checkpoint of a run, whose weights are exported first."""
+    output: Path
+    sets: dict[str, str]
+    """Files of prompts, by the name that their figures have."""
+    k: tuple[int, ...]
+    samples: int
+    """Responses to each prompt."""
+    temperature: float
+    compare: Path | None
+    """Folder of an earlier evaluation to compare with."""
+    config: Config
+    """Of the run that the checkpoint is of, or of the command line alone, with its overrides."""
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """The request of a command line.
+
+    Raises:
+        ConfigError: something in it is wrong; names every key.
+        ValueError: the configuration of the checkpoint's run cannot be read.
+    """
+    own, overrides, files = _split(arguments)
+    for name in ("checkpoint", "output"):
+        if not own.get(name):
+            raise ConfigError([Problem(f"{name}=PATH", "is missing; --help shows what there is")])
+    checkpoint, output = (Path(os.path.expanduser(own[name])) for name in ("checkpoint", "output"))
+    is_run = (checkpoint / POLICY_FOLDER).is_dir()
+    if not is_run and not (checkpoint / "config.json").is_file():
+        text = "is neither a checkpoint (RUN_DIR/checkpoints/step_N) nor a folder in Hugging Face format"
+        raise ConfigError([Problem(f"checkpoint={checkpoint}", text)])
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
+    config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides, files)
+    find_gpus(config.cluster)
+    sets = _named(files or ([config.data.val_path] if config.data.val_path else []))
+    samples = _whole("samples", own.get("samples", "1"))
+    temperature = _temperature(own, samples, config)
+    compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
+    if compare is not None and not (compare / SAMPLES_FILE).is_file():
+        raise ConfigError([Problem(f"compare={compare}", f"has no {SAMPLES_FILE}; give the output of an evaluation")])
+    return Request(
+        checkpoint=checkpoint,
+        is_run=is_run,
+        output=output,
+        sets=sets,
+        k=_ks(own.get("k", "[1]"), samples),
+        samples=samples,
+        temperature=temperature,
+        compare=compare,
+        config=config,
+    )
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """The words of an evaluation itself by name, those of the configuration, and the files of prompts."""
+    own: dict[str, str] = {}
+    overrides, files = [], []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in _OWN and equals:
+            own[name] = value
+        elif name == DATA_KEY:
+            files += [one.strip() for one in value.removeprefix("[").removesuffix("]").split(",") if one.strip()]
+        elif equals and (name.startswith("+") or "." in name):
+            overrides.append(argument)
+        else:
+            near = difflib.get_close_matches(name.lstrip("-"), [*_OWN, DATA_KEY], 1)
+            hint = f"did you mean {near[0]}=...?" if near else "--help shows what there is"
+            raise ConfigError([Problem(argument, f"is not an argument; {hint}")])
+    return own, overrides, files
+
+
+def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of a checkpoint's run with some keys changed."""
+    file = checkpoint.resolve().parent.parent / CONFIG_FILE
+    try:
+        values = read_config_file(file)
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name.startswith("+"):
+            raise ConfigError([Problem(override, "recipes are for folders; a checkpoint has its run's configuration")])
+        *sections, last = name.split(".")
+        node: dict[str, Any] = values
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = yaml.safe_load(value)
+    config, problems = typed(values, str(values.get("algorithm", "grpo")))
+    if problems or config is None:
+        raise ConfigError(problems or [Problem(str(file), "is not the configuration of a run")])
+    return config
+
+
+def _of_command_line(folder: Path, overrides: Sequence[str], files: Sequence[str]) -> Config:
+    """The configuration that a command line composes for a model of its own."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    trained_on = [f"data.train_path={files[0]}"] if files and "data.train_path" not in given else []
+    composed = compose_typed([*trained_on, *overrides, f"policy.model.path={folder}"])
+    if composed.problems or composed.config is None:
+        raise ConfigError(composed.named(composed.problems))
+    return composed.config
+
+
+def _named(files: Sequence[str]) -> dict[str, str]:
+    """Files by their names without folder and suffix, or by their whole path where two have one name."""
+    if not files:
+        raise ConfigError([Problem(DATA_KEY, "is missing: the file, or [file,file], with the prompts to respond to")])
+    for file in files:
+        if not os.path.isfile(os.path.expanduser(file)):
+            raise ConfigError([Problem(f"{DATA_KEY}={file}", "no such file")])
+    names = [Path(file).stem for file in files]
+    return {
+        (name if names.count(name) == 1 else file): os.path.expanduser(file)
+        for name, file in zip(names, files, strict=True)
+    }
+
+
+def _ks(text: str, samples: int) -> tuple[int, ...]:
+    if not re.fullmatch(r"\[?\s*\d+(\s*,\s*\d+)*\s*\]?", text):
+        raise ConfigError([Problem(f"k={text}", "is no list of whole numbers; write k=[1,4]")])
+    numbers = sorted({_whole("k", one) for one in re.findall(r"\d+", text)})
+    if numbers[-1] > samples:
+        raise ConfigError([Problem(f"k={text}", f"needs samples={numbers[-1]} or more; samples={samples}")])
+    return tuple(numbers)
+
+
+def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
+    """What is asked for; else one response is drawn greedily, and several as in training."""
+    text = own.get("temperature")
+    if text is None:
+        return 0.0 if samples == 1 else config.generation.temperature
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError([Problem(f"temperature={text}", "is not a number from 0 on")])
+    if value == 0 and samples > 1:
+        raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
+    return value
+
+
+def _whole(key: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError([Problem(f"{key}={text}", "is not a whole number from 1 on")])
+    return int(text)

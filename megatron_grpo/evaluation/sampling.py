@@ -1,0 +1,67 @@
+"""Everything that answers prompts: engines of one model and the environments that score, without a policy to train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_grpo.cluster.guardian import guarded
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.cluster.signals import terminated_like_interrupted
+from megatron_grpo.config.schema import Config
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.registry import check_reward_functions
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.rollouts.pool import RolloutPool
+
+
+@contextmanager
+def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
+    """Rollout workers over engines of a model; on leaving, however that is, every process is ended.
+
+    Args:
+        config: cluster, generation, environments and rollouts.
+        model: folder in Hugging Face format.
+        output: folder whose logs/ the processes write to.
+
+    Raises:
+        ConfigError: a reward function cannot be called.
+        RunError: something did not come up; the message says what.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(terminated_like_interrupted())
+        check_reward_functions(config.env)  # before processes are started
+        stack.enter_context(driver_log(output, config.logger.level))
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded())
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        cluster.start()
+        cluster.reserve(None, config.generation.parallel)
+        generation = VllmGeneration(
+            str(model),
+            config.generation,
+            precision=config.policy.precision,
+            max_total_sequence_length=config.policy.max_total_sequence_length,
+            actor_options=cluster.engine_options,
+            startup_timeout_s=config.cluster.startup_timeout_s,
+        )
+        stack.callback(generation.shutdown)
+        generation.start()
+        environments = build_environments(config.env)
+        for environment in environments.values():
+            stack.callback(environment.shutdown)
+        rollouts = RolloutPool(
+            config.rollouts,
+            generation.engines,
+            environments,
+            max_total_sequence_length=config.policy.max_total_sequence_length,
+            generation_timeout_s=config.generation.timeout_s,
+        )
+        stack.callback(rollouts.shutdown)
+        rollouts.start()
+        generation.wait_ready()
+        rollouts.wait_ready()
+        yield rollouts

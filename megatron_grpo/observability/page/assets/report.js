@@ -1,0 +1,93 @@
+// The page: its head, its views, and the keys that move between them.
+
+const SHORTCUTS = [
+  ["1 2 3", "curves, trajectories, configuration"], ["[ ]", "step before, next step"], ["/", "search"],
+  ["↑ ↓", "in a table: the row before, the next"], ["← →", "on a chart: move the crosshair (with Shift: ten steps); in a text: token by token"],
+  ["Enter", "on a chart: the trajectories of that step"], ["?", "these keys"],
+];
+const VIEWS = ["Curves", "Trajectories", "Configuration"];
+let trajectories = null;
+
+function tile(name, value, note) {
+  return el("div", { class: "tile" }, el("dt", { text: name }), el("dd", {}, value, note ? el("small", { text: note }) : null));
+}
+
+function headOf(run, number) {
+  const { summary } = run, metrics = run.metrics.step || [], total = runs.length > 1;
+  const outcome = (summary.outcome || "not ended").replaceAll("_", " ");
+  const before = summary.accuracy_before ?? null, after = summary.accuracy_after ?? null;
+  const tiles = [
+    before === null && after === null ? null : tile("Held-out accuracy", short(after), before === null ? "" : `from ${short(before)}`),
+    summary.reward_last === undefined || summary.reward_last === null ? null : tile("Reward", short(summary.reward_last), `from ${short(summary.reward_first)}`),
+    tile("Steps", short(metrics.length ? metrics[metrics.length - 1] : 0), summary.samples ? `${short(summary.samples)} samples` : ""),
+    tile("Training", duration(summary.train_s), summary.startup_s ? `start ${duration(summary.startup_s)}` : ""),
+    summary.samples_per_s ? tile("Samples per second", short(summary.samples_per_s), `${short(summary.step_s)} s a step`) : null,
+  ];
+  return el("section", { class: `run-head run-${number}` },
+    el("h1", {}, total ? el("span", { class: "letter", text: LETTERS[number] }) : null, isolated(run.name), el("span", { class: `outcome ${summary.outcome || ""}`, text: outcome })),
+    summary.reason ? el("p", { class: "reason" }, isolated(summary.reason)) : null, el("dl", { class: "tiles" }, ...tiles));
+}
+
+function show(name, focus = false) {
+  for (const tab of byId("views").querySelectorAll("[role=tab]")) {
+    const chosen = tab.textContent === name;
+    tab.setAttribute("aria-selected", String(chosen));
+    tab.tabIndex = chosen ? 0 : -1;
+    if (chosen && focus) tab.focus();
+  }
+  for (const view of byId("main").children) view.hidden = view.id !== `view-${name}`;
+  hideTip();
+  if (name === "Trajectories" && trajectories.step === undefined) trajectories.open(trajectories.lastOfAll());
+}
+
+function openStep(step) {
+  if (!trajectories.steps.length) return;
+  trajectories.nearest(step);
+  show("Trajectories", true);
+  speak(`trajectories of step ${trajectories.step}`);
+}
+
+function typing(event) {
+  return event.target.closest("input, select, textarea") !== null;
+}
+
+function onKey(event) {
+  if (event.key === "Escape") { hideTip(); if (typing(event)) event.target.blur(); }
+  if (typing(event) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (VIEWS[Number(event.key) - 1]) show(VIEWS[Number(event.key) - 1], true);
+  else if (event.key === "[") trajectories.move(-1);
+  else if (event.key === "]") trajectories.move(1);
+  else if (event.key === "?") byId("keys").showModal();
+  else if (event.key === "/") {
+    event.preventDefault();
+    const view = [...byId("main").children].find((one) => !one.hidden);
+    const field = view.querySelector("input[type=search]");
+    if (field) field.focus();
+  }
+}
+
+function tabs() {
+  const list = VIEWS.map((name) => el("button", { role: "tab", id: `tab-${name}`, "aria-controls": `view-${name}`, text: name, onclick: () => show(name) }));
+  byId("views").append(...list);
+  byId("views").addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], at = list.indexOf(document.activeElement);
+    if (by && at >= 0) show(VIEWS[(at + by + VIEWS.length) % VIEWS.length], true);
+  });
+  const help = el("button", { class: "help", text: "?", "aria-label": "Keys", title: "Keys", onclick: () => byId("keys").showModal() });
+  byId("views").after(help);
+}
+
+function begin() {
+  document.title = `${runs.map((run) => run.name).join(" and ")}: report`;
+  byId("head").append(...runs.map(headOf));
+  tabs();
+  trajectories = new TrajectoriesView();
+  const contents = { Curves: curvesView(), Trajectories: trajectories.element, Configuration: configurationView() };
+  byId("main").append(...VIEWS.map((name) => el("div", { role: "tabpanel", id: `view-${name}`, "aria-labelledby": `tab-${name}` }, contents[name])));
+  byId("keys").append(el("h2", { text: "Keys" }), el("dl", {}, ...SHORTCUTS.map(([key, what]) => el("div", {}, el("dt", { text: key }), el("dd", { text: what })))),
+    el("button", { text: "Close", onclick: () => byId("keys").close() }));
+  document.addEventListener("keydown", onKey);
+  show("Curves");
+}
+
+begin();

@@ -1,0 +1,62 @@
+"""Writes the page of a run, or of two side by side: python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR]"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_grpo.composition.help import version
+from megatron_grpo.observability.page.write import REPORT_FILE, write_report
+
+USAGE = f"""\
+python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR]
+
+Writes RUN_DIR/{REPORT_FILE}, one page that needs nothing else: curves, configuration, trajectories. With two folders
+both runs stand side by side, in the page of the first.
+"""
+MOST_RUNS = 2
+MISTAKE, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+        return 0
+    try:
+        page = write_report(read_folders(arguments))
+    except (ValueError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(f"wrote {page}")
+    return 0
+
+
+def read_folders(arguments: Sequence[str]) -> list[Path]:
+    """The folders of a command line.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise ValueError(f"{argument} is not an option\n{USAGE}".rstrip())
+    if not 1 <= len(arguments) <= MOST_RUNS:
+        raise ValueError(f"give the folder of one run, or of two\n{USAGE}".rstrip())
+    folders = [Path(os.path.expanduser(argument)) for argument in arguments]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder; give the run_dir of a run, such as outputs/quickstart/latest")
+    return folders
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

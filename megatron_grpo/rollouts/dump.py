@@ -1,0 +1,88 @@
+"""Writing the rollouts of a step into a file, in the rollout worker that is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from megatron_grpo.data.rollout_files import Learnt, write_rollouts
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.rollouts.payloads import Payloads
+from megatron_grpo.rollouts.shards import gather_shards
+
+DUMPED_GROUPS = 64
+"""Groups that are fetched together to be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntFrom:
+    """What a step knows of its sequences before it learns from them, for a message: arrays, and references to arrays.
+
+    Not the step's batch itself, whose module would have every worker import torch.
+    """
+
+    lengths: NDArray[np.int64]
+    """[sequences], int64: tokens of each."""
+    sequences: Sequence[NDArray[np.int64]]
+    """Per shard [sequences of the shard], int64: their numbers in the step."""
+    shards: Sequence[Mapping[str, Any]]
+    """Per shard, by name of an entry, a reference to an array [tokens of the shard]."""
+    advantages: NDArray[np.float32] | None
+    """[sequences], float32; None: advantages differ by token and are an entry of the shards."""
+
+    def learnt(self) -> _Learnt:
+        """Everything that is written of it, fetched."""
+        names = [name for name in ("advantages", "prev_logprobs") if name in self.shards[0]]
+        stored = [dict(zip(names, ray.get([shard[name] for name in names]), strict=True)) for shard in self.shards]
+        arrays = gather_shards(stored, self.sequences, self.lengths, names)
+        return _Learnt(np.cumsum(self.lengths) - self.lengths, self.advantages, arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    starts: NDArray[np.int64]
+    """[sequences], int64: where each begins in the arrays."""
+    by_response: NDArray[np.float32] | None
+    arrays: dict[str, NDArray[np.float32]]
+    """Entries by name, [tokens of the step]."""
+
+    def of(self, number: int, trajectory: Trajectory) -> Learnt:
+        """What is known of one sequence, by its number in the step."""
+        spans = [np.arange(span.start, span.end) for span in trajectory.spans]
+        places = self.starts[number] + (np.concatenate(spans) if spans else np.empty(0, dtype=np.int64))
+        prev = self.arrays.get("prev_logprobs")
+        if self.by_response is None:
+            advantages = self.arrays["advantages"][places]
+        else:
+            advantages = np.full(len(places), self.by_response[number], dtype=np.float32)
+        return Learnt(advantages, None if prev is None else prev[places])
+
+
+def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:
+    """Write trajectories into a Parquet file, which appears when it is complete.
+
+    Args:
+        payloads: the groups of the step, in its order.
+        chosen: for each group, which of its samples to write.
+        known: what the step knows of the same sequences, which count group by group.
+        file: where.
+    """
+
+    def groups() -> Iterator[tuple[int, list[tuple[Trajectory, Learnt]]]]:
+        each, learnt = payloads.each(), known.learnt()
+        samples = len(known.lengths) // len(each)
+        wanted = [number for number, places in enumerate(chosen) if places]
+        for begin in range(0, len(wanted), DUMPED_GROUPS):
+            numbers = wanted[begin : begin + DUMPED_GROUPS]
+            fetched = Payloads.of([each[number] for number in numbers]).fetch()
+            for number, trajectories in zip(numbers, fetched, strict=True):
+                one_by_one = ((number * samples + place, trajectories[place]) for place in chosen[number])
+                yield number, [(one, learnt.of(sequence, one)) for sequence, one in one_by_one]
+
+    write_rollouts(file, groups())

@@ -1,0 +1,64 @@
+"""Evaluation of a real checkpoint: what validation found, found again from the exported weights; and compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.runs import TrainingRun, read_jsonl
+
+SHORT = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.max_val_samples=64", "checkpointing.save_period=2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingRun]:
+    run = TrainingRun(tmp_path_factory.mktemp("trained") / "run", *SHORT)
+    assert run.finish() == 0, run.log()
+    yield run
+    run.assert_nothing_left(within_s=20)
+
+
+def evaluate(*words: object) -> dict[str, Any]:
+    """Run the command; what it wrote into its output, and the samples."""
+    command = [sys.executable, "-m", "megatron_grpo.evaluate", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (output,) = [Path(str(word).partition("=")[2]) for word in words if str(word).startswith("output=")]
+    assert sorted(path.name for path in output.iterdir()) == ["logs", "results.json", "samples.jsonl"]
+    return json.loads((output / "results.json").read_text()) | {"rows": read_jsonl(output / "samples.jsonl")}
+
+
+def test_an_evaluation_finds_what_validation_found(trained: TrainingRun, tmp_path: Path) -> None:
+    checkpoint = trained.run_dir / "checkpoints" / "step_2"
+    (validated,) = read_jsonl(trained.run_dir / "validation.jsonl")
+    prompts = tmp_path / "held_out.jsonl"
+    config = (trained.run_dir / "config.yaml").read_text()
+    (source,) = [line.split(": ")[1].strip() for line in config.splitlines() if line.strip().startswith("val_path:")]
+    prompts.write_text("".join(Path(source).read_text().splitlines(keepends=True)[:64]))
+    greedy = evaluate(f"checkpoint={checkpoint}", f"data.val_path={prompts}", f"output={tmp_path / 'greedy'}")
+    figures = greedy["sets"]["held_out"]
+    assert (figures["prompts"], greedy["temperature"]) == (64, 0.0)
+    assert figures["accuracy"]["mean"] == pytest.approx(validated["val_accuracy"], abs=1e-12)
+    assert figures["metrics"]["response_length"] == validated["val_response_length"]
+    sampled = evaluate(
+        f"checkpoint={checkpoint}",
+        f"data.val_path={prompts}",
+        "samples=4",
+        "k=[1,4]",
+        f"compare={tmp_path / 'greedy'}",
+        f"output={tmp_path / 'sampled'}",
+    )
+    figures = sampled["sets"]["held_out"]
+    assert len(sampled["rows"]) == 4 * 64
+    assert figures["pass@1"]["mean"] == pytest.approx(figures["accuracy"]["mean"])
+    assert figures["pass@4"]["mean"] > figures["pass@1"]["mean"]
+    right = [any(row["correct"] for row in sampled["rows"][start : start + 4]) for start in range(0, 256, 4)]
+    assert figures["pass@4"]["mean"] == pytest.approx(sum(right) / 64)
+    compared = sampled["compared"]["sets"]["held_out"]
+    assert (compared["prompts"], compared["accuracy_before"]) == (64, pytest.approx(validated["val_accuracy"]))

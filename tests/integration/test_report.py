@@ -1,0 +1,182 @@
+"""The page of a run in a headless Chromium: it opens at once, shows what a model wrote as text, and needs no mouse."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.observability.page.write import write_report
+from tests.support.chromium import PROGRAM, Page, chromium
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, spoken
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="this machine has no Chromium (apt-get install chromium)")
+
+HOSTILE = (
+    "</script><script>owned=1</script><!--<script> <img src=x onerror=owned=1><svg/onload=owned=1> "
+    "&lt;b&gt; &amp; \u202egnp.exe\u202c \u2066isolate\u2069 \u200fmark\u2028line \x00\x1b[31m “日本語” 😀 {{7*7}}"
+)
+SHOWN = (
+    "</script><script>owned=1</script><!--<script> <img src=x onerror=owned=1><svg/onload=owned=1> "
+    "&lt;b&gt; &amp; RLOgnp.exePDF LRIisolatePDI RLMmarkLSline NULESC[31m “日本語” 😀 {{7*7}}"
+)
+LONG = "long " * 200_000
+OPENS_WITHIN_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with chromium() as page:
+        page.look(width=1440, height=900, dark=False)
+        yield page
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run whose model, reward functions, settings and messages are all against the reader."""
+    folder = tmp_path_factory.mktemp("hostile")
+    tokenizer = byte_tokenizer(folder / "model")
+    rows = [
+        spoken(tokenizer, HOSTILE, reward_parts={HOSTILE: 1.0}, sample=0),
+        spoken(tokenizer, "wrong", sample=1, reward=0.0, correct=False),
+        spoken(tokenizer, "plain", sample=2, failure=HOSTILE, reward=None, correct=None),
+    ]
+    run = make_run(folder / "run <script>owned=1<", steps=3, model=folder / "model", trajectories=rows)
+    summary = {"outcome": "failed", "reason": HOSTILE}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "starts.jsonl").write_text(json.dumps({"time": "t", "resumed_after": 1, "changes": [HOSTILE]}) + "\n")
+    return write_report([run])
+
+
+def open_trajectories(page: Page) -> None:
+    page.press("2", "2")
+    page.wait("document.querySelectorAll('.part').length > 0")
+
+
+def errors(page: Page) -> list[str]:
+    """Exceptions, violations of the policy, and what the console was told."""
+    kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+    return [json.dumps(event["params"]) for event in page.events if event.get("method") in kinds]
+
+
+def requested(page: Page) -> set[str]:
+    """Addresses that the page asked for, besides its own."""
+    sent = (
+        event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"
+    )
+    return {url for url in sent if not url.startswith("file:")}
+
+
+def text_of(page: Page, selector: str) -> Any:
+    return page.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+
+
+def test_500_steps_of_256_trajectories_open_within_a_second(page: Page, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    answer = "The sum of two and two is four, as everybody knows. "
+    rows = [spoken(tokenizer, answer * 3, group=n // 8, sample=n % 8, prompt_idx=n // 8) for n in range(256)]
+    file = write_report([make_run(tmp_path / "run", steps=500, model=tmp_path / "model", trajectories=rows)])
+    assert min(page.open(file) for _ in range(3)) <= OPENS_WITHIN_S
+    assert "128,000 of the 128,000 rollouts" in text_of(page, "#view-Trajectories .note")
+    open_trajectories(page)
+    assert page.evaluate("trajectories.step") == 500
+    assert page.evaluate("document.querySelectorAll('.row').length") < 100, "only what is seen exists"
+
+
+def test_what_a_model_wrote_is_text(page: Page, hostile: Path) -> None:
+    page.events.clear()
+    page.open(hostile)
+    open_trajectories(page)
+    assert text_of(page, ".part.prompt .tokens") == PROMPT
+    assert text_of(page, ".part.model .tokens") == SHOWN
+    assert SHOWN.replace("\n", " ") in text_of(page, ".facts")
+    assert SHOWN in text_of(page, "#head")
+    page.press("3", "3")
+    assert SHOWN in text_of(page, ".starts")
+    assert page.evaluate("typeof owned") == "undefined"
+    assert (
+        page.evaluate("document.querySelectorAll('main img, main script, main svg[onload], header script').length") == 0
+    )
+    raw = page.evaluate("document.body.innerText")
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f]", raw), "nothing turns the text around it"
+    assert (errors(page), requested(page)) == ([], set())
+
+
+def test_a_megabyte_of_text_is_shown_piece_by_piece(page: Page, tmp_path: Path) -> None:
+    rows = [spoken(byte_tokenizer(tmp_path / "model"), LONG)]
+    page.open(write_report([make_run(tmp_path / "run", steps=1, model=tmp_path / "model", trajectories=rows)]))
+    open_trajectories(page)
+    assert text_of(page, ".part.model h4 span") == "1,000,000 tokens"
+    assert text_of(page, ".part.model .tokens").startswith(LONG[:3000])
+    page.evaluate("document.querySelector('.part.model .more').click()")
+    assert page.evaluate("document.querySelectorAll('.part.model .token').length") == 6000
+
+
+def test_the_policy_lets_nothing_else_run(page: Page, hostile: Path) -> None:
+    page.open(hostile)
+    page.events.clear()
+    page.evaluate(
+        "{ const s = document.createElement('script'); s.textContent = 'owned = 1'; document.body.append(s);"
+        "  const i = document.createElement('img'); i.src = 'https://example.org/x.png'; document.body.append(i); }"
+    )
+    assert page.evaluate("typeof owned") == "undefined"
+    refused = " ".join(errors(page))
+    assert "script-src" in refused
+    assert "default-src 'none'" in refused or "img-src" in refused
+
+
+def test_every_view_works_with_the_keyboard_alone(page: Page, hostile: Path) -> None:
+    page.open(hostile)
+    page.evaluate("document.querySelector('.drawing').focus()")
+    for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
+        page.press(key)
+    assert text_of(page, "#spoken").startswith("step 2: ")
+    shown = page.evaluate("[...document.querySelectorAll('.readout')].every(one => one.textContent !== '')")
+    assert shown, "the crosshair is in all charts"
+    page.press("Enter", "\r")
+    page.wait("document.querySelectorAll('.part').length > 0")
+    assert page.evaluate("trajectories.step") == 2
+    page.press("]", "]")
+    page.wait("trajectories.panels[0].step === 3")
+    page.evaluate("document.querySelector('.scroller').focus()")
+    page.press("End")
+    page.wait("document.querySelector('.failure') !== null")
+    assert page.evaluate("document.querySelector('.row.chosen').getAttribute('aria-rowindex')") == "4"
+    page.press("/", "/")
+    for letter in "plain":
+        page.press(letter, letter)
+    assert page.evaluate("trajectories.panels[0].table.rows.length") == 1
+    page.press("Escape")
+    page.press("3", "3")
+    assert page.evaluate("document.getElementById('view-Configuration').hidden") is False
+
+
+def test_a_column_sorts_and_says_so(page: Page, hostile: Path) -> None:
+    page.open(hostile)
+    open_trajectories(page)
+    page.evaluate(
+        "[...document.querySelectorAll('.table-head button')].find(one => one.textContent === 'Tokens').click()"
+    )
+    tokens = "trajectories.panels[0].table.order.map(place => trajectories.panels[0].table.rows[place].tokens)"
+    assert page.evaluate(tokens) == [len(HOSTILE.encode()), 5, 5]
+    assert page.evaluate("document.querySelector('[aria-sort=descending]').textContent") == "Tokens"
+
+
+def test_two_runs_stand_side_by_side(page: Page, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    runs = [
+        make_run(tmp_path / name, steps=steps, model=tmp_path / "model", trajectories=[spoken(tokenizer, name)])
+        for name, steps in (("first", 4), ("second", 2))
+    ]
+    file = write_report(runs)
+    assert file == runs[0] / "report.html"
+    page.open(file)
+    assert page.evaluate("[...document.querySelectorAll('h1 bdi')].map(one => one.textContent)") == ["first", "second"]
+    open_trajectories(page)
+    page.wait("document.querySelectorAll('.part.model .tokens').length === 2")
+    shown = page.evaluate("[...document.querySelectorAll('.part.model .tokens')].map(one => one.textContent)")
+    assert (page.evaluate("trajectories.step"), shown) == (2, ["first", "second"])

@@ -1,0 +1,193 @@
+"""What a page is made of, without a browser: the data in it, its escapes, what it leaves out."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_grpo.observability.page import trajectories, write
+from megatron_grpo.observability.page.embed import escaped_json, packed_element, page
+from megatron_grpo.observability.page.token_text import TokenBytes, byte_alphabet
+from megatron_grpo.observability.page.write import try_to_write_report, write_report
+from megatron_grpo.report import main
+from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, spoken
+
+ELEMENT = re.compile(r'<script type="(?:application/json|text/plain)" id="([^"]*)">([^<]*)</script>')
+
+
+def embedded(file: Path) -> dict[str, Any]:
+    """Every element of data of a page by its name, read as the page reads it."""
+    found = {}
+    for name, text in ELEMENT.findall(file.read_text()):
+        found[name] = json.loads(text) if name == "runs" else json.loads(gzip.decompress(base64.b64decode(text)))
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    tokenizer = byte_tokenizer(tmp_path / "model")
+    rows = [
+        spoken(tokenizer, f"answer {n} é", group=n // 2, sample=n % 2, reward=n / 3, prompt_idx=n) for n in range(6)
+    ]
+    return make_run(tmp_path / "run", steps=3, model=tmp_path / "model", trajectories=rows)
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--", "a & b", "\u2028\u2029", "\ud800", "\x00"])
+def test_no_text_leaves_its_element(text: str) -> None:
+    escaped = escaped_json({text: [text, {"x": text}]})
+    assert not set(escaped) & set("<>&\u2028\u2029")
+    assert escaped.isascii()
+    assert json.loads(escaped) == {text: [text, {"x": text}]}
+
+
+def test_numbers_that_are_not_finite_are_null() -> None:
+    assert json.loads(escaped_json([math.nan, math.inf, 1 / 3])) == [None, None, 0.3333333]
+    _, text = ELEMENT.findall(packed_element("x", [math.nan, 1 / 3]))[0]
+    assert json.loads(gzip.decompress(base64.b64decode(text))) == [None, 0.3333333]
+
+
+def test_the_policy_names_exactly_what_is_there() -> None:
+    text = page("p {}", "run();", "<main></main>", [])
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    for kind, content in (("style", "p {}"), ("script", "run();")):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none';")
+    with pytest.raises(AssertionError, match="would end its own element"):
+        page("", "x = '</SCRIPT>'", "", [])
+
+
+def test_a_page_is_one_file_that_names_no_other(run: Path) -> None:
+    text = write_report([run]).read_text()
+    without_data = ELEMENT.sub("", text)
+    assert not re.findall(r"""(?:src|href)=["'](?!#)""", without_data)
+    assert set(re.findall(r"https?://[^\s\"']+", without_data)) == {"http://www.w3.org/2000/svg"}, "a name, not a place"
+    assert "innerHTML" not in text, "nothing is read as markup"
+
+
+def test_a_page_holds_what_the_run_wrote(run: Path) -> None:
+    data = embedded(write_report([run]))
+    (told,) = data["runs"]
+    assert told["metrics"]["step"] == [1, 2, 3]
+    assert told["metrics"]["reward"] == pytest.approx([0.01, 0.02, 0.03])
+    assert told["timing"]["total"] == pytest.approx([1.001, 1.002, 1.003])
+    assert "timing" not in told["metrics"]
+    settings = {key: (value, default) for key, value, default in told["config"]}
+    assert settings["policy.model.path"] == (str(run.parent / "model"), "???")
+    assert settings["policy.parallel.tensor"] == ("1", None)
+    counts = {name: told["trajectories"][name] for name in ("steps", "written", "rows", "full")}
+    assert counts == {"steps": [1, 2, 3], "written": 18, "rows": 18, "full": 18}
+    table = data["run0-step2"]
+    assert table["reward"] == pytest.approx([n / 3 for n in range(6)], rel=1e-6)
+    assert table["prompts"] == dict.fromkeys("012", PROMPT.strip())
+    full, tokens = table["full"]["3"], data["run0-tokens"]
+    read = b"".join(
+        base64.b64decode(tokens[str(one)][0]) if isinstance(tokens[str(one)], list) else tokens[str(one)].encode()
+        for one in full["ids"]
+    )
+    assert read.decode() == PROMPT + "answer 3 é"
+    answer = len("answer 3 é".encode())
+    assert full["spans"] == [[len(PROMPT), len(PROMPT) + answer, 0]]
+    assert full["logprobs"] == pytest.approx(np.linspace(-2.0, 0.0, answer), abs=1e-4)
+    assert full["gaps"] == pytest.approx([-0.25] * answer)
+    assert full["advantages"] == pytest.approx([answer + n / 8 for n in range(answer)])
+
+
+def test_what_does_not_fit_is_left_out_evenly_and_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "TOKENS", 3 * 60)  # two answers of each step
+    monkeypatch.setattr(trajectories, "ROWS", 3 * 4)
+    data = embedded(write_report([run]))
+    told = data["runs"][0]["trajectories"]
+    assert (told["written"], told["rows"], told["full"]) == (18, 12, 6)
+    assert all(list(data[f"run0-step{step}"]["full"]) == ["0", "1"] for step in (1, 2, 3)), "samples of one prompt"
+
+
+def test_a_long_step_ends_the_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "READ_TOKENS", 3 * 50)
+    assert embedded(write_report([run]))["runs"][0]["trajectories"]["rows"] == 6, "two of each step"
+
+
+def test_without_the_tokenizer_there_is_the_text(run: Path) -> None:
+    (run.parent / "model" / "tokenizer.json").unlink()
+    data = embedded(write_report([run]))
+    assert "shown as text" in data["runs"][0]["trajectories"]["remark"]
+    assert data["run0-step1"]["response"][1] == "answer 1 é"
+    assert "ids" not in data["run0-step1"]["full"]["1"]
+
+
+@pytest.mark.parametrize("missing", ["summary.json", "validation.jsonl", "config.yaml", "rollouts", "metrics.jsonl"])
+def test_a_run_that_ended_early_has_a_page(missing: str, run: Path) -> None:
+    path = run / missing
+    if path.is_dir():
+        path.rename(run / "elsewhere")
+    else:
+        path.unlink()
+    assert len(embedded(write_report([run]))["runs"]) == 1
+
+
+def test_what_is_damaged_is_told_and_nothing_more(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / "rollouts" / "step_2.parquet").write_bytes(b"PAR1 nothing PAR1")
+    assert try_to_write_report(run) is None
+    assert "report.html could not be written: " in caplog.text
+    monkeypatch.setattr(write, "run_data", lambda _: 1 / 0)
+    assert try_to_write_report(run) is None
+
+
+def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
+    for arguments, reason in (
+        ([], "give the folder of one run, or of two"),
+        ([str(run)] * 3, "give the folder of one run, or of two"),
+        ([str(run / "nowhere")], "is not a folder"),
+        ([str(run.parent / "model")], "is not the folder of a run"),
+        (["--fast"], "--fast is not an option"),
+    ):
+        assert main(arguments) == 2
+        assert reason in capsys.readouterr().err
+    assert main(["--help"]) == 0
+
+
+def test_bytes_of_a_trained_tokenizer_make_its_texts(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat", "naïve café 日本語 😀", "x = {'a': 1}\n\treturn x"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read = TokenBytes(tmp_path)
+    for text in texts:
+        ids = tokenizer.encode(text).ids
+        assert b"".join(map(read.of, ids)).decode() == text == tokenizer.decode(ids)
+    end = tokenizer.token_to_id("<|end|>")
+    assert (read.of(end), read.text([end]), read.of(10**6)) == (b"<|end|>", "", b"<1000000>")
+    assert set(byte_alphabet()) == set(alphabet)
+
+
+def test_tokens_with_bytes_written_out(tmp_path: Path) -> None:
+    """As tokenizers of the SentencePiece kind have them."""
+    pieces = {"<unk>": 0, "▁the": 1, "<0xE3>": 2, "<0x81>": 3, "<0x82>": 4, "▁": 5}
+    tokenizer = Tokenizer(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True))
+    replace_, fallback = decoders.Replace("▁", " "), decoders.ByteFallback()
+    tokenizer.decoder = decoders.Sequence([replace_, fallback, decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read = TokenBytes(tmp_path)
+    assert b"".join(map(read.of, [1, 2, 3, 4, 5])).decode() == " theあ "
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        TokenBytes(tmp_path / "nowhere")

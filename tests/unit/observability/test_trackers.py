@@ -1,0 +1,117 @@
+"""What trackers keep, read with their own packages: figures, tables of samples, a run that is continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.sample_tables import one_a_group, prompt_text, sample_row
+from tests.support.report_runs import byte_tokenizer
+from tests.support.trajectories import make_trajectory
+
+HOSTILE = "a | b <script>alert(1)</script> **bold**\nnext `line` [link](https://example.org)"
+TIMING = {"total": 0.5, "train": 0.2}
+
+
+def datum(idx: int, prompt: str | list[dict[str, str]] = "2 + 2 =") -> DatumSpec:
+    info = {REFERENCE: "4"}
+    rest: dict[str, Any] = {"message_log": [], "length": 1, "loss_multiplier": 1.0, "task_name": "task"}
+    return {"extra_env_info": info, "idx": idx, "prompt": prompt, **rest}
+
+
+def log_two_steps(folder: Path, config: Config, resume_step: int | None = None) -> None:
+    logger = RunLogger(folder, config, resume_step)
+    first = (resume_step or 0) + 1
+    for step in (first, first + 1):
+        logger.log_step(step, {"reward": step / 3, "reward/my.fn:x": 1.0}, TIMING, {"samples_per_s": 4.0})
+    config.policy.model.path = str(folder / "model")
+    tokenizer = byte_tokenizer(folder / "model") if resume_step is None else None
+    ids = [*tokenizer.encode("2 + 2 =").ids, 0, 0] if tokenizer else [0, 0]
+    response = make_trajectory(2, prompt_tokens=len(ids) - 2, token_ids=ids, response=HOSTILE, reward=0.5).to_row()
+    logger.show_completions(first, [response, response | {"reward": None}])
+    logger.close()
+    logger.close()
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.logger.tensorboard = config.logger.progress = False
+    return config
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path: Path, config: Config) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData  # noqa: F401  # the plugin that reads it
+
+    config.logger.tensorboard = True
+    log_two_steps(tmp_path, config)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("train/completions/text_summary")
+    head, rule, first, second = event.tensor_proto.string_val[0].decode().splitlines()
+    assert head.count("|") == rule.count("|") == first.count("|") == second.count("|") == 8
+    assert "<" not in first + second
+    assert "**" not in first
+    assert "2 &#43; 2 =" in first
+    assert event.step == 1
+
+
+def test_wandb_keeps_figures_and_tables_offline(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="W&B's package is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config.logger.wandb.enabled, config.logger.wandb.mode = True, "offline"
+    log_two_steps(tmp_path, config)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (store,) = folder.glob("*.wandb")
+    content = store.read_bytes()
+    for name in (b"train/reward", b"train/completions", b"timing/total"):
+        assert name in content
+    (table,) = folder.glob("files/media/table/train/completions_*.table.json")
+    rows = json.loads(table.read_text())
+    assert rows["columns"][:2] == ["prompt", "response"]
+    assert [row[:2] for row in rows["data"]] == [["2 + 2 =", HOSTILE]] * 2
+    assert wandb.run is None, "the run is closed"
+
+
+def test_mlflow_keeps_figures_tables_and_the_configuration(tmp_path: Path, config: Config) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="MLflow's package is not installed")
+    config.logger.mlflow.enabled = True
+    log_two_steps(tmp_path, config)
+    config.grpo.max_num_steps = 7  # a parameter cannot change, and a resumed run may
+    log_two_steps(tmp_path, config, resume_step=2)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("megatron_grpo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/reward")
+    assert {metric.step: metric.value for metric in history} == {step: step / 3 for step in (1, 2, 3, 4)}
+    assert run.data.metrics["train/reward/my.fn_x"] == 1.0
+    assert run.data.params["policy.parallel.tensor"] == "1"
+    assert run.info.status == "FINISHED"
+    names = [one.path for one in client.list_artifacts(run.info.run_id, "train/completions")]
+    assert names == ["train/completions/step_1.json", "train/completions/step_3.json"]
+
+
+def test_a_row_of_a_table_by_hand() -> None:
+    turns = [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "end"}]
+    one = make_trajectory(3, response="y" * 5000, reward=None, correct=None).to_row() | {"advantages": [1.0, 2.0, 6.0]}
+    row = sample_row(prompt_text(datum(1, turns)), one)
+    assert (len(row["prompt"]), len(row["response"])) == (2000, 2000)
+    assert row["prompt"].endswith("\nuser: end")
+    assert (row["advantage"], row["tokens"], row["reward"]) == (3.0, 3, None)
+    assert sample_row("", one | {"advantages": None})["advantage"] is None
+
+
+def test_samples_are_of_different_prompts() -> None:
+    rows = ({"group": number // 3, "sample": number % 3} for number in range(12))
+    assert [(row["group"], row["sample"]) for row in one_a_group(rows, 2)] == [(0, 0), (1, 0)]
+    assert len(one_a_group(iter([{"group": 0}]), 5)) == 1
