@@ -40,12 +40,13 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         stack.callback(cluster.shutdown)
         cluster.start()
         cluster.reserve(None, config.generation.parallel)
+        ranks = config.generation.parallel.ranks_per_engine
         generation = VllmGeneration(
             str(model),
             config.generation,
             precision=config.policy.precision,
             max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=cluster.engine_options,
+            actor_options=lambda engine: cluster.engine_options(engine, ranks),
             startup_timeout_s=config.cluster.startup_timeout_s,
         )
         stack.callback(generation.shutdown)

@@ -25,13 +25,12 @@ def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         stop_reason.
     """
     advantages = trajectory.get("advantages")
-    known = advantages is not None and len(advantages) > 0
     return {
         "prompt": prompt[-SHOWN_CHARACTERS:],
         "response": trajectory["response"][:SHOWN_CHARACTERS],
         "reward": trajectory["reward"],
         "correct": trajectory["correct"],
-        "advantage": float(np.mean(advantages)) if known else None,
+        "advantage": float(np.mean(advantages)) if advantages is not None and len(advantages) else None,
         "tokens": len(trajectory["logprobs"]),
         "stop_reason": trajectory["stop_reason"],
     }

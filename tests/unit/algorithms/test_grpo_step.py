@@ -31,9 +31,9 @@ def test_the_stages_follow_each_other(tmp_path: Path, without_ray: FakeRay) -> N
     run = Run(tmp_path, *everything)
     run.step()
     learns = ["policy learns"] * 2
-    assert run.log == ["dump 1 begins", "policy says", "reference says", *learns, "version 1"]
+    assert run.log == ["policy says", "reference says", "dump 1 begins", *learns, "version 1"]
     run.step()
-    assert run.log[6:] == ["dump 2 begins", "policy says", "reference says", *learns, "version 2"]
+    assert run.log[6:] == ["policy says", "reference says", "dump 2 begins", *learns, "version 2"]
     assert run.rollouts.fetched == [], "no token comes to the driver"
     assert run.rollouts.computed == []
     assert without_ray.gets == 0
