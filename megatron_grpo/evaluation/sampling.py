@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_grpo.cluster.guardian import guarded
@@ -39,14 +40,14 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        cluster.reserve(None, config.generation.parallel)
-        ranks = config.generation.parallel.ranks_per_engine
+        alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
+        cluster.reserve(None, alone.parallel)
         generation = VllmGeneration(
             str(model),
-            config.generation,
+            alone,
             precision=config.policy.precision,
             max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=lambda engine: cluster.engine_options(engine, ranks),
+            actor_options=cluster.engine_options,
             startup_timeout_s=config.cluster.startup_timeout_s,
         )
         stack.callback(generation.shutdown)
