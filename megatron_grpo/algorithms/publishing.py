@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.refit.interface import RefitError, TransferReport, WeightTransport
 from megatron_grpo.run.placement import Placement
@@ -23,11 +23,16 @@ def publish(
     """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step.
 
     The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
+
+    Raises:
+        ModelLostError: a rank is gone that had to make room for the engines.
     """
     try:
         with placement.refit(timer), timer.phase("refit"):
             return refit_policy_generation(transport, version)
     except RefitError as error:
         return error
-    except RunError as error:  # an engine did not wake up, or a rank did not make room for it
+    except ModelLostError:
+        raise
+    except RunError as error:  # an engine did not wake up
         return RefitError(f"publishing version {version}: {error}")

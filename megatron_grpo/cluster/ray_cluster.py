@@ -30,6 +30,7 @@ class RayCluster:
         self._policy_group: PlacementGroup | None = None
         self._value_group: PlacementGroup | None = None
         self._engine_groups: list[PlacementGroup] = []
+        self._ranks_per_engine = 1
         self._shared: list[str] = []
         """The GPUs of the policy's ranks as Ray calls them, where engines and the value model have these too."""
 
@@ -102,13 +103,14 @@ class RayCluster:
             self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
             self._await([self._policy_group], {"the policy": ranks})
 
-    def share(self, devices: list[str]) -> None:
+    def share(self, devices: list[str], ranks_per_engine: int) -> None:
         """Let engines and the value model have the policy's GPUs; call it before they are placed.
 
         Args:
             devices: what Ray calls the GPU of each rank of the policy; none on a CPU.
+            ranks_per_engine: how many of these GPUs an engine uses.
         """
-        self._shared = devices
+        self._shared, self._ranks_per_engine = devices, ranks_per_engine
 
     def _await(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
         """Return when groups have their GPUs; a message says with `needs` how many who wants.
@@ -143,14 +145,14 @@ class RayCluster:
         bundle = rank // self.config.gpus
         return {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": _in_group(group, bundle)}
 
-    def engine_options(self, engine: int, ranks: int) -> dict[str, Any]:
+    def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of one generation engine.
 
-        One that shares GPUs is shown those of all, its own first: its `ranks` take as many from the beginning, and read
+        One that shares GPUs is shown those of all, its own first: its ranks take as many from the beginning, and read
         the weights of all others.
         """
         if self._shared:
-            own = self._shared[engine * ranks : (engine + 1) * ranks]
+            own = self._shared[engine * self._ranks_per_engine : (engine + 1) * self._ranks_per_engine]
             return self._guest_options([*own, *(gpu for gpu in self._shared if gpu not in own)])
         if not self._engine_groups:
             return {"num_cpus": 0}

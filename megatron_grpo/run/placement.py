@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_grpo.cluster.futures import is_lost
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.driver.rank_group import RankGroup
@@ -44,7 +44,8 @@ class Colocated(Placement):
     def __init__(self, generation: VllmGeneration, policy: RankGroup, others: Sequence[RankGroup] = ()) -> None:
         self._generation, self._policy, self._others = generation, policy, others
         self._sampling = False
-        self._refit_failed = False
+        self._unsettled = False
+        """In a refit, or since something failed: engines may be half awake, or not answer."""
 
     def turn_to_sampling(self, timer: StepTimer) -> None:
         """Without a refit in between the engines have the weights that they had before, from host memory."""
@@ -56,26 +57,28 @@ class Colocated(Placement):
         """Let engines sleep and bring the models back to the devices.
 
         Raises:
-            RunError: a process failed. After a refit that failed an engine may: what is trained can still be saved.
+            SamplingError: an engine failed; called again, this brings the models back all the same, to be saved.
+            RunError: a rank of a model failed.
         """
-        if not self._sampling and not self._refit_failed:
+        if not self._sampling and not self._unsettled:
             return
         with timer.phase("sleep"):
             try:
                 self._generation.sleep()
             except RunError as error:
-                if not self._refit_failed and not is_lost(error.__cause__):
-                    raise  # an engine that is lost has no memory, and what is trained can be saved
-                logger.warning("after a refit that failed, or the end of an engine: %s", error)
+                if not self._unsettled and not is_lost(error.__cause__):  # one that is lost has no memory
+                    self._unsettled = True
+                    raise SamplingError(str(error)) from error
+                logger.warning("what is trained comes back to the devices, although %s", error)
         with timer.phase("onload"):
             for model in (self._policy, *self._others):
                 model.onload()
-        self._sampling = self._refit_failed = False
+        self._sampling = self._unsettled = False
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
         """What the refit does not need leaves the devices before it, the policy's weights after it."""
-        self._refit_failed = True  # until it has succeeded
+        self._unsettled = True  # until all of it has succeeded
         with timer.phase("offload"):
             self._policy.offload(weights=False)
             for model in self._others:
@@ -87,4 +90,4 @@ class Colocated(Placement):
             self._policy.offload(weights=True)
         with timer.phase("wake"):
             self._generation.wake("kv_cache")
-        self._sampling, self._refit_failed = True, False
+        self._sampling, self._unsettled = True, False

@@ -47,7 +47,7 @@ def _start_in_turn(
     cluster.reserve_shared(ranks, config.generation.parallel.data + value_ranks)
     policy = _policy(config, folder, cluster)
     stack.callback(policy.shutdown)
-    cluster.share(policy.devices())
+    cluster.share(policy.devices(), config.generation.parallel.ranks_per_engine)
     value = _value(config, cluster) if config.value_model else None
     if value is not None:
         stack.callback(value.shutdown)
@@ -68,13 +68,12 @@ def routed_form(config: Config, folder: Path) -> RoutedForm | None:
 
 
 def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
-    ranks = config.generation.parallel.ranks_per_engine
     return VllmGeneration(
         str(folder),
         config.generation,
         precision=config.policy.precision,
         max_total_sequence_length=config.policy.max_total_sequence_length,
-        actor_options=lambda engine: cluster.engine_options(engine, ranks),
+        actor_options=cluster.engine_options,
         startup_timeout_s=config.cluster.startup_timeout_s,
         routed=routed_form(config, folder),
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,

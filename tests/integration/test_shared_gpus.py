@@ -36,8 +36,8 @@ def test_engines_see_their_own_gpus_first_and_then_those_of_the_others(cluster: 
     ranks = [actor.options(**cluster.policy_options(rank)).remote() for rank in range(4)]
     devices = [device for found in ray.get([rank.gpus.remote() for rank in ranks], timeout=60) for device in found]
     assert len(set(devices)) == 4, "each rank has one of its own"
-    cluster.share(devices)
-    engines = [actor.options(**cluster.engine_options(engine, 2)).remote() for engine in range(2)]
+    cluster.share(devices, ranks_per_engine=2)
+    engines = [actor.options(**cluster.engine_options(engine)).remote() for engine in range(2)]
     values = [actor.options(**cluster.value_options(rank)).remote() for rank in range(2)]
     assert ray.get([engine.visible.remote() for engine in engines], timeout=60) == [
         ",".join(devices),

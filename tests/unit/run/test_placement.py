@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from megatron_grpo.algorithms.publishing import publish
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.refit.interface import RefitError
 from megatron_grpo.run.placement import Colocated, Placement
@@ -20,16 +20,15 @@ TO_TRAINING = ["engines sleep", "policy onloads", "value onloads"]
 class Events:
     """Engines, models and a transport that say what they do; some of it may fail."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, fails: str = "", error: type[RunError] = RunError) -> None:
         self.log: list[str] = []
-        self.fails = fails
+        self.fails, self.error = fails, error
         self.cause: Exception | None = None
 
     def happens(self, event: str) -> None:
         self.log.append(event)
         if event == self.fails:
-            error = RefitError if event == "refit" else RunError
-            raise error(f"{event}: failed") from self.cause
+            raise (RefitError if event == "refit" else self.error)(f"{event}: failed") from self.cause
 
     def taken(self) -> list[str]:
         log, self.log = self.log, []
@@ -110,13 +109,23 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
     assert events.taken() == TO_TRAINING
 
 
-def test_an_engine_that_does_not_go_to_sleep_ends_a_step() -> None:
+def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:
     events = Events()
     placement = colocated(events)
     publish_with(placement, events)
+    events.taken()
     events.fails = "engines sleep"
-    with pytest.raises(RunError, match="engines sleep: failed"):
+    with pytest.raises(SamplingError, match="engines sleep: failed"):
         placement.turn_to_training(StepTimer())
+    assert events.taken() == TO_TRAINING[:1]
+    placement.turn_to_training(StepTimer())  # the loop saves
+    assert events.taken() == TO_TRAINING
+
+
+def test_a_rank_that_is_gone_is_no_failure_of_the_refit() -> None:
+    events = Events("policy offloads", ModelLostError)
+    with pytest.raises(ModelLostError):
+        publish_with(colocated(events), events)
 
 
 def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
