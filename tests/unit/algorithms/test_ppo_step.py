@@ -58,7 +58,7 @@ def test_the_value_model_speaks_before_anything_is_learned(tmp_path: Path, witho
     run, log = make_run(tmp_path, "ppo.policy_training_start_step=0", "ppo.ppo_epochs=2")
     report = step(run)
     learns = [*["value learns"] * 2, *["policy learns"] * 2]
-    assert log == ["dump 1 begins", "policy says", "value says", *learns, "version 1"]
+    assert log == ["policy says", "value says", "dump 1 begins", *learns, "version 1"]
     given = run.value.lessons[0]
     assert given.tokens.fields.present().keys() == {"sampled", "loss_mask", "values", "returns"}
     assert (given.tokens.fields.values == 0.25).all()
@@ -79,7 +79,7 @@ def test_the_policy_waits_for_the_value_model(tmp_path: Path) -> None:
         log.clear()
         report = step(run)
         learns = ["value learns", *["policy learns"] * (number == 3)]
-        assert log == [f"dump {number} begins", "value says", *learns, f"version {number}"]
+        assert log == ["value says", f"dump {number} begins", *learns, f"version {number}"]
         assert report.metrics["optimizer_steps"] == (number == 3)
         assert ("loss" in report.metrics) == (number == 3)
         assert (report.throughput["train_tflops_per_device"] > 0) == (number == 3)
@@ -93,7 +93,7 @@ def test_without_a_penalty_the_distance_to_the_reference_is_only_reported(tmp_pa
     without = step(run)
     run, log = make_run(tmp_path, learning, "ppo.skip_reference_policy_logprobs_calculation=false")
     report = step(run)
-    assert log[1:3] == ["reference says", "value says"]
+    assert log[:2] == ["reference says", "value says"]
     assert report.metrics["kl_penalty"] == pytest.approx(math.exp(-0.25) - 0.75, rel=1e-5)
     assert "kl_penalty" not in without.metrics
     assert report.metrics["loss"] == without.metrics["loss"]
@@ -104,7 +104,7 @@ def test_values_that_are_not_finite_stop_the_step(tmp_path: Path) -> None:
     run.value.number = float("nan")
     with pytest.raises(RunError, match="an entry of values is not finite"):
         step(run)
-    assert log == ["dump 1 begins", "value says"]
+    assert log == ["value says"]
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["values"] == [["NaN"] * length for length in (5, 3, 4)]
 
@@ -138,7 +138,7 @@ def test_advantages_that_are_not_finite_stop_the_step(in_loss: bool, tmp_path: P
         return
     with pytest.raises(RunError, match=r"an entry of advantages is not finite for 1 response\(s\) to prompt\(s\) 1"):
         step(run)
-    assert log == ["dump 1 begins", "value says"]
+    assert log == ["value says"]
     written = json.loads((tmp_path / "non_finite_step_1.json").read_text())
     assert written["advantages"] == [[0.0, 0.0, "-Infinity"]]
 
