@@ -70,9 +70,12 @@ class RayCluster:
             raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def reserve(
-        self, policy: ParallelConfig | None, generation: GenerationParallelConfig, value: ParallelConfig | None = None
+        self,
+        policy: ParallelConfig | None,
+        generation: GenerationParallelConfig | None,
+        value: ParallelConfig | None = None,
     ) -> None:
-        """Reserve GPUs for every side there is; a no-op on CPU.
+        """Reserve GPUs for every side that the run starts; a no-op on CPU.
 
         Ranks of the policy, and of the value model if there is one, fill whole nodes in rank order, so that
         tensor-parallel neighbours share a node. An engine that fits a node gets one bundle there; a larger one gets a
@@ -83,14 +86,14 @@ class RayCluster:
             return
         self._policy_group = _whole_nodes(policy.world_size, per_node) if policy else None
         self._value_group = _whole_nodes(value.world_size, per_node) if value else None
-        ranks = generation.ranks_per_engine
+        ranks, engines = (generation.ranks_per_engine, generation.data) if generation is not None else (0, 0)
         bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
-        self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
+        self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(engines)]
         trained = [group for group in (self._policy_group, self._value_group) if group]
         groups = [*trained, *self._engine_groups]
         models = {"the policy": policy, "the value model": value}
         needs = {name: layout.world_size for name, layout in models.items() if layout}
-        self._await(groups, {**needs, "generation": ranks * generation.data})
+        self._await(groups, {**needs, **({"generation": ranks * engines} if engines else {})})
 
     def reserve_shared(self, ranks: int, guests: int) -> None:
         """Reserve GPUs of one node for the policy, which others share: `share` says with whom; a no-op on CPU.

@@ -24,6 +24,7 @@ PATHS = (
     "data.val_path",
     "prepare.folder",
     "checkpointing.resume",
+    "refit.directory",
 )
 """Keys that name files and folders."""
 

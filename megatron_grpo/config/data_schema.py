@@ -58,8 +58,14 @@ class EnvironmentConfig(Section):
     """Name of the function in reward_funcs whose reward above 0 makes a response correct (accuracy, imitation); null:
     the only function there is. With several and null, nothing says what is correct, and there is no accuracy."""
 
+    agent_func: str | None = None
+    """With type=reward_functions, a function by import path that makes the turns of a rollout: it is called with the
+    prompt, the row's columns and where the model answers (an OpenAI-compatible address), and asks the model itself.
+    null: a rollout is one response. Needs generation.endpoint.enabled."""
+
     num_workers: Positive = 1
-    """Processes that score in parallel; at least one for each rollout worker."""
+    """Processes that score in parallel; at least one for each rollout worker. With an agent, as many as rollouts are to
+    go on side by side."""
 
     timeout_s: Seconds = 600.0
     """Deadline of one call of a process, which scores what has gathered while it was busy; past it the process is

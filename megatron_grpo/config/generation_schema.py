@@ -17,7 +17,7 @@ Placement = Literal["separate", "colocated"]
 EngineMemory = Literal["weights", "kv_cache"]
 """What of an engine's memory on its devices is taken back at a time, in vLLM's words."""
 
-RefitMode = Literal["reshard", "broadcast"]
+RefitMode = Literal["reshard", "broadcast", "files"]
 """How the policy's weights reach generation."""
 
 
@@ -109,11 +109,41 @@ class StructuredConfig(Section):
 
 
 @dataclass(kw_only=True)
+class ServerConfig(Section):
+    """vLLM servers that run elsewhere, in the place of engines that the run starts; generation.parallel says how they
+    are laid out. The environment variable MEGATRON_GRPO_TOKEN holds their token, if they want one."""
+
+    urls: list[str] = field(default_factory=list)
+    """Where they are, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; none: the run starts
+    engines of its own."""
+
+    timeout_s: Seconds = 300.0
+    """Seconds that a server may take until it answers, at the start of the run and after it went away."""
+
+
+@dataclass(kw_only=True)
+class EndpointConfig(Section):
+    """An OpenAI-compatible endpoint before the engines, at which agents make the turns of rollouts."""
+
+    enabled: bool = False
+    """Whether there is one."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines reach needs a token, in the environment variable
+    MEGATRON_GRPO_TOKEN."""
+
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port to listen on; every further rollout worker takes the next one. 0: any that are free."""
+
+
+@dataclass(kw_only=True)
 class GenerationConfig(Section):
     """Sampling from the policy with vLLM."""
 
     parallel: GenerationParallelConfig = field(default_factory=GenerationParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
     placement: Placement = "separate"
     """separate: engines have GPUs of their own. colocated: they share those of the policy, in turn. Engines sleep while
@@ -191,7 +221,13 @@ class RefitConfig(Section):
 
     mode: RefitMode = "reshard"
     """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
-    broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share."""
+    broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share.
+    files: each pipeline stage writes the tensors that have changed into a folder, and every rank reads them there; for
+    engines that share no network with the policy."""
+
+    directory: str | None = None
+    """With mode=files, the folder that policy and engines share, under the same path; runs may have it in common. null:
+    `refit` in run_dir."""
 
     bucket_mib: Annotated[float, Field(gt=0)] = 64.0
     """Size of the buffers that weights are packed into before they are sent, of which a rank has two. At 50 GB/s one of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 
 
@@ -14,10 +15,15 @@ class Environment(ABC):
     An environment of a single turn writes `score` and nothing else. One of several turns sets `multi_turn` and writes
     `reset` and `step` as well. What it has to remember of a rollout is the state that these return: it travels with the
     rollout, so that any process can go on with it, also after another one has died.
+
+    One with an agent sets `agent` and writes `act`: there the environment asks the model, rather than the other way
+    round.
     """
 
     multi_turn: bool = False
     """Whether `reset` and `step` are asked at all."""
+    agent: bool = False
+    """Whether `act` makes the turns; needs generation.endpoint.enabled."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """State of a rollout that begins.
@@ -36,6 +42,19 @@ class Environment(ABC):
             response: what the model wrote in this turn.
         """
         return Turn(done=True, state=state)
+
+    def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        """Let an agent work until it is done; returns the state of the rollout, for `score`.
+
+        The rollout is what the model was asked and answered at `access`, call by call: one conversation, in which every
+        call repeats all messages so far and adds some. What is raised makes the rollout a failed one.
+
+        Args:
+            prompt: the prompt as the data has it.
+            extra_env_info: the row's columns, and the reference answer under `REFERENCE`.
+            access: where the model answers in this rollout.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:

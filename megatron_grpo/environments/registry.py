@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
@@ -18,7 +19,10 @@ def create_environment(config: EnvironmentConfig) -> Environment:
     """
     if config.type == "reward_functions":
         functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
-        return RewardFunctionEnvironment(functions, config.weights_by_function(), config.correctness_function())
+        scoring = (functions, config.weights_by_function(), config.correctness_function())
+        if config.agent_func is None:
+            return RewardFunctionEnvironment(*scoring)
+        return AgentEnvironment(load_agent_function(config.agent_func), *scoring)
     if config.type == "addition":
         from megatron_grpo.environments.addition import AdditionEnvironment
 
@@ -31,7 +35,7 @@ def create_environment(config: EnvironmentConfig) -> Environment:
 
 
 def check_reward_functions(config: Mapping[str, EnvironmentConfig]) -> None:
-    """Import every reward function here, before processes are started that would fail one by one.
+    """Import every reward function and agent here, before processes are started that would fail one by one.
 
     Raises:
         ConfigError: some cannot be imported, or not be called with prompts and completions.
@@ -43,5 +47,10 @@ def check_reward_functions(config: Mapping[str, EnvironmentConfig]) -> None:
                 load_reward_function(path)
             except RunError as error:
                 problems.append(Problem(f"env.{name}.reward_funcs={path}", str(error)))
+        if environment.agent_func is not None:
+            try:
+                load_agent_function(environment.agent_func)
+            except RunError as error:
+                problems.append(Problem(f"env.{name}.agent_func={environment.agent_func}", str(error)))
     if problems:
         raise ConfigError(problems)

@@ -48,12 +48,23 @@ class RewardFunctionEnvironment(Environment):
                 which function, what it raised and where.
         """
         parts: list[dict[str, float]] = [{} for _ in requests]
-        arguments = _arguments(requests)
+        arguments = self.arguments(requests)
         for name, function in self.functions.items():
             for given, reward in zip(parts, _rewards(function, arguments, len(requests)), strict=True):
                 if reward is not None:
                     given[name] = reward
         return [self._total(given) for given in parts]
+
+    def arguments(self, requests: list[EnvironmentRequest]) -> dict[str, list[Any]]:
+        """What the functions are called with, by name, of each a list over the requests."""
+        columns = dict.fromkeys(
+            key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS
+        )
+        return {
+            "prompts": [request.prompt for request in requests],
+            "completions": [_completion(request) for request in requests],
+            **{key: [request.extra_env_info.get(key) for request in requests] for key in columns},
+        }
 
     def _total(self, parts: dict[str, float]) -> EnvironmentReturn:
         reward = sum(self.weights[name] * value for name, value in parts.items()) if parts else None
@@ -76,15 +87,6 @@ def _rewards(function: RewardFunction, arguments: dict[str, list[Any]], count: i
         return [None if reward is None else float(reward) for reward in given]
     except (TypeError, ValueError) as error:
         raise RunError(f"{path} gave something that is neither a number nor None: {error}") from error
-
-
-def _arguments(requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-    columns = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
-    return {
-        "prompts": [request.prompt for request in requests],
-        "completions": [_completion(request) for request in requests],
-        **{key: [request.extra_env_info.get(key) for request in requests] for key in columns},
-    }
 
 
 def _completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:

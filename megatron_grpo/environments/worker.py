@@ -12,6 +12,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
 from megatron_grpo.environments.registry import create_environment
@@ -38,21 +39,22 @@ class EnvironmentWorker:
         """Make the environment; comes before everything else.
 
         Returns:
-            Node and process id of this process, and whether the environment has several turns.
+            Node and process id of this process, and whether the environment has several turns, or an agent.
         """
         self._environment = create_environment(self._config)
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "multi_turn": self._environment.multi_turn,
+            "agent": self._environment.agent,
         }
 
     @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
-        """Answers to several calls of `reset`, `step` and `score` below, given by name and arguments, as a list."""
+        """Answers to several calls of the methods below, given by name and arguments, as a list."""
         answers = [getattr(self, method)(*arguments) for method, arguments in jobs]
-        # With several turns they hold states, which only Ray may know how to pickle.
-        return answers if self._environment.multi_turn else Packed(answers)
+        # With several turns or an agent they hold states, which only Ray may know how to pickle.
+        return answers if self._environment.multi_turn or self._environment.agent else Packed(answers)
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> tuple[Any, str | None]:
         """State of a rollout that begins, and what was raised instead if something was."""
@@ -61,6 +63,12 @@ class EnvironmentWorker:
     def step(self, state: Any, response: str) -> tuple[Turn | None, str | None]:
         """The turn after a response, and what was raised instead if something was."""
         return self._attempt(lambda: self._environment.step(state, response))
+
+    def act(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
+    ) -> tuple[Any, str | None]:
+        """State of a rollout whose turns the agent has made, and what was raised instead if something was."""
+        return self._attempt(lambda: self._environment.act(prompt, extra_env_info, access))
 
     def score(self, job: ScoringJob) -> list[Scored]:
         """A score, or why there is none, for each sample. When scoring them together raises, each is scored alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
@@ -14,6 +14,17 @@ from megatron_grpo.platform.device import current_platform
 
 CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A vLLM server that runs elsewhere."""
+
+    url: str
+    token: str | None = field(repr=False)
+    """Bearer token; None: the server wants none."""
+    timeout_s: float
+    """Seconds that it may take to answer when it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +40,8 @@ class VllmSettings:
     """What the experts look like that responses come with; None: they come without."""
     in_flight: AsyncGRPOConfig | None = None
     """What happens to the cache when weights change under responses; None: they never do."""
+    server: ServerAddress | None = None
+    """The server that is the engine; None: the engine is started."""
 
     @property
     def sleeps(self) -> bool:

@@ -22,6 +22,7 @@ from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
+from megatron_grpo.generation.interface import EngineInterface
 from megatron_grpo.generation.routed_experts import chosen_experts
 from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
@@ -50,7 +51,7 @@ GRACE_S = 5.0
 """Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
 
 
-class VllmEngine:
+class VllmEngine(EngineInterface):
     """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
 
     So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
@@ -171,15 +172,8 @@ class VllmEngine:
         return self._statistics.take()
 
     @phase("connect the refit")
-    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
-        """Join every worker to the refit's groups.
-
-        Args:
-            mode: how weights come.
-            rendezvous: fields of refit.groups.Rendezvous, by name.
-            first_receiver: number of workers that the engines before this one have together.
-        """
-        await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
+    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
+        await self._on_workers("connect_refit", mode, meeting, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:

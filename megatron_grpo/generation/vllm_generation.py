@@ -10,12 +10,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_grpo.cluster.addresses import token
 from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.generation.interface import EngineEndpoint, GenerationInterface
-from megatron_grpo.generation.vllm_arguments import VllmSettings
+from megatron_grpo.generation.server_engine import ServerEngine
+from megatron_grpo.generation.vllm_arguments import ServerAddress, VllmSettings
 from megatron_grpo.generation.vllm_ending import END_S, EngineProcesses, end_processes
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.models.routed import RoutedForm
@@ -27,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class VllmGeneration(GenerationInterface):
-    """Engines in Ray actors. `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`."""
+    """Engines in Ray actors; of servers that run elsewhere, an actor beside each.
+
+    `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class VllmGeneration(GenerationInterface):
                 max_total_sequence_length=max_total_sequence_length,
                 routed=routed,
                 in_flight=in_flight,
+                server=_server(config, index),
             )
             for index in range(config.parallel.data)
         ]
@@ -193,7 +199,8 @@ class VllmGeneration(GenerationInterface):
 
     def _new(self, settings: VllmSettings) -> Any:
         """An actor for an engine, not yet started."""
-        return ray.remote(VllmEngine).options(**self._actor_options(settings.index)).remote(settings)
+        kind = VllmEngine if settings.server is None else ServerEngine
+        return ray.remote(kind).options(**self._actor_options(settings.index)).remote(settings)
 
     def _restarted(self, method: str, numbers: Sequence[int]) -> list[Any]:
         """What a method of engines that are coming up returns."""
@@ -218,3 +225,9 @@ class VllmGeneration(GenerationInterface):
             return
         if left:
             logger.warning("%s: processes %s are still there", what, left)
+
+
+def _server(config: GenerationConfig, index: int) -> ServerAddress | None:
+    """The server that is the engine with this index; None: the run starts its own."""
+    server = config.server
+    return ServerAddress(server.urls[index], token(), server.timeout_s) if server.urls else None

@@ -18,6 +18,9 @@ from megatron_grpo.generation.vllm_fork import fork_from_there, parent_is_gone
 ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 """Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
 
+SERVER_MARKER = "MEGATRON_GRPO_SERVER"
+"""Environment variable that tells the processes of a server of `megatron_grpo.serve` what they are."""
+
 WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
 """Name of our receiver in vLLM's registry of weight-transfer engines."""
 
@@ -30,21 +33,28 @@ CPU_RECHECK_MS = 20
 
 def register() -> None:
     """Make the receiver known and tie the process to its parent. Does nothing outside our engines; safe to repeat."""
-    if ENGINE_MARKER not in os.environ:
+    if not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys() or not _register_receiver():
         return
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+    if ENGINE_MARKER not in os.environ:  # a server's processes are vLLM's own in everything else
         return
-    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.worker", "WeightReceiver")
-    # Of layers without weights of their own, a tied head for one, it warns at every refit.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         _sleep_instead_of_spinning()
         fork_from_there()
     begin_process()
+
+
+def _register_receiver() -> bool:
+    """Make the receiver known to vLLM; whether it was not before."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+        return False
+    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER_BACKEND, "megatron_grpo.refit.worker", "WeightReceiver")
+    # Of layers without weights of their own, a tied head for one, it warns at every refit.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
+    return True
 
 
 def _role() -> str:

@@ -13,11 +13,26 @@ from megatron_grpo.data.trajectory import Span
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
 
 def sampling_params(request: GenerationRequest, settings: SamplingSettings, longest: int) -> SamplingParams:
-    """A request as vLLM takes it.
+    """A request as vLLM takes it; arguments and errors of `sampling_arguments`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    arguments = sampling_arguments(request, settings, longest)
+    form = arguments.pop("structured_outputs", None)
+    return SamplingParams(
+        **arguments,
+        structured_outputs=None if form is None else StructuredOutputsParams(**form),
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, longest: int) -> dict[str, Any]:
+    """How a request is sampled, by vLLM's names, in types that JSON has; no two requests share a value.
 
     Args:
         request: the response to sample.
@@ -27,9 +42,6 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
     Raises:
         ValueError: the prompt leaves no room for a response.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     room = longest - len(request.prompt_ids)
     max_tokens = min(request.max_new_tokens, settings.max_new_tokens, room)
     if max_tokens < 1:
@@ -37,36 +49,30 @@ def sampling_params(request: GenerationRequest, settings: SamplingSettings, long
             f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within "
             f"policy.max_total_sequence_length={longest}"
         )
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k or 0,
-        min_p=settings.min_p,
-        repetition_penalty=settings.repetition_penalty,
-        presence_penalty=settings.presence_penalty,
-        frequency_penalty=settings.frequency_penalty,
-        bad_words=list(settings.bad_words),
-        structured_outputs=_structured(settings.structure),
-        seed=request.seed,
-        max_tokens=max_tokens,
-        stop=list(settings.stop_strings),
-        stop_token_ids=list(settings.stop_token_ids),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(settings.stop_strings),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    return {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k or 0,
+        "min_p": settings.min_p,
+        "repetition_penalty": settings.repetition_penalty,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+        "bad_words": list(settings.bad_words),
+        **({} if settings.structure is None else {"structured_outputs": _form(settings.structure)}),
+        "seed": request.seed,
+        "max_tokens": max_tokens,
+        "stop": list(settings.stop_strings),
+        "stop_token_ids": list(settings.stop_token_ids),
+        "logprobs": 0,
+        "detokenize": bool(settings.stop_strings),
+    }
 
 
-def _structured(structure: Structure | None) -> StructuredOutputsParams | None:
-    """The form of a response as vLLM takes it; it writes into this, so each request has its own."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if structure is None:
-        return None
+def _form(structure: Structure) -> dict[str, Any]:
+    """The form of a response by vLLM's names."""
     choice = None if structure.choice is None else list(structure.choice)
-    return StructuredOutputsParams(regex=structure.regex, json=structure.json_schema, choice=choice)
+    given = {"regex": structure.regex, "json": structure.json_schema, "choice": choice}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def responses(

@@ -14,7 +14,7 @@ from megatron_grpo.run.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, 
 
 
 def folder_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with run_dir, with prepare.folder and with the checkpoint to start from."""
+    """What is wrong with run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
         return
@@ -22,6 +22,8 @@ def folder_problems(config: Config) -> Iterator[Problem]:
     yield from unusable
     if config.prepare.name is not None:
         yield from unwritable("prepare.folder", config.prepare.folder)
+    if config.refit.directory is not None:
+        yield from unwritable("refit.directory", config.refit.directory)
     if not unusable:
         yield from _earlier_run(config)
     yield from _resume(config)

@@ -139,6 +139,8 @@ def _gpus_needed(config: Config) -> dict[str, int]:
         return {"policy.parallel": config.policy.parallel.world_size}
     engines = config.generation.parallel
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
+    if config.generation.server.urls:
+        return needs
     return {**needs, "generation.parallel": engines.ranks_per_engine * engines.data}
 
 

@@ -62,6 +62,9 @@ class WeightTransport(ABC):
             PolicyLostError: it was a rank of the policy.
         """
 
+    def close(self) -> None:  # noqa: B027 - most keep nothing
+        """Remove what the transport keeps outside of processes; idempotent."""
+
     def restore(self, lost: Mapping[int, str]) -> None:
         """Replace engines that were lost while nothing was published, and give the new ones the current weights.
 

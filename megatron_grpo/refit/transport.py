@@ -39,8 +39,8 @@ class AttemptError(Exception):
         self.lost = lost
 
 
-class GroupTransport(WeightTransport):
-    """Transfers over process groups that ranks of the policy and generation workers are members of."""
+class EngineTransport(WeightTransport):
+    """Attempts at a transfer, each within the deadline, and what is made of one that fails."""
 
     mode: ClassVar[RefitMode]
 
@@ -50,19 +50,10 @@ class GroupTransport(WeightTransport):
         self._config = config
         self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
-        self._store: TCPStore | None = None
         self._linked: tuple[int, ...] = ()
         """Engines that the policy has links to; none after a failure: half a message may be left in one."""
         self._version = 0
         self._replaced: list[str] = []
-
-    @abstractmethod
-    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
-        """Write what receivers have to know into the store, and let every rank of the policy join its groups."""
-
-    @abstractmethod
-    def _send(self, version: int) -> list[ray.ObjectRef]:
-        """Let every rank of the policy send: of each what it sent, or None."""
 
     def connect(self) -> None:
         try:
@@ -121,6 +112,54 @@ class GroupTransport(WeightTransport):
             raise RefitError(str(error)) from error
         self._replaced += [f"{ENGINE_NAME(number)} was replaced: {reason}" for number, reason in lost.items()]
 
+    @abstractmethod
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        """Let the policy and some engines come together, and remember in `_linked` that they have; AttemptError."""
+
+    @abstractmethod
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        """Bring one version into engines that are linked, and commit it there; AttemptError says what failed."""
+
+    def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
+        """Let engines, which all have verified a version, serve it."""
+        commits = self._on_engines("commit_weights", version, engines)
+        self._complete([], commits, deadline, f"commit of version {version}")
+
+    def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
+        return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
+
+    @staticmethod
+    def _complete(
+        sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
+    ) -> list[Any]:
+        """Wait for both sides; what the senders returned.
+
+        Raises:
+            AttemptError: one side failed, which is told without waiting for the deadline; or the deadline passed.
+            PolicyLostError: a rank of the policy died or hangs.
+        """
+        names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
+        calls = [*sends, *receives.values()]
+        left = max(deadline - time.monotonic(), 0.0)
+        try:
+            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
+        except RunError as error:
+            raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
+
+
+class GroupTransport(EngineTransport):
+    """Transfers over process groups that ranks of the policy and generation workers are members of."""
+
+    _store: TCPStore | None = None
+
+    @abstractmethod
+    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
+        """Write what receivers have to know into the store, and let every rank of the policy join its groups."""
+
+    @abstractmethod
+    def _send(self, version: int) -> list[ray.ObjectRef]:
+        """Let every rank of the policy send: of each what it sent, or None."""
+
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Make links between the policy and some engines, and none to others."""
         self._linked = ()
@@ -155,29 +194,3 @@ class GroupTransport(WeightTransport):
             buckets=sum(one.buckets for one in sent),
             seconds=0.0,
         )
-
-    def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
-        """Let engines, which all have verified a version, serve it."""
-        commits = self._on_engines("commit_weights", version, engines)
-        self._complete([], commits, deadline, f"commit of version {version}")
-
-    def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
-        return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
-
-    @staticmethod
-    def _complete(
-        sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
-    ) -> list[Any]:
-        """Wait for both sides; what the senders returned.
-
-        Raises:
-            AttemptError: one side failed, which is told without waiting for the deadline; or the deadline passed.
-            PolicyLostError: a rank of the policy died or hangs.
-        """
-        names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
-        calls = [*sends, *receives.values()]
-        left = max(deadline - time.monotonic(), 0.0)
-        try:
-            return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
-        except RunError as error:
-            raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error

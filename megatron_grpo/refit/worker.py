@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -14,8 +15,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.platform.freed_memory import keep_freed_memory
 from megatron_grpo.refit.broadcast.receiver import BroadcastReceiver
+from megatron_grpo.refit.files.receiver import FilesReceiver, SharedFolder
 from megatron_grpo.refit.groups import Rendezvous
 from megatron_grpo.refit.interface import Receiver
 from megatron_grpo.refit.reshard.receiver import ReshardReceiver
@@ -31,7 +34,7 @@ class ReceiverInit(WeightTransferInitInfo):
     """Where to meet, and this engine's place among the receivers."""
 
     mode: RefitMode
-    rendezvous: Rendezvous
+    meeting: Rendezvous | SharedFolder
     first_receiver: int
     """Receivers of the engines before this one."""
 
@@ -61,11 +64,10 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         receivers: dict[RefitMode, Callable[..., Receiver]] = {
             "broadcast": BroadcastReceiver,
             "reshard": ReshardReceiver,
+            "files": FilesReceiver,
         }
         number = init_info.first_receiver + self.parallel_config.rank
-        self._receiver = receivers[init_info.mode](
-            self.model, self.vllm_config, self.device, init_info.rendezvous, number
-        )
+        self._receiver = receivers[init_info.mode](self.model, self.vllm_config, self.device, init_info.meeting, number)
 
     def start_weight_update(self) -> None:
         """Prepare the model to be given new weights."""
@@ -101,12 +103,11 @@ class RefitWorker(Worker):
     """
 
     @phase("connect the refit")
-    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
-        """Connect to the policy. A Rendezvous travels as a dict: vLLM's messages carry plain types only."""
+    def connect_refit(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> str | None:
+        """Connect to the policy. Where to meet travels as a dict: vLLM's messages carry plain types only."""
         try:
-            self.init_weight_transfer_engine(
-                {"mode": mode, "rendezvous": Rendezvous(**rendezvous), "first_receiver": first_receiver}
-            )
+            where = SharedFolder(**meeting) if mode == "files" else Rendezvous(**meeting)
+            self.init_weight_transfer_engine({"mode": mode, "meeting": where, "first_receiver": first_receiver})
         except Exception as error:  # noqa: BLE001 - see the class
             return self._described(error)
         return None
@@ -122,6 +123,29 @@ class RefitWorker(Worker):
             self.weight_transfer_engine.abandon()
             return self._described(error)
         return None
+
+    def describe(self) -> dict[str, Any]:
+        """What a run has to know of a server before it uses it, in types that JSON has; "problem" if it cannot."""
+        config = self.vllm_config
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.data_parallel_size > 1:
+            return {"problem": "its engines share the work (data parallelism); start one server for each"}
+        if model.logprobs_mode != "processed_logprobs":
+            return {"problem": f"--logprobs-mode={model.logprobs_mode} is not what tokens are drawn with"}
+        if self.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
+            return {"problem": "a CPU engine that cuts prompts into pieces cannot repeat a response"}
+        try:
+            shape = asdict(shape_of_folder(model.model))
+        except ValueError as error:
+            return {"problem": str(error)}
+        tensor = parallel.tensor_parallel_size
+        return {
+            "shape": json.loads(json.dumps(shape)),
+            "tensor": tensor,
+            "pipeline": parallel.pipeline_parallel_size,
+            "expert": tensor if parallel.enable_expert_parallel else 1,
+            "longest": model.max_model_len,
+        }
 
     def _described(self, error: Exception) -> str:
         return f"worker {self.rank}: {error or type(error).__name__}"

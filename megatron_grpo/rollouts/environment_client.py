@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from megatron_grpo.cluster.futures import explain, overdue
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import Scored, ScoringJob, Turn
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -57,7 +58,7 @@ class EnvironmentClient:
             handle: the environment's processes.
             startup_timeout_s: deadline for a process to come up.
         """
-        self.multi_turn = False
+        self.multi_turn = self.agent = False
         self.remarks: list[str] = []
         """What became of processes that had to be replaced, for whoever watches the run."""
         self._handle = handle
@@ -74,7 +75,7 @@ class EnvironmentClient:
             SamplingError: one is not.
         """
         for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
-            self.multi_turn = described["multi_turn"]
+            self.multi_turn, self.agent = described["multi_turn"], described["agent"]
             self._keep(self._serve(described))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
@@ -85,6 +86,10 @@ class EnvironmentClient:
         """What follows a response; in an environment of a single turn, the end."""
         return await self._ask_or_fail("step", state, response) if self.multi_turn else Turn()
 
+    async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        """State of a rollout whose turns the environment's agent has made, in a process for itself meanwhile."""
+        return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
+
     async def score(self, job: ScoringJob) -> list[Scored]:
         """A score for each sample, or why there is none after a second attempt.
 
@@ -94,8 +99,8 @@ class EnvironmentClient:
         scored: list[Scored] = await self._ask("score", job)
         return scored
 
-    async def _ask_or_fail(self, method: str, *arguments: Any) -> Any:
-        value, failure = await self._ask(method, *arguments)
+    async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        value, failure = await self._ask(method, *arguments, alone=alone)
         if failure is not None:
             raise RolloutFailure(failure)
         return value
@@ -146,8 +151,8 @@ class EnvironmentClient:
         """Ask a process; None when it answered, else what became of it."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
         jobs: Any = [(call.method, call.arguments) for call in calls]
-        if not self.multi_turn:
-            jobs = Packed(jobs)  # with several turns it would hold states, which only Ray may know how to pickle
+        if not (self.multi_turn or self.agent):
+            jobs = Packed(jobs)  # else it holds states, which only Ray may know how to pickle
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await process["actor"].run.remote(jobs)

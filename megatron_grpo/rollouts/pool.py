@@ -26,6 +26,7 @@ from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom
+from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.environment_client import EnvironmentProcesses
 from megatron_grpo.rollouts.failures import require_few_failures
@@ -87,6 +88,7 @@ class RolloutPool:
         startup_timeout_s: float = 900.0,
         actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
         routed: RoutedForm | None = None,
+        endpoint: EndpointSettings | None = None,
         restore: Restore = not_replaced,
     ) -> None:
         """
@@ -100,6 +102,7 @@ class RolloutPool:
                 replaces another.
             actor_options: Ray options (resources, placement) of every worker.
             routed: what the experts look like that engines return; None: they do not.
+            endpoint: where agents ask the model, at the first worker; None: nobody does.
             restore: replaces engines that are lost, in `engines` itself, and raises SamplingError if it does not.
         """
         self._config = config
@@ -110,7 +113,7 @@ class RolloutPool:
         self._generation_timeout_s = generation_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._actor_options = dict(actor_options)
-        self._routed = routed
+        self._routed, self._endpoint = routed, endpoint
         self.remarks: list[str] = []
         """What somebody who watches the run should hear of; whoever tells it clears it."""
         self._batches = count()
@@ -140,6 +143,7 @@ class RolloutPool:
                 generation_timeout_s=self._generation_timeout_s,
                 startup_timeout_s=self._startup_timeout_s,
                 routed=self._routed,
+                endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
             )
             self._workers.append(actor.remote(settings))
             self._lost.watch(self._workers[-1], numbers)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import EngineLostError
+from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import Scored, ScoringJob, Turn
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
+from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
 
 ATTEMPTS = 2
@@ -28,7 +32,9 @@ class Engine(Protocol):
     name: str
     load: int
 
-    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput: ...
+    def generate(
+        self, request: GenerationRequest, settings: SamplingSettings
+    ) -> Coroutine[Any, Any, GenerationOutput]: ...
 
     async def is_lost(self) -> bool: ...
 
@@ -41,6 +47,14 @@ class Router(Protocol):
     def place(self, sizes: list[int]) -> list[Any]: ...
 
 
+class AgentHost(Protocol):
+    """Where agents ask the model (`Endpoint`)."""
+
+    tokenizer: Any
+
+    def opened(self, conversation: Conversation) -> AbstractContextManager[ModelAccess]: ...
+
+
 class ScoringEnvironment(Protocol):
     """What answers and scores responses (`EnvironmentClient`)."""
 
@@ -49,6 +63,10 @@ class ScoringEnvironment(Protocol):
     async def step(self, state: Any, response: str) -> Turn: ...
 
     async def score(self, job: ScoringJob) -> list[Scored]: ...
+
+    async def act(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +106,13 @@ class GroupRollout:
     """The samples of one prompt: `sample`, then `score`."""
 
     def __init__(
-        self, group: int, datum: DatumSpec, plan: RolloutPlan, router: Router, environment: ScoringEnvironment
+        self,
+        group: int,
+        datum: DatumSpec,
+        plan: RolloutPlan,
+        router: Router,
+        environment: ScoringEnvironment,
+        agents: AgentHost | None = None,
     ) -> None:
         """
         Args:
@@ -97,7 +121,9 @@ class GroupRollout:
             plan: how to sample.
             router: chooses another engine for a second attempt.
             environment: what answers and scores the prompt's task.
+            agents: where the environment's agent asks the model; None: it has none, and answers turn by turn.
         """
+        self._agents = agents
         self._group, self._datum, self._plan = group, datum, plan
         self._router, self._environment = router, environment
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
@@ -192,6 +218,8 @@ class GroupRollout:
             await engine.replaced()
 
     async def _turns(self, sample: int, engine: Engine) -> _Sampled:
+        if self._agents is not None:
+            return await self._acted(sample, engine, self._agents)
         datum, plan = self._datum, self._plan
         state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
         pieces, length = [self._prompt_ids], len(self._prompt_ids)
@@ -219,6 +247,29 @@ class GroupRollout:
         logprobs = [output.logprobs for output in outputs]
         stop_reason = outputs[-1].stop_reason
         return _Sampled(self._trajectory(sample, pieces, spans, logprobs, text, stop_reason, routed), state)
+
+    async def _acted(self, sample: int, engine: Engine, agents: AgentHost) -> _Sampled:
+        """One sample whose turns an agent makes, by its calls."""
+        datum, plan = self._datum, self._plan
+
+        def seed(turn: int) -> int:
+            return sample_seed(plan.run_seed, plan.step, datum["idx"], sample, turn)
+
+        talk = Conversation(engine, plan.settings, agents.tokenizer, seed, plan.max_total_sequence_length)
+        with agents.opened(talk) as access:
+            try:
+                state = await self._environment.act(datum["prompt"], datum["extra_env_info"], access)
+            except RolloutFailure as failure:
+                raise talk.failure or failure from None
+        if not talk.outputs:
+            raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
+        routed: NDArray[Any] | None = None
+        for output in talk.outputs:
+            routed = _continued(routed, output.routed)
+        text = "".join(output.text for output in talk.outputs)
+        logprobs = [output.logprobs for output in talk.outputs]
+        stop_reason = talk.outputs[-1].stop_reason
+        return _Sampled(self._trajectory(sample, talk.pieces, talk.spans, logprobs, text, stop_reason, routed), state)
 
     def _trajectory(
         self,

@@ -20,6 +20,7 @@ from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom, dump
+from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
@@ -48,6 +49,8 @@ class WorkerSettings:
     """Deadline for an environment's process to come up."""
     routed: RoutedForm | None
     """What the experts look like that engines return; None: they do not."""
+    endpoint: EndpointSettings | None = None
+    """Where agents ask the model; None: nobody does."""
 
 
 class RolloutWorker:
@@ -59,6 +62,7 @@ class RolloutWorker:
         user = f"worker{settings.index}"
         self._engines = Engines([EngineClient(actor, index, user) for index, actor in settings.engines.items()])
         self._environments: dict[str, EnvironmentClient] = {}
+        self._endpoint = None if settings.endpoint is None else Endpoint(settings.endpoint)
         self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     @phase("start")
@@ -67,6 +71,8 @@ class RolloutWorker:
         limit = self._settings.startup_timeout_s
         self._environments = {name: EnvironmentClient(one, limit) for name, one in self._settings.environments.items()}
         await asyncio.gather(*(client.start() for client in self._environments.values()))
+        if self._endpoint is not None:
+            await self._endpoint.start()
 
     @phase("rollouts")
     async def collect(self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> Collected:
@@ -101,7 +107,8 @@ class RolloutWorker:
             engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
             for place, ((number, datum), engine) in enumerate(zip(prompts, engines, strict=True)):
                 environment = self._environments[datum["task_name"]]
-                group = GroupRollout(number, datum, plan, self._engines, environment)
+                agents = self._endpoint if environment.agent else None
+                group = GroupRollout(number, datum, plan, self._engines, environment, agents)
                 tasks.append(asyncio.create_task(through(place, group, engine)))
             outcomes = await asyncio.gather(*tasks)
         finally:

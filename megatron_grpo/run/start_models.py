@@ -23,7 +23,8 @@ def start_models(
     if config.generation.colocated:
         return _start_in_turn(config, folder, cluster, stack)
     value_model = config.value_model
-    cluster.reserve(config.policy.parallel, config.generation.parallel, value_model.parallel if value_model else None)
+    own_engines = None if config.generation.server.urls else config.generation.parallel
+    cluster.reserve(config.policy.parallel, own_engines, value_model.parallel if value_model else None)
     generation = _generation(config, folder, cluster)
     stack.callback(generation.shutdown)
     generation.start()

@@ -12,6 +12,7 @@ from megatron_grpo.preflight.checks.prompts import prompt_problems
 from megatron_grpo.preflight.checks.reports import report_problems
 from megatron_grpo.preflight.checks.rewards import reward_problems
 from megatron_grpo.preflight.checks.sampling import sampling_problems
+from megatron_grpo.preflight.checks.servers import server_problems
 
 
 def config_problems(config: Config) -> list[Problem]:
@@ -23,6 +24,7 @@ def config_problems(config: Config) -> list[Problem]:
     return [
         *prompt_problems(config),
         *sampling_problems(config),
+        *server_problems(config),
         *loop_problems(config),
         *async_problems(config),
         *reward_problems(config),

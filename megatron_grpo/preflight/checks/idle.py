@@ -84,6 +84,22 @@ _CHECKS: tuple[_Check, ...] = (
         lambda config: config.loop.async_grpo.max_trajectory_age_steps == 0,
         "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains",
     ),
+    (("refit.directory",), lambda config: config.refit.mode != "files", "needs refit.mode=files"),
+    (
+        ("generation.engine.", "generation.engine_args.", "generation.generation_batch_size"),
+        lambda config: bool(config.generation.server.urls),
+        "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM",
+    ),
+    (
+        ("generation.endpoint.",),
+        lambda config: not config.generation.endpoint.enabled,
+        "needs generation.endpoint.enabled=true",
+    ),
+    (
+        ("generation.server.timeout_s",),
+        lambda config: not config.generation.server.urls,
+        "needs generation.server.urls",
+    ),
     (
         ("LOOP.batch_multiplier",),
         lambda config: config.prompts_per_generation_batch == config.loop.num_prompts_per_step,
@@ -215,7 +231,7 @@ def idle_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
     words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
     of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
-    sections = ("loss_fn", config.algorithm, "reference", "policy", "generation", "checkpointing", *of_ppo)
+    sections = ("loss_fn", config.algorithm, "reference", "policy", "generation", "refit", "checkpointing", *of_ppo)
     for section in sections:
         for key, value in changed(config, section):
             for names, is_idle, text in _CHECKS:

@@ -127,16 +127,22 @@ def _shaping(config: Config) -> Iterator[Problem]:
 def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
     functions, weights = environment.reward_funcs, environment.reward_weights
     if environment.type != REWARD_FUNCTIONS:
-        given = {"reward_funcs": functions or None, "reward_weights": weights, "correct_func": environment.correct_func}
+        given = {
+            "reward_funcs": functions or None,
+            "reward_weights": weights,
+            "correct_func": environment.correct_func,
+            "agent_func": environment.agent_func,
+        }
         for name in [name for name, value in given.items() if value is not None][:1]:
             yield Problem(f"{section}.{name}", f"needs {section}.type={REWARD_FUNCTIONS}")
         return
     if not functions:
         yield Problem(f"{section}.reward_funcs", "is empty; give functions as package.module.function")
-    for function in functions:
+    agents = [] if environment.agent_func is None else [environment.agent_func]
+    for key, function in [*(("reward_funcs", one) for one in functions), *(("agent_func", one) for one in agents)]:
         module, _, name = function.rpartition(".")
         if not (module and all(part.isidentifier() for part in function.split("."))):
-            yield Problem(f"{section}.reward_funcs={function}", "must be written package.module.function")
+            yield Problem(f"{section}.{key}={function}", "must be written package.module.function")
     short = [function.rpartition(".")[2] for function in functions]
     for name in sorted({name for name in short if short.count(name) > 1}):
         text = f"has two functions called {name}; their rewards could not be told apart"

@@ -1,0 +1,106 @@
+"""A vLLM server that runs can train against: python -m megatron_grpo.serve MODEL."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron_grpo.cluster.addresses import TOKEN_VARIABLE, is_loopback, token
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.generation.vllm_plugin import SERVER_MARKER, WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.models.source import model_folder
+from megatron_grpo.platform.device import current_platform
+
+MISTAKE = 2
+"""Exit code of a command line that cannot be run."""
+LOOPBACK = "127.0.0.1"
+CPU_BATCH_TOKENS = 4096
+
+_OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
+"""Arguments of vLLM that the refit, the log-probabilities and the token depend on."""
+
+EPILOG = f"""\
+Every other argument is vLLM's own (vllm serve --help=all), for instance
+--tensor-parallel-size=2 or --max-model-len=4096.
+
+The run names the server in generation.server.urls. Whoever reaches the server
+can change its weights: it listens on this machine alone unless --host says
+otherwise, and then wants a token, which server and run find in the environment
+variable {TOKEN_VARIABLE}.
+"""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Become vLLM's server, or end with the exit code of a mistake."""
+    options, given = _parser().parse_known_args(arguments)
+    try:
+        _require_safe(options.host, given)
+        folder = model_folder(options.model, "MODEL")
+        if not (folder / "config.json").is_file():
+            raise RunError(
+                f"MODEL={options.model} has no config.json; give a folder in Hugging Face format or a hub name"
+            )
+    except (RunError, OSError) as error:
+        print(f"megatron_grpo.serve: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command += [f"--host={options.host}", f"--port={options.port}", *_for_this_device(), *given, *_for_runs()]
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        **os.environ,
+        SERVER_MARKER: "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # has the paths by which weights are changed
+    }
+    os.execve(sys.executable, command, environment)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_grpo.serve",
+        description="Starts vLLM's server so that runs can train against it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="the model that the run starts from: a folder or a hub name")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    return parser
+
+
+def _require_safe(host: str, given: Sequence[str]) -> None:
+    """RunError for a server that anybody could change, or an argument that has to be as it is."""
+    if not is_loopback(host) and token() is None:
+        raise RunError(
+            f"--host={host}: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}, for the "
+            f"server and for the run, or leave out --host to listen on {LOOPBACK}"
+        )
+    for argument in given:
+        name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
+        if argument.startswith("--") and name in _OWNED:
+            raise RunError(f"{argument}: is set by this command")
+
+
+def _for_this_device() -> list[str]:
+    """Defaults of a CPU's engines: prompts in one piece, so that a response can be repeated from its seed."""
+    if current_platform().name != "cpu":
+        return []
+    return ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
+
+
+def _for_runs() -> list[str]:
+    """What a run needs of a server."""
+    return [
+        "--enable-scale-out",  # has the path by which tokens go in and come out
+        "--logprobs-mode=processed_logprobs",
+        "--worker-extension-cls=megatron_grpo.refit.worker.RefitWorker",
+        f'--weight-transfer-config={{"backend": "{WEIGHT_TRANSFER_BACKEND}"}}',
+        "--middleware=megatron_grpo.cluster.token_guard.TokenGuard",
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""The command that starts a server: what it becomes, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo import serve
+from megatron_grpo.cluster.addresses import TOKEN_VARIABLE
+from megatron_grpo.generation.vllm_plugin import SERVER_MARKER
+
+
+class Became(Exception):  # noqa: N818 - what happened, no error
+    """The process has become another."""
+
+
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": tmp_path}
+    (tmp_path / "config.json").write_text("{}")
+
+    def execve(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+        found.update(program=program, arguments=arguments, environment=environment)
+        raise Became
+
+    monkeypatch.setattr("os.execve", execve)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    return found
+
+
+def test_it_listens_on_loopback_and_can_be_refitted(became: dict[str, Any]) -> None:
+    with pytest.raises(Became):
+        serve.main([str(became["model"]), "--port=8123", "--max-model-len", "64"])
+    arguments = became["arguments"]
+    assert arguments[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(became["model"])]
+    assert {"--host=127.0.0.1", "--port=8123", "--logprobs-mode=processed_logprobs"} <= set(arguments)
+    assert arguments[arguments.index("--max-model-len") + 1] == "64"
+    assert became["environment"][SERVER_MARKER] == became["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_elsewhere_it_wants_a_token(
+    became: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main([str(became["model"]), "--host=0.0.0.0"])
+    assert ended.value.code == 2
+    assert f"--host=0.0.0.0: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with pytest.raises(Became):
+        serve.main([str(became["model"]), "--host=0.0.0.0"])
+    assert "secret" not in " ".join(became["arguments"]), "others see the command line"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--logprobs-mode=raw_logprobs"], "--logprobs-mode=raw_logprobs: is set by this command"),
+        (["--worker_extension_cls=x.Y"], "is set by this command"),
+        (["--api-key", "x"], "is set by this command"),
+    ],
+)
+def test_what_is_its_own_is_refused(
+    became: dict[str, Any], capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main([str(became["model"]), *arguments])
+    assert text in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(
+    became: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main([str(tmp_path / "nowhere")])
+    assert "has no config.json" in capsys.readouterr().err
