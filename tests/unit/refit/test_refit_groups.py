@@ -20,14 +20,14 @@ SPECS = [("w", "float32", (1000,)), ("b", "float32", (3,))]
 
 
 def test_a_receiver_gets_what_the_sender_packs() -> None:
-    store, rendezvous = _open(timeout_s=20.0)
+    store, rendezvous = _open(timeout_s=120.0)
     sent = {"w": torch.randn(1000), "b": torch.randn(3)}
     with _Receiver(rendezvous) as results:
         buckets = plan_buckets(SPECS, 2048)
         write_plan(store, 0, 1, buckets, 2048)
         group = join_stage(rendezvous, 0, 0, CPU)
         report = BucketSender(0, buckets, group, CPU).send(sent.items(), version=3)
-        received = results.get(timeout=20)
+        received = results.get(timeout=120)
     assert report.buckets == 2
     assert report.tensors == 2
     assert received == {name: tensor.tolist() for name, tensor in sent.items()}
