@@ -58,8 +58,13 @@ def read_response(
     (choice,) = answer["choices"]
     if choice["finish_reason"] not in ("stop", "length"):
         return f"the server ended a request early: {choice['finish_reason']}"
-    spans = [Span(one["start"], one["end"], version_of(one["version"])) for one in choice["weight_versions"] or []]
-    if not spans or any(span.version is None for span in spans):
+    spans: list[Span] = []
+    for one in choice["weight_versions"] or []:
+        version = version_of(one["version"])
+        if version is None:
+            raise OtherWeightsError
+        spans.append(Span(one["start"], one["end"], version))
+    if not spans:
         raise OtherWeightsError
     token_ids = choice["token_ids"]
     content = choice["logprobs"]["content"]

@@ -119,7 +119,7 @@ class Endpoint:
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
-        name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id", "")
+        name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
         conversation = self._open.get(name)
         if conversation is None:
             return _error(404, "no open rollout has this name; ask at the base URL that the agent was given")

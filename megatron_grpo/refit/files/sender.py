@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ class FileWriter:
         files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in range(10**6))
         for bucket in self._changed(tensors, before, found):
             file = next(files)
-            written_whole(self.folder / file, lambda path, bucket=bucket: save_file(bucket, path))
+            written_whole(self.folder / file, partial(save_file, bucket))
             for name in bucket:
                 found[name] = Stored(file, found[name].digest, found[name].nbytes)
         self._stored = found  # only now: after a failure all are written again
