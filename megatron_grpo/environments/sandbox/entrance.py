@@ -1,0 +1,197 @@
+"""What runs between the one who asks for a program and the program: a process that takes rights away, then waits.
+
+It is started in bare Python, once a program, and kills all that is left of the program before it ends itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from megatron_grpo.environments.sandbox import kernel
+from megatron_grpo.environments.sandbox.process_tree import descendants
+from megatron_grpo.environments.sandbox.root import FOLDER, enter_root
+from megatron_grpo.environments.sandbox.syscalls import Filter
+
+NOBODY = 65534
+"""User and group of programs that root runs."""
+PROGRAM = 1000
+"""User and group that a program of an ordinary user sees itself as."""
+NOT_FOUND = 127
+"""Exit code of a program that cannot be run, as in a shell."""
+
+_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)
+
+
+def main(spec_fd: int, status_fd: int) -> None:
+    """Run the program that is described as JSON behind one descriptor, and write what became of it to the other.
+
+    The status is a JSON object: `exit_code`, as a shell has it (128 and the signal's number when one ended it), or
+    `refused`, why the program was not started.
+    """
+    kernel.die_with_parent(signal.SIGKILL)
+    os.set_inheritable(status_fd, False)
+    with open(spec_fd, encoding="utf-8") as file:
+        spec = json.load(file)
+    try:
+        exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
+    except OSError as error:
+        status: dict[str, Any] = {"refused": str(error)}
+    else:
+        status = {"exit_code": exit_code}
+    os.write(status_fd, json.dumps(status).encode())
+
+
+def _limited(spec: dict[str, Any]) -> int:
+    """The program as a child of this process, which gets its orphans."""
+    kernel.adopt_orphans()
+    os.chdir(spec["folder"])
+    child = _fork()
+    if child == 0:
+        _become(spec)
+    _end_on_request(child)
+    exit_code = _wait(child)
+    while living := descendants(os.getpid()):
+        for pid in living:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return exit_code
+
+
+def _apart(spec: dict[str, Any], status_fd: int) -> int:
+    """The program in namespaces of its own; its first process is ours, and with that all others end."""
+    mapped = _unshare()
+    child = _fork()
+    if child == 0:
+        try:
+            _first_process(spec, mapped)
+        except OSError as error:
+            os.write(status_fd, json.dumps({"refused": str(error)}).encode())
+        os._exit(NOT_FOUND)
+    _end_on_request(child)
+    return _wait(child)
+
+
+def _unshare() -> bool:
+    """New namespaces; whether a user namespace is among them, which all but root need."""
+    try:
+        kernel.unshare(_NAMESPACES)
+    except PermissionError:
+        user, group = os.getuid(), os.getgid()
+        kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
+        _map_user(PROGRAM, user, group)
+        return True
+    return False
+
+
+def _map_user(inside: int, user: int, group: int) -> None:
+    """In a new user namespace, call this process's user and group by a number."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
+    """Process 1 of the namespaces: makes the file system, starts the program and waits for it."""
+    kernel.die_with_parent(signal.SIGKILL)
+    user = PROGRAM if mapped else NOBODY
+    enter_root(spec["readable"], spec["folder_bytes"], user, user)
+    if not mapped:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        kernel.set_dumpable(True)  # changing the user took it away, and with it the right to write the map
+        kernel.unshare(kernel.CLONE_NEWUSER)  # in a namespace of its own, processes of other programs do not count
+        _map_user(NOBODY, NOBODY, NOBODY)
+        kernel.die_with_parent(signal.SIGKILL)
+    with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as file:
+        file.write("0")
+    kernel.set_dumpable(False)
+    for name, text in spec["files"].items():
+        _put(name, text)
+    child = _fork()
+    if child == 0:
+        _become(spec)
+    with suppress(OSError):
+        os.closerange(0, 256)  # output ends when the program's processes have closed it, not when this one has
+    os._exit(_wait(child))
+
+
+def _put(name: str, text: str) -> None:
+    path = os.path.join(FOLDER, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _become(spec: dict[str, Any]) -> NoReturn:
+    """Limit this process and turn it into the program."""
+    try:
+        os.setsid()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        _limit(spec)
+        kernel.set_dumpable(True)
+        kernel.gain_no_rights()
+        if spec["level"] == "filtered":
+            Filter().apply()
+        os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
+    except (OSError, ValueError) as error:
+        print(f"cannot run {spec['argv'][0]}: {error}", file=sys.stderr, flush=True)
+    os._exit(NOT_FOUND)
+
+
+def _limit(spec: dict[str, Any]) -> None:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
+        file.write("1000")  # if the machine runs short of memory, this goes first
+    seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
+    limits = {
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_DATA: (memory, memory),
+        resource.RLIMIT_FSIZE: (spec["folder_bytes"],) * 2,
+        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # and process 1
+    }
+    if spec["level"] == "limits":
+        del limits[resource.RLIMIT_NPROC]  # it would count all that this user runs
+    for limit, values in limits.items():
+        resource.setrlimit(limit, values)
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    return os.fork()
+
+
+def _end_on_request(child: int) -> None:
+    """Kill the program when this process is asked to end."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+
+
+def _wait(child: int) -> int:
+    """Reap whoever ends, until the child does; its exit code, as a shell has it."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

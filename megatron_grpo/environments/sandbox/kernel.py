@@ -1,0 +1,92 @@
+"""The system calls behind the sandbox that Python's own modules lack. Standard library only: it runs in bare Python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1 << 5, 1 << 12, 1 << 14, 1 << 18
+MNT_DETACH = 2
+
+_AT_RECURSIVE = 0x8000
+_SYS_MOUNT_SETATTR = 442  # the same on all architectures
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> None:
+    """Raises OSError, with what was tried, when a call returned -1."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces for new ones; flags are the sum of CLONE_NEW... (unshare(2))."""
+    _checked(_libc().unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
+    """Mount something (mount(2))."""
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    result = _libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _checked(result, f"mount of {source} on {target}")
+
+
+def make_read_only(target: str) -> None:
+    """Nothing below a mount, mounts in it included, can be written, and no file there gives rights or is a device."""
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
+    result = _libc().syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
+    _checked(result, f"making {target} read-only")
+
+
+def pivot_root(new_root: str, old_root: str) -> None:
+    """Make a mount the root of the file system; the root so far appears at old_root, below it (pivot_root(2))."""
+    number = _SYS_PIVOT_ROOT[os.uname().machine]
+    _checked(_libc().syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
+
+
+def unmount(target: str) -> None:
+    """Take a mount, and all below it, out of sight."""
+    _checked(_libc().umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
+
+
+def die_with_parent(signal: int) -> None:
+    """Be sent a signal when the thread that started this process ends. Changing the user forgets it."""
+    _prctl(_PR_SET_PDEATHSIG, signal)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Whether processes of the same user may look into this one; needed to write its own user map."""
+    _prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def gain_no_rights() -> None:
+    """No program that is run from here on gets more rights than this process, whatever its file says."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    zero = ctypes.c_ulong(0)
+    _checked(_libc().prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")

@@ -1,0 +1,94 @@
+"""The file system that a program in the sandbox sees: the system's folders, read-only, and one folder of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from megatron_grpo.environments.sandbox import kernel
+
+FOLDER = "/work"
+"""A program's own folder, where it begins."""
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_FILES = 10_000
+"""Largest number of files in the program's folder."""
+
+
+def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int) -> None:
+    """Make that file system this process's own, and go to the program's folder. Needs a mount namespace of its own.
+
+    Args:
+        readable: further folders that are shown, read-only, under their paths.
+        folder_bytes: size of the program's folder, which is in memory.
+        user: who owns that folder, as this namespace numbers users.
+        group: the group that owns it.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    os.umask(0o022)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # what follows stays in this namespace
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    os.mkdir("/tmp/old")
+    kernel.pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    for path in (*_SYSTEM, *_SYSTEM_FILES, *readable):
+        _show(path)
+    _make_devices()
+    _make_proc()
+    _write("/etc/passwd", f"program:x:{user}:{group}::{FOLDER}:/bin/sh\n")
+    _write("/etc/group", f"program:x:{group}:\n")
+    os.makedirs(FOLDER)
+    owner = f"mode=700,uid={user},gid={group},size={folder_bytes},nr_inodes={_FILES}"
+    kernel.unmount("/old")
+    os.rmdir("/old")
+    with suppress(FileExistsError):  # something below it is readable
+        os.symlink(FOLDER, "/tmp")
+    kernel.mount("tmpfs", "/", flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID)
+    kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, owner)
+    os.chdir(FOLDER)
+
+
+def _show(path: str) -> None:
+    """Put a file or folder of the old root under its path, read-only; a link as a link; what is not there, not."""
+    source = f"/old{path}"
+    if os.path.lexists(path) or not os.path.lexists(source):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), path)
+        return
+    if os.path.isdir(source):
+        os.mkdir(path)
+    else:
+        _write(path, "")
+    kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.make_read_only(path)
+
+
+def _make_devices() -> None:
+    os.mkdir("/dev")
+    for name in _DEVICES:
+        _write(f"/dev/{name}", "")
+        kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
+    os.symlink(FOLDER, "/dev/shm")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
+    os.symlink("/proc/self/fd", "/dev/fd")
+
+
+def _make_proc() -> None:
+    """The processes of this namespace; where the kernel refuses to show them (in some containers), an empty folder."""
+    os.mkdir("/proc")
+    with suppress(PermissionError):
+        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+
+
+def _write(path: str, text: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

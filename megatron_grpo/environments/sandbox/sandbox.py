@@ -1,0 +1,219 @@
+"""Runs programs in the sandbox, watches what they use, and kills each as a whole when it has ended or uses too much."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import megatron_grpo
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.sandbox_schema import Level, SandboxConfig
+from megatron_grpo.environments.sandbox.process_tree import descendants, memory
+from megatron_grpo.environments.sandbox.root import FOLDER
+
+WATCH_S = 0.02
+"""Seconds between two looks at what a program uses."""
+
+ENDING_S = 10.0
+"""Seconds that the entrance has to kill a program; then it is killed itself, which kills the program too."""
+
+_MIB, _KIB = 2**20, 2**10
+_PACKAGES = Path(megatron_grpo.__file__).parents[1]
+_ENTRANCE = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from megatron_grpo.environments.sandbox.entrance import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+Ending = Literal["exited", "wall time", "cpu time", "memory", "processes", "output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What became of a program."""
+
+    ending: Ending
+    """"exited": it ended by itself, also by an error; else the limit that it passed."""
+    exit_code: int
+    """As a shell has it: 128 and the signal's number when a signal ended it."""
+    stdout: str
+    stderr: str
+    """The end of what it wrote there, as far as output is allowed."""
+    seconds: float
+    """From the start to the end of everything that it started."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ended by itself and without an error."""
+        return self.ending == "exited" and self.exit_code == 0
+
+
+class SandboxUnavailable(RunError):
+    """This machine does not allow the level of isolation that was asked for."""
+
+
+class Sandbox:
+    """Runs programs at one level of isolation. Safe to use from several threads, which run as many programs."""
+
+    def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
+        """
+        Args:
+            config: limits, and the folders that programs may read.
+            level: how programs are kept apart; None: as the configuration requires.
+            python: interpreter of Python programs; None: this one's, without the packages of its virtual environment.
+        """
+        self.level: Level = level or config.required
+        self.python = python or os.path.realpath(sys.executable)
+        self._config = config
+        prefix = [] if python else [sys.base_prefix]
+        self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
+
+    def run_python(self, source: str, stdin: str = "") -> Finished:
+        """Run a Python program, without the packages of any user, and with its own folder as the current one.
+
+        Raises:
+            SandboxUnavailable: the program was not started.
+        """
+        # -I: no variables, no packages of a user; -B: bytecode would fill the folder.
+        return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
+
+    def run(self, argv: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = "") -> Finished:
+        """Run a program and wait for its end.
+
+        Args:
+            argv: program and arguments.
+            files: texts of files that it finds in its folder, by relative name.
+            stdin: what it reads from its standard input.
+
+        Raises:
+            SandboxUnavailable: the program was not started, because the machine does not allow this level.
+        """
+        if self.level != "limits":
+            return self._run(argv, files or {}, stdin, FOLDER)
+        with tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True) as folder:
+            for name, text in (files or {}).items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return self._run(argv, {}, stdin, folder)
+
+    def _run(self, argv: Sequence[str], files: Mapping[str, str], stdin: str, folder: str) -> Finished:
+        config = self._config
+        spec = {
+            "level": self.level,
+            "argv": list(argv),
+            "files": dict(files),
+            "folder": folder,
+            "environment": {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            "readable": self._readable,
+            "memory_bytes": config.memory_mb * _MIB,
+            "folder_bytes": config.folder_mb * _MIB,
+            "cpu_time_s": config.cpu_time_s,
+            "processes": config.processes,
+        }
+        started = time.monotonic()
+        spec_fd, stdin_fd = _sealed(json.dumps(spec)), _sealed(stdin)
+        status_read, status_write = os.pipe()
+        try:
+            entrance = subprocess.Popen(
+                [self.python, "-I", "-S", "-c", _ENTRANCE, str(_PACKAGES), str(spec_fd), str(status_write)],
+                stdin=stdin_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(spec_fd, status_write),
+                env={},
+                start_new_session=True,
+            )
+        finally:
+            for fd in (spec_fd, stdin_fd, status_write):
+                os.close(fd)
+        with entrance, open(status_read, "rb") as status:
+            return _Watch(entrance, config, started).until_end(status)
+
+
+class _Watch:
+    """One running program."""
+
+    def __init__(self, entrance: subprocess.Popen[bytes], config: SandboxConfig, started: float) -> None:
+        self._entrance, self._config, self._started = entrance, config, started
+        self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._status = bytearray()
+
+    def until_end(self, status: Any) -> Finished:
+        """Wait for the end, or bring it about."""
+        passed: Ending | None = None
+        with selectors.DefaultSelector() as selector:
+            for name, pipe in (("stdout", self._entrance.stdout), ("stderr", self._entrance.stderr), ("status", status)):
+                selector.register(pipe, selectors.EVENT_READ, name)
+            ends = self._started + self._config.wall_time_s
+            look = 0.0
+            while selector.get_map():
+                now = time.monotonic()
+                if now >= look:
+                    look = now + WATCH_S
+                    reason = self._passed(now, ends)
+                    if reason is not None and passed is None:
+                        passed, ends = reason, now + ENDING_S
+                        self._entrance.send_signal(signal.SIGTERM)
+                    elif reason == "wall time":
+                        self._entrance.kill()
+                self._read(selector, WATCH_S)
+        self._entrance.wait()
+        return self._finished(passed)
+
+    def _passed(self, now: float, ends: float) -> Ending | None:
+        """The limit that the program has passed; None: none."""
+        if now >= ends:
+            return "wall time"
+        if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
+            return "output"
+        living = descendants(self._entrance.pid)
+        if len(living) > self._config.processes + 2:  # its first process may be ours, and one may be ending
+            return "processes"
+        limit = self._config.memory_mb * _MIB
+        return "memory" if memory(living, limit) > limit else None
+
+    def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
+        """Take what has been written, and drop what is beyond the limit."""
+        room = self._config.output_kb * _KIB + 1
+        for key, _ in selector.select(timeout_s):
+            data = os.read(key.fd, 65536)
+            if not data:
+                selector.unregister(key.fileobj)
+            elif key.data == "status":
+                self._status += data
+            else:
+                taken = self._output[key.data]
+                taken += data[: max(room - len(taken), 0)]
+
+    def _finished(self, passed: Ending | None) -> Finished:
+        said = json.loads(self._status) if self._status else {"exit_code": 128 + signal.SIGKILL}
+        if "refused" in said:
+            raise SandboxUnavailable(f"the program was not run: {said['refused']}")
+        code = said["exit_code"]
+        ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
+        stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        seconds = time.monotonic() - self._started
+        return Finished(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
+
+
+def _sealed(text: str) -> int:
+    """A file in memory that holds a text and that nobody can change any more; its descriptor, at the beginning."""
+    fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "w", encoding="utf-8", errors="replace", closefd=False) as file:
+        file.write(text)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return fd
+
+
