@@ -83,13 +83,12 @@ def _check_start(config: Config) -> Path | None:
     """The checkpoint that a start would begin with, after its checks beyond those of the configuration.
 
     Raises:
-        ConfigError: a reward function cannot be called, another run holds the folder, or it has no intact checkpoint
+        ConfigError: an environment cannot be made, another run holds the folder, or it has no intact checkpoint
             where the run would begin.
     """
-    if any(environment.reward_funcs for environment in config.env.values()):
-        from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
+    from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
 
-        check_reward_functions(config.env)
+    check_environments(config)
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
     return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)

@@ -12,7 +12,13 @@ from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.observability.throughput import peak_tflops, throughput
 from megatron_grpo.policy.interface import PolicyInterface, TrainResult
 from megatron_grpo.refit.interface import RefitError, TransferReport
-from megatron_grpo.rollouts.metrics import group_metrics, length_metrics, reward_function_metrics, rollout_metrics
+from megatron_grpo.rollouts.metrics import (
+    group_metrics,
+    length_metrics,
+    reward_function_metrics,
+    rollout_metrics,
+    task_metrics,
+)
 from megatron_grpo.run.step_report import StepReport
 
 
@@ -29,6 +35,7 @@ def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> di
         **length_metrics(sampled),
         **group_metrics(sampled, generations),
         **reward_function_metrics(sampled),
+        **task_metrics(sampled, config.env),
         **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
         "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
         **samples.metrics,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from megatron_grpo.config.section import MISSING, Positive, Seconds, Section
+from megatron_grpo.config.section import MISSING, EnvironmentOptions, Positive, Seconds, Section
 
 
 @dataclass(kw_only=True)
@@ -42,11 +41,16 @@ class DataConfig(Section):
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(Section):
-    """One environment: what scores the responses."""
+    """One environment: what answers and scores the responses; docs/environments.md."""
 
-    type: Literal["math", "addition", "reward_functions"] = "math"
-    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer;
-    reward_functions: the functions in reward_funcs."""
+    type: str = "math"
+    """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer; code:
+    programs that pass tests in the sandbox; format: a regular expression; judge: another model says; tools: the model
+    calls tools before it answers; countdown: a game of several turns; reward_functions: the functions in
+    reward_funcs; package.module:Class: an environment of your own."""
+
+    options: EnvironmentOptions = field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
 
     reward_funcs: list[str] = field(default_factory=list)
     """Functions by import path (package.module.function), called with prompts, completions and the data's columns."""
@@ -80,3 +84,21 @@ class EnvironmentConfig(Section):
         """The reward function that says whether a response is correct; None: none does, or the type has none."""
         names = list(self.weights_by_function())
         return names[0] if self.correct_func is None and len(names) == 1 else self.correct_func
+
+
+BUILT_IN = {
+    "math": "megatron_grpo.environments.math_environment:MathEnvironment",
+    "addition": "megatron_grpo.environments.addition:AdditionEnvironment",
+    "code": "megatron_grpo.environments.code:CodeEnvironment",
+    "format": "megatron_grpo.environments.format:FormatEnvironment",
+    "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
+    "tools": "megatron_grpo.environments.tools.environment:ToolEnvironment",
+    "countdown": "megatron_grpo.environments.countdown:CountdownEnvironment",
+}
+"""Classes of the environments that come along, by type; reward_functions has keys of its own."""
+
+REWARD_FUNCTIONS = "reward_functions"
+"""The environment type that calls the functions in reward_funcs."""
+
+WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
+"""Types that compare with the reference answer of a row."""

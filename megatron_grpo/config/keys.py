@@ -17,10 +17,10 @@ from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
-from megatron_grpo.config.section import MegatronFields, VllmArguments
+from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, VllmArguments
 
 FREE_TYPE = "true or false, number, text, list or mapping"
-"""Type of a key that is passed on to Megatron-Core or vLLM, whose own type preflight checks."""
+"""Type of a key that is passed on to Megatron-Core, vLLM or an environment, whose own type is checked there."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -125,7 +125,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
             text = docs.get(field.name) or inspect.getdoc(hint) or ""
             walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
             below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
-        elif hint in (MegatronFields, VllmArguments):
+        elif hint in (EnvironmentOptions, MegatronFields, VllmArguments):
             (owner,) = hint.__metadata__
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {owner} has it", "The field of this name.")
             below.append(Group(name, docs.get(field.name, ""), (key,)))

@@ -74,8 +74,9 @@ class LoopConfig(Section):
     max_num_steps: Positive = 1000
     """Steps after which training ends."""
 
-    max_rollout_turns: Annotated[int, Field(ge=1, le=1)] = 1
-    """Model turns of one rollout. Only 1 so far."""
+    max_rollout_turns: Positive = 1
+    """Most turns of the model in one rollout, with an environment that answers it. A rollout also ends when its
+    environment says so, when a turn is cut off by generation.max_new_tokens, and when its tokens are used up."""
 
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss; they still count in the baseline of their group. With PPO also out of

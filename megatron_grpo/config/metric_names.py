@@ -15,6 +15,9 @@ _ALWAYS = """
     refit_retries engine_restarts
 """
 
+TASK_METRICS = ("reward", "accuracy", "response_length")
+"""What is told of each environment, when there are several: task_NAME/TASK."""
+
 _Condition = tuple[str, Callable[[Config], bool], str]
 """Names, whether a run has them, and what they need."""
 
@@ -94,13 +97,13 @@ def step_metrics(config: Config) -> set[str]:
     for some, has_them, _ in _SOMETIMES:
         if has_them(config):
             names |= set(some.split())
-    return names | _of_functions(config)
+    return names | _of_functions(config) | _of_tasks(config)
 
 
 def sometimes_absent(config: Config) -> set[str]:
     """Metrics that some steps of this run have and others may not: nothing in such a step says what they are."""
     functions = _of_functions(config)
-    names = functions | ({"reward_std"} if functions else set())
+    names = functions | _of_tasks(config) | ({"reward_std"} if functions else set())
     if config.knows_correctness:
         names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
     if config.loss_fn.positive_example_nll_weight > 0:
@@ -111,3 +114,8 @@ def sometimes_absent(config: Config) -> set[str]:
 def _of_functions(config: Config) -> set[str]:
     functions = {name for environment in config.env.values() for name in environment.weights_by_function()}
     return {f"{metric}/{function}" for metric in ("reward", "reward_std") for function in functions}
+
+
+def _of_tasks(config: Config) -> set[str]:
+    tasks = config.env if len(config.env) > 1 else ()
+    return {f"task_{metric}/{task}" for metric in TASK_METRICS for task in tasks}

@@ -138,9 +138,10 @@ class LoggerConfig(Section):
 class PrepareConfig(Section):
     """Model and data made before the run, for recipes that need no download."""
 
-    name: Literal["addition", "addition_moe"] | None = None
+    name: Literal["addition", "addition_moe", "calculator", "two_tasks"] | None = None
     """addition: a tiny Qwen3 that gets about 4 in 10 sums of two numbers right, and its problems; addition_moe: a tiny
-    Qwen3-MoE, and the same problems; null: nothing."""
+    Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, seldom rightly; two_tasks: one
+    that adds and plays a game of several turns; null: nothing."""
 
     folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Where the model and its data are made, once; later runs reuse them."""

@@ -34,6 +34,7 @@ from megatron_grpo.config.run_schema import (
     PrepareConfig,
     WandbConfig,
 )
+from megatron_grpo.config.sandbox_schema import SandboxConfig
 from megatron_grpo.config.section import MISSING, Positive, Section
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "RewardScalingConfig",
     "RewardShapingConfig",
     "RolloutsConfig",
+    "SandboxConfig",
     "ValueConfig",
     "ValueModelConfig",
     "WandbConfig",
@@ -124,6 +126,7 @@ class Config(Section):
     env: dict[str, EnvironmentConfig] = field(default_factory=lambda: {"math": EnvironmentConfig()})
     """Environments by task name."""
 
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     data: DataConfig = field(default_factory=DataConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -18,7 +18,8 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
-"""Names and values that are passed on, and whose they are; preflight checks them against what is installed."""
+EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
+"""Names and values that are passed on, and whose they are; they are checked against what is installed."""
 
 
 class Section:

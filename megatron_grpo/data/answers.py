@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ def unusable_answer(kind: str, answer: Any) -> str | None:
     """Why no response can be right against an answer; None: one can.
 
     Args:
-        kind: type of the environment ("math", "addition"); others do not compare.
+        kind: type of the environment ("math", "addition", "code"); others do not compare.
         answer: the reference answer as the row has it.
     """
     check = _CHECKS.get(kind)
@@ -36,5 +37,41 @@ def _addition(answer: Any) -> str | None:
     return None if is_digits or is_sum else "is not the digits of a sum, and a response has to be exactly that"
 
 
-_CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition}
+def _code(answer: Any) -> str | None:
+    try:
+        return None if code_tests(answer) else "is empty"
+    except ValueError as error:
+        return str(error)
+
+
+def code_tests(answer: Any) -> list[str | tuple[str, str]]:
+    """The tests that a reference answer of the code environment holds: Python statements, or (input, output).
+
+    Args:
+        answer: a text or a list of texts; a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}; or
+            JSON text of a list or an object like these.
+
+    Raises:
+        ValueError: it is nothing of this.
+    """
+    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
+        answer = json.loads(answer)
+    if isinstance(answer, str):
+        answer = [answer] if answer.strip() else []
+    if isinstance(answer, dict) and _are_lists(answer.get("inputs"), answer.get("outputs")):
+        pairs = zip(answer["inputs"], answer["outputs"], strict=True)
+        answer = [{"input": given, "output": expected} for given, expected in pairs]
+    if isinstance(answer, list):
+        if all(isinstance(one, str) for one in answer):
+            return list(answer)
+        if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in answer):
+            return [(str(one["input"]), str(one["output"])) for one in answer]
+    raise ValueError("is neither Python tests nor cases of input and output")
+
+
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, list) for value in values)
+
+
+_CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}
 _KINDS = {bool: "boolean", list: "array", dict: "object"}

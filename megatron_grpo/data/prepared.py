@@ -12,18 +12,37 @@ class PreparedPrompts:
     rows: dict[str, int]
     """Number of rows by name of the file."""
     columns: tuple[str, ...]
-    task: str
-    """task_name of every row."""
+    tasks: tuple[str, ...]
+    """Every task_name that rows have."""
     prompt_tokens: int
-    """Tokens of every prompt, without a chat template; the tokenizer has none."""
+    """Tokens of the longest prompt, without a chat template; the tokenizer has none."""
 
 
 _ADDITION = PreparedPrompts(
     rows={"train.jsonl": 4588, "val.jsonl": 512},
     columns=("prompt", "answer", "task_name"),
-    task="addition",
+    tasks=("addition",),
     prompt_tokens=6,
 )
 
-PREPARED_PROMPTS = {"addition": _ADDITION, "addition_moe": _ADDITION}
+_CALCULATOR = PreparedPrompts(
+    rows={"train.jsonl": 3495, "val.jsonl": 256},
+    columns=("prompt", "answer", "task_name"),
+    tasks=("tools",),
+    prompt_tokens=6,
+)
+
+_TWO_TASKS = PreparedPrompts(
+    rows={"train.jsonl": 5863, "val.jsonl": 512},
+    columns=("prompt", "answer", "task_name"),
+    tasks=("addition", "countdown"),
+    prompt_tokens=9,
+)
+
+PREPARED_PROMPTS = {
+    "addition": _ADDITION,
+    "addition_moe": _ADDITION,
+    "calculator": _CALCULATOR,
+    "two_tasks": _TWO_TASKS,
+}
 """The prompts that each prepare.name makes."""

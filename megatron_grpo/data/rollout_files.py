@@ -118,6 +118,7 @@ def _schema() -> pa.Schema:
             "correct": pa.bool_(),
             "loss_multiplier": pa.float64(),
             "failure": pa.string(),
+            "task_name": pa.string(),
         }
     )
 

@@ -50,8 +50,14 @@ class Turn:
     """Whether the rollout is over and can be scored."""
     state: Any = None
     """What the environment wants back in its next call about this rollout; travels between processes."""
+    text: str = ""
+    """What the model reads before it goes on. It becomes the observation: with data.apply_chat_template as a message
+    of the conversation, in the form that the tokenizer's chat template gives it, else as it stands."""
+    role: str = "user"
+    """Whose message the text is, for the chat template: "user" or "tool"."""
     observation: NDArray[np.int32] = field(default_factory=_no_tokens)
-    """[tokens], int32: what the model reads before it goes on; appended to the sequence as it is, never trained on."""
+    """[tokens], int32: what the model reads, in tokens, from an environment that makes them itself; appended to the
+    sequence as it is, never trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,8 @@ class Outcome:
     """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
     versions: int = 0
     """Weight versions that sampled tokens of the rollout."""
+    task_name: str = ""
+    """Which environment answered and scored the rollout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class Trajectory:
     loss_multiplier: float = 1.0
     failure: str | None = None
     """Why the rollout failed twice; None: it did not."""
+    task_name: str = ""
+    """Which environment answered and scored the rollout."""
     routed: NDArray[Any] | None = None
     """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
     sampled; None: nobody asked. The last token, which the engine never looks at, has none."""
@@ -117,6 +121,7 @@ class Trajectory:
             finite_logprobs=bool(np.isfinite(self.logprobs).all()),
             oldest_version=min((span.version for span in self.spans), default=-1),
             versions=len({span.version for span in self.spans}),
+            task_name=self.task_name,
         )
 
     def to_row(self) -> dict[str, Any]:

@@ -1,56 +1,152 @@
-"""Which environment a configuration's `type` names."""
+"""Which environment a configuration's `type` names, and whether its options fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import importlib
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
 
-from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
+from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+from megatron_grpo.environments.settings import EnvironmentSettings, import_folders, make_importable
+
+SETTINGS = "settings"
+"""The parameter by which an environment's constructor asks for what it has to know of the run."""
 
 
-def create_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that `config.type` names; imports only what that one needs.
+def create_environment(config: EnvironmentConfig, settings: EnvironmentSettings | None = None) -> Environment:
+    """The environment that `config.type` names, made with `config.options`; imports only what that one needs.
+
+    Args:
+        config: which environment.
+        settings: what it may know of the run; None: the defaults.
 
     Raises:
-        ValueError: there is no such environment.
+        RunError: the class cannot be imported, or is no environment, or the options do not fit it.
     """
-    if config.type == "reward_functions":
+    settings = settings or EnvironmentSettings()
+    make_importable(settings.import_folders)
+    if config.type == REWARD_FUNCTIONS:
         functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
         scoring = (functions, config.weights_by_function(), config.correctness_function())
         if config.agent_func is None:
             return RewardFunctionEnvironment(*scoring)
         return AgentEnvironment(load_agent_function(config.agent_func), *scoring)
-    if config.type == "addition":
-        from megatron_grpo.environments.addition import AdditionEnvironment
-
-        return AdditionEnvironment()
-    if config.type == "math":
-        from megatron_grpo.environments.math_environment import MathEnvironment
-
-        return MathEnvironment()
-    raise ValueError(f'no environment of type "{config.type}"')
+    kind = environment_class(config.type)
+    arguments, problems = fitted_options(kind, config.options)
+    if problems:
+        raise RunError("; ".join(f"options.{name} {text}" for name, text in problems))
+    return kind(**arguments, **({SETTINGS: settings} if SETTINGS in _parameters(kind) else {}))
 
 
-def check_reward_functions(config: Mapping[str, EnvironmentConfig]) -> None:
-    """Import every reward function and agent here, before processes are started that would fail one by one.
+def environment_class(kind: str) -> type[Environment]:
+    """The class of an environment type: the name of a built-in one, or package.module:Class.
 
     Raises:
-        ConfigError: some cannot be imported, or not be called with prompts and completions.
+        RunError: there is no such class, its module fails, or it is no `Environment` with a `score` of its own.
     """
-    problems = []
-    for name, environment in config.items():
+    path = BUILT_IN.get(kind, kind)
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise RunError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    if not (inspect.isclass(found) and issubclass(found, Environment)):
+        raise RunError("is no subclass of megatron_grpo.environments.interface.Environment")
+    if inspect.isabstract(found):
+        raise RunError(f"does not define {', '.join(sorted(found.__abstractmethods__))}")
+    return found
+
+
+def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Options as the constructor's annotations want them, and what is wrong with others: name and reason.
+
+    Values are converted as those of the configuration are: "3" passes for a number, "three" does not.
+    """
+    parameters = {name: one for name, one in _parameters(kind).items() if name != SETTINGS}
+    hints = _hints(kind)
+    arguments: dict[str, Any] = {}
+    problems: list[tuple[str, str]] = []
+    for name, value in options.items():
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            known = f"did you mean {near[0]}?" if near else f"there is {', '.join(parameters) or 'none'}"
+            problems.append((f"{name}={shown(value)}", f"is no option of {kind.__name__}; {known}"))
+            continue
+        try:
+            adapter = TypeAdapter(hints.get(name, Any), config=None if _has_config(hints.get(name)) else _CONVERSION)
+            arguments[name] = adapter.validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))
+    required = (name for name, one in parameters.items() if one.default is inspect.Parameter.empty)
+    problems += [(name, f"is required by {kind.__name__}") for name in required if name not in options]
+    return arguments, problems
+
+
+_CONVERSION = ConfigDict(coerce_numbers_to_str=True)
+
+
+def _hints(kind: type[Environment]) -> dict[str, Any]:
+    """Types of the constructor's parameters; of a user's class whose annotations name what is not there, none."""
+    try:
+        return typing.get_type_hints(kind.__init__, include_extras=True)
+    except NameError:
+        return {}
+
+
+def _has_config(hint: Any) -> bool:
+    """Whether a type brings a configuration of its own, which pydantic does not let others overrule."""
+    return any(hasattr(hint, name) for name in ("__pydantic_config__", "model_config", "__dataclass_fields__"))
+
+
+def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
+    """What the constructor can be given by keyword."""
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: one for name, one in inspect.signature(kind).parameters.items() if one.kind in by_keyword}
+
+
+def check_environments(config: Config) -> None:
+    """Import every class, reward function and agent of `env` here, before processes are started that would fail one by one.
+
+    Raises:
+        ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
+    """
+    make_importable(import_folders())
+    problems = [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
+    if environment.type == REWARD_FUNCTIONS:
         for path in environment.reward_funcs:
             try:
                 load_reward_function(path)
             except RunError as error:
-                problems.append(Problem(f"env.{name}.reward_funcs={path}", str(error)))
+                yield Problem(f"{section}.reward_funcs={path}", str(error))
         if environment.agent_func is not None:
             try:
                 load_agent_function(environment.agent_func)
             except RunError as error:
-                problems.append(Problem(f"env.{name}.agent_func={environment.agent_func}", str(error)))
-    if problems:
-        raise ConfigError(problems)
+                yield Problem(f"{section}.agent_func={environment.agent_func}", str(error))
+        return
+    try:
+        kind = environment_class(environment.type)
+    except RunError as error:
+        yield Problem(f"{section}.type={environment.type}", str(error))
+        return
+    for name, text in fitted_options(kind, environment.options)[1]:
+        yield Problem(f"{section}.options.{name}", text)
+    if kind.multi_turn and config.loop.max_rollout_turns == 1:
+        text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
+        yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)

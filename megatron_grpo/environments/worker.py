@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+from ray import cloudpickle
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
@@ -15,7 +17,9 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
+from megatron_grpo.environments.observations import Observations
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.settings import EnvironmentSettings
 
 Value = TypeVar("Value")
 
@@ -23,17 +27,20 @@ Value = TypeVar("Value")
 class EnvironmentWorker:
     """Ray actor, synchronous: what the environment does happens on the main thread, where its signals arrive.
 
-    What the environment raises comes back as a line of text, with the answers about everybody else.
+    What the environment raises comes back as a line of text, with the answers about everybody else. States travel
+    pickled: only processes of the environment need its classes.
     """
 
-    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+    def __init__(self, name: str, config: EnvironmentConfig, settings: EnvironmentSettings) -> None:
         """
         Args:
             name: task name, for messages.
             config: which environment.
+            settings: what it may know of the run.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
-        self._name, self._config = name, config
+        self._name, self._config, self._settings = name, config, settings
+        self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
         """Make the environment; comes before everything else.
@@ -41,7 +48,7 @@ class EnvironmentWorker:
         Returns:
             Node and process id of this process, and whether the environment has several turns, or an agent.
         """
-        self._environment = create_environment(self._config)
+        self._environment = create_environment(self._config, self._settings)
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
@@ -52,27 +59,34 @@ class EnvironmentWorker:
     @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
         """Answers to several calls of the methods below, given by name and arguments, as a list."""
-        answers = [getattr(self, method)(*arguments) for method, arguments in jobs]
-        # With several turns or an agent they hold states, which only Ray may know how to pickle.
-        return answers if self._environment.multi_turn or self._environment.agent else Packed(answers)
+        return Packed([getattr(self, method)(*arguments) for method, arguments in jobs])
 
-    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> tuple[Any, str | None]:
-        """State of a rollout that begins, and what was raised instead if something was."""
-        return self._attempt(lambda: self._environment.reset(prompt, extra_env_info))
+    def reset(
+        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]
+    ) -> tuple[bytes | None, str | None]:
+        """State of a rollout that begins, pickled, and what was raised instead if something was."""
+        return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
-    def step(self, state: Any, response: str) -> tuple[Turn | None, str | None]:
-        """The turn after a response, and what was raised instead if something was."""
-        return self._attempt(lambda: self._environment.step(state, response))
+    def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
+        """The turn after a response that ends in a token, its observation in tokens; or else what was raised."""
+        return self._attempt(lambda: self._turn(state, response, last_token))
+
+    def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
+        turn = self._environment.step(cloudpickle.loads(state), response)
+        observation = turn.observation
+        if not turn.done and turn.text:
+            observation = self._observations.tokens(turn.text, turn.role, last_token)
+        return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), observation=observation)
 
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
-    ) -> tuple[Any, str | None]:
-        """State of a rollout whose turns the agent has made, and what was raised instead if something was."""
-        return self._attempt(lambda: self._environment.act(prompt, extra_env_info, access))
+    ) -> tuple[bytes | None, str | None]:
+        """State of a rollout whose turns the agent has made, pickled, and what was raised instead if something was."""
+        return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, job: ScoringJob) -> list[Scored]:
         """A score, or why there is none, for each sample. When scoring them together raises, each is scored alone."""
-        requests = job.requests
+        requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in job.requests]
         together, _ = self._attempt(lambda: self._score(requests))
         return list(together) if together is not None else [self._score_alone(one) for one in requests]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Outcome, Trajectory
-from megatron_grpo.environments.math_environment import final_answer
+from megatron_grpo.environments.math_answers import final_answer
 from megatron_grpo.evaluation.estimates import (
     bootstrap_interval,
     consensus_at_k,

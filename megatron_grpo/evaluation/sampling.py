@@ -13,7 +13,8 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.environments.registry import check_reward_functions
+from megatron_grpo.environments.registry import check_environments
+from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
 
@@ -28,12 +29,12 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         output: folder whose logs/ the processes write to.
 
     Raises:
-        ConfigError: a reward function cannot be called.
+        ConfigError: an environment cannot be made.
         RunError: something did not come up; the message says what.
     """
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
-        check_reward_functions(config.env)  # before processes are started
+        check_environments(config)  # before processes are started
         stack.enter_context(driver_log(output, config.logger.level))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded())
@@ -52,7 +53,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         )
         stack.callback(generation.shutdown)
         generation.start()
-        environments = build_environments(config.env)
+        environments = build_environments(config.env, environment_settings(config, model))
         for environment in environments.values():
             stack.callback(environment.shutdown)
         rollouts = RolloutPool(
@@ -60,6 +61,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
             generation.engines,
             environments,
             max_total_sequence_length=config.policy.max_total_sequence_length,
+            max_turns=config.loop.max_rollout_turns,
             generation_timeout_s=config.generation.timeout_s,
         )
         stack.callback(rollouts.shutdown)

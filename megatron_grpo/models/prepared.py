@@ -8,6 +8,13 @@ PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
 """Token ids of the models that add."""
 
+CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALL_END = '"}}</tool_call>'
+CONVERSATION_VOCABULARY = {
+    token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
+}
+"""Token ids of the models that hold conversations."""
+
 # Divisible by two along every axis.
 _ADDITION: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -33,9 +40,19 @@ _ADDITION: dict[str, Any] = {
     "dtype": "float32",
 }
 
+_CONVERSATION: dict[str, Any] = {
+    **_ADDITION,
+    "vocab_size": len(CONVERSATION_VOCABULARY),
+    "eos_token_id": CONVERSATION_VOCABULARY[EOS],
+    "pad_token_id": CONVERSATION_VOCABULARY[PAD],
+}
+
 PREPARED_MODELS: dict[str, dict[str, Any]] = {
     # 0.3 M parameters.
     "addition": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_ADDITION},
+    # As large as the first.
+    "calculator": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_CONVERSATION},
+    "two_tasks": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_CONVERSATION},
     # 0.5 M parameters, of which a token meets as many as in the dense model: 2 experts, each half as wide as its MLP.
     "addition_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],

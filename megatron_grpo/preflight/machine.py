@@ -16,6 +16,7 @@ from megatron_grpo.preflight.fp8 import fp8_machine_problems
 from megatron_grpo.preflight.model_files import model_problems
 from megatron_grpo.preflight.prompt_files import check_prompt_files
 from megatron_grpo.preflight.quantization import quantization_machine_problems
+from megatron_grpo.preflight.sandbox import sandbox_problems
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ def examine_machine(config: Config) -> MachineReport:
         *_kernels(config),
         *fp8_machine_problems(config),
         *quantization_machine_problems(config),
+        *sandbox_problems(config),
         *model_problems(config),
         *files,
         *folder_problems(config),

@@ -63,7 +63,7 @@ def _prepared(config: Config, path: str, subject: str) -> FileReport:
         text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
         return FileReport(problems=[Problem(subject, text)])
     problems = list(_unfit(config, made)) if subject.startswith("data.train_path") else []
-    return FileReport(rows=made.rows[name], tasks={made.task}, alike=False, problems=problems)
+    return FileReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
 
 
 def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Problem]:
@@ -72,9 +72,10 @@ def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Problem]:
     for key, column in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
         if column is not None and column not in made.columns:
             yield Problem(f"{key}={column}", f"{made_by} makes rows with {', '.join(made.columns)}")
-    if made.task not in config.env:
-        known = ", ".join(sorted(config.env))
-        yield Problem("env", f"{made_by} makes rows of the task {made.task}, and env has {known}; use env={made.task}")
+    for task in made.tasks:
+        if task not in config.env:
+            known = ", ".join(sorted(config.env))
+            yield Problem("env", f"{made_by} makes rows of the task {task}, and env has {known}; use env={task}")
     if data.apply_chat_template:
         text = f"the tokenizer that {made_by} makes has no chat template; use false"
         yield Problem("data.apply_chat_template=True", text)

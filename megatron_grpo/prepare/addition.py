@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.models.prepared import EOS, PAD, PREPARED_MODELS, VOCABULARY
+from megatron_grpo.models.prepared import EOS, PREPARED_MODELS, VOCABULARY
+from megatron_grpo.prepare.folder import MODEL_FOLDER, TRAIN_FILE, VAL_FILE, make_folder, save_model
 
-MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 ANSWER_DIGITS = 3
 PROMPT_TOKENS = len("37+58=")
-
-GENERATION_CONFIG = {
-    "do_sample": True,
-    "temperature": 1.0,
-    "eos_token_id": VOCABULARY[EOS],
-    "pad_token_id": VOCABULARY[PAD],
-}
 
 RECIPE: dict[str, Any] = {
     "version": 1,
@@ -59,33 +48,19 @@ def prepare(name: str, folder: str | Path) -> None:
         name: which of PREPARED_MODELS.
         folder: folder to make; replaced when another recipe made it.
     """
-    target, wanted = Path(folder), recipe_hash(name)
-    if _is_made(target, wanted):
-        return
-    started = time.monotonic()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-        made = Path(temporary) / target.name
-        made.mkdir()
+
+    def make(made: Path) -> float:
         warmup, train, val = split_problems()
         write_problems(made / TRAIN_FILE, train)
         write_problems(made / VAL_FILE, val)
-        (made / MODEL_FOLDER).mkdir()
-        accuracy = _make_model(PREPARED_MODELS[name], made / MODEL_FOLDER, warmup, train, val)
-        (made / RECIPE_FILE).write_text(json.dumps({"hash": wanted, "recipe": recipe(name)}, indent=2) + "\n")
-        _move_into_place(made, target, wanted)
-    seconds = time.monotonic() - started
-    print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
+        return _make_model(PREPARED_MODELS[name], made / MODEL_FOLDER, warmup, train, val)
+
+    make_folder(name, Path(folder), recipe(name), make)
 
 
 def recipe(name: str) -> dict[str, Any]:
     """All that decides what `prepare` makes under a name."""
     return {**RECIPE, "config": PREPARED_MODELS[name]}
-
-
-def recipe_hash(name: str) -> str:
-    """Identifies what `prepare` makes under a name."""
-    return hashlib.sha256(json.dumps(recipe(name), sort_keys=True).encode()).hexdigest()
 
 
 def split_problems() -> tuple[list[Problem], list[Problem], list[Problem]]:
@@ -107,26 +82,6 @@ def answer(a: int, b: int) -> str:
     return f"{a + b:0{ANSWER_DIGITS}}"
 
 
-def _is_made(target: Path, wanted: str) -> bool:
-    """Whether the folder holds what the recipe with this hash makes."""
-    try:
-        found = json.loads((target / RECIPE_FILE).read_text())["hash"]
-    except (OSError, json.JSONDecodeError, KeyError):
-        return False
-    return bool(found == wanted)
-
-
-def _move_into_place(made: Path, target: Path, wanted: str) -> None:
-    """Rename; what another recipe left is moved aside first, and a process that was faster with this one wins."""
-    if target.exists() and not _is_made(target, wanted):
-        os.replace(target, made.with_name("old"))
-    try:
-        os.replace(made, target)
-    except OSError:
-        if not _is_made(target, wanted):
-            raise
-
-
 def _make_model(
     config: dict[str, Any], folder: Path, warmup: list[Problem], unseen: list[Problem], val: list[Problem]
 ) -> float:
@@ -140,7 +95,6 @@ def _make_model(
         val: problems to report the accuracy on.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
@@ -154,31 +108,8 @@ def _make_model(
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
-    _tokenizer(config["max_position_embeddings"]).save_pretrained(folder)
-    save_file(_released_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
+    save_model(folder, model, config, VOCABULARY)
     return accuracy
-
-
-def _released_weights(model: Any) -> dict[str, Any]:
-    """The weights of a Hugging Face model under the names that released models have on disk.
-
-    In memory the experts of a layer are two tensors, [experts, gate and up width, hidden] and [experts, hidden, width];
-    on disk each expert has three matrices.
-    """
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(".experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                    weights[f"{name.removesuffix('gate_up_proj')}{expert}.{part}.weight"] = matrix.contiguous()
-        elif name.endswith(".experts.down_proj"):
-            for expert, matrix in enumerate(tensor):
-                weights[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = matrix.contiguous()
-        elif name != "lm_head.weight":  # tied
-            weights[name] = tensor
-    return weights
 
 
 def _warm_up(model: Any, problems: list[Problem], unseen: list[Problem]) -> None:
@@ -234,21 +165,3 @@ def _encode(problems: list[Problem]) -> Any:
 
     texts = [f"{a}+{b}={answer(a, b)}" for a, b in problems]
     return torch.tensor([[VOCABULARY[character] for character in text] + [VOCABULARY[EOS]] for text in texts])
-
-
-def _tokenizer(longest: int) -> Any:
-    """One token for each character, for a model with so many positions."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=PAD,
-        unk_token="<unk>",
-        model_max_length=longest,
-        clean_up_tokenization_spaces=False,
-    )

@@ -82,9 +82,9 @@ class EnvironmentClient:
         """State of a rollout that begins; None in an environment of a single turn."""
         return await self._ask_or_fail("reset", prompt, extra_env_info) if self.multi_turn else None
 
-    async def step(self, state: Any, response: str) -> Turn:
-        """What follows a response; in an environment of a single turn, the end."""
-        return await self._ask_or_fail("step", state, response) if self.multi_turn else Turn()
+    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+        """What follows a response that ends in a token; in an environment of a single turn, the end."""
+        return await self._ask_or_fail("step", state, response, last_token) if self.multi_turn else Turn()
 
     async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
         """State of a rollout whose turns the environment's agent has made, in a process for itself meanwhile."""
@@ -150,9 +150,7 @@ class EnvironmentClient:
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
-        jobs: Any = [(call.method, call.arguments) for call in calls]
-        if not (self.multi_turn or self.agent):
-            jobs = Packed(jobs)  # else it holds states, which only Ray may know how to pickle
+        jobs: Any = Packed([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await process["actor"].run.remote(jobs)

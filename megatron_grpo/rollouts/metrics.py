@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 
 import torch
 
+from megatron_grpo.config.metric_names import TASK_METRICS
 from megatron_grpo.data.trajectory import Outcome
 
 PERCENTILES = (50, 90, 99)
@@ -30,6 +31,21 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "truncation_rate": fmean(outcome.truncated for outcome in outcomes),
         "weight_version": float(max(one.version for one in outcomes)),
     }
+
+
+def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
+    """task_reward/NAME, task_accuracy/NAME and task_response_length/NAME: means over the responses of one environment.
+
+    Args:
+        outcomes: responses of any environments.
+        tasks: names of the run's environments; with one alone there is nothing to tell apart.
+    """
+    metrics: dict[str, float] = {}
+    for task in tasks if len(tasks) > 1 else ():
+        own = [one for one in outcomes if one.task_name == task]
+        measured = rollout_metrics(own) if own else {}
+        metrics |= {f"task_{name}/{task}": measured[name] for name in TASK_METRICS if name in measured}
+    return metrics
 
 
 def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -84,6 +84,7 @@ class RolloutPool:
         environments: Mapping[str, StartableEnvironment],
         *,
         max_total_sequence_length: int,
+        max_turns: int = 1,
         generation_timeout_s: float,
         startup_timeout_s: float = 900.0,
         actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
@@ -97,6 +98,7 @@ class RolloutPool:
             engines: Ray actors with `generate` and `abort`, in the order of their numbers.
             environments: by task name; `start` is called on each.
             max_total_sequence_length: longest prompt plus responses in tokens.
+            max_turns: most responses of one rollout.
             generation_timeout_s: deadline for the sampling of one generation batch.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
                 replaces another.
@@ -110,6 +112,7 @@ class RolloutPool:
         self._lost = LostEngines(engines, restore)
         self._environments = environments
         self._max_total_sequence_length = max_total_sequence_length
+        self._max_turns = max_turns
         self._generation_timeout_s = generation_timeout_s
         self._startup_timeout_s = startup_timeout_s
         self._actor_options = dict(actor_options)
@@ -201,6 +204,7 @@ class RolloutPool:
             run_seed=run_seed,
             step=step,
             max_total_sequence_length=self._max_total_sequence_length,
+            max_turns=self._max_turns,
             timeout_s=self._config.timeout_s,
         )
         self._lost.hand_on()

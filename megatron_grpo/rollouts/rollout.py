@@ -60,7 +60,7 @@ class ScoringEnvironment(Protocol):
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any: ...
 
-    async def step(self, state: Any, response: str) -> Turn: ...
+    async def step(self, state: Any, response: str, last_token: int) -> Turn: ...
 
     async def score(self, job: ScoringJob) -> list[Scored]: ...
 
@@ -80,6 +80,8 @@ class RolloutPlan:
     """Number of the generation batch: part of every sample's seed."""
     max_total_sequence_length: int
     """Tokens of prompt, responses and observations together."""
+    max_turns: int = 1
+    """Most responses of one rollout."""
     timeout_s: float
     """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
 
@@ -236,11 +238,12 @@ class GroupRollout:
             outputs.append(output)
             routed = _continued(routed, output.routed)
             spans += [Span(length + span.start, length + span.end, span.version) for span in output.spans]
-            turn = await self._environment.step(state, output.text)
+            turn = await self._environment.step(state, output.text, int(output.token_ids[-1]))
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
-            if turn.done or length >= plan.max_total_sequence_length:
+            cut_off = output.stop_reason == "length" or length >= plan.max_total_sequence_length
+            if turn.done or cut_off or len(outputs) == plan.max_turns:
                 break
             pieces.append(turn.observation)
         text = "".join(output.text for output in outputs)
@@ -295,6 +298,7 @@ class GroupRollout:
             response=response,
             stop_reason=stop_reason,
             loss_multiplier=self._datum["loss_multiplier"],
+            task_name=self._datum["task_name"],
             routed=routed,
         )
 

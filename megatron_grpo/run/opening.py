@@ -13,7 +13,7 @@ from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
-from megatron_grpo.environments.registry import check_reward_functions
+from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.observability.killed_run import killed_run_command
 from megatron_grpo.run.background import in_background
 from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
@@ -49,7 +49,7 @@ def opened(config: Config) -> Iterator[Opening]:
     parts.seconds["command_line"] = since_command()
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
-        check_reward_functions(config.env)  # before processes are started
+        check_environments(config)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)

@@ -15,6 +15,7 @@ from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
@@ -23,7 +24,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
-from megatron_grpo.prepare.addition import prepare
+from megatron_grpo.prepare.by_name import prepare
 from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.endpoint import EndpointSettings
@@ -73,7 +74,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
             prepare(config.prepare.name, config.prepare.folder)
     folder = model_folder(config.policy.model.path)
     policy, value, generation = start_models(config, folder, opening.cluster, stack)
-    environments = build_environments(config.env)
+    environments = build_environments(config.env, environment_settings(config, folder))
     for environment in environments.values():
         stack.callback(environment.shutdown)
     transport = transport_between(policy, generation, config.refit, run_dir)
@@ -83,6 +84,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         generation.engines,
         environments,
         max_total_sequence_length=config.policy.max_total_sequence_length,
+        max_turns=config.loop.max_rollout_turns,
         generation_timeout_s=config.generation.timeout_s,
         routed=routed_form(config, folder),
         endpoint=_endpoint(config, folder),

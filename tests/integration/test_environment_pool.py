@@ -14,6 +14,7 @@ from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
 from megatron_grpo.environments.pool import EnvironmentHandle, EnvironmentPool, build_environments
+from megatron_grpo.environments.settings import EnvironmentSettings
 from megatron_grpo.rollouts.environment_client import EnvironmentClient
 
 
@@ -86,7 +87,7 @@ def test_a_response_without_an_answer_names_the_environment_and_the_cause() -> N
 
 
 def test_a_process_can_be_made_in_the_place_of_another() -> None:
-    pool = EnvironmentPool("task", EnvironmentConfig(type="addition"))
+    pool = EnvironmentPool("task", EnvironmentConfig(type="addition"), EnvironmentSettings())
     (handle,) = pool.start()
     spare = handle.spawn()
     ray.get(spare.ready.remote())

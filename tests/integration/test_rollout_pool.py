@@ -124,6 +124,7 @@ def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory
         stop_reason=output.stop_reason,
         reward=float(sample == 1),
         correct=sample == 1,
+        task_name="task",
     )
 
 

@@ -5,18 +5,20 @@ It is started in bare Python, once a program, and kills all that is left of the 
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import resource
 import signal
 import sys
-from contextlib import suppress
-from typing import Any, NoReturn
 
 from megatron_grpo.environments.sandbox import kernel
 from megatron_grpo.environments.sandbox.process_tree import descendants
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root
 from megatron_grpo.environments.sandbox.syscalls import Filter
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 NOBODY = 65534
 """User and group of programs that root runs."""
@@ -36,22 +38,23 @@ _NAMESPACES = (
 
 
 def main(spec_fd: int, status_fd: int) -> None:
-    """Run the program that is described as JSON behind one descriptor, and write what became of it to the other.
+    """Run the program that is described behind one descriptor, and write what became of it to the other.
 
-    The status is a JSON object: `exit_code`, as a shell has it (128 and the signal's number when one ended it), or
-    `refused`, why the program was not started.
+    The description is a dict, marshalled: that needs no import. The status is a line, "exited" and the exit code, as a
+    shell has it (128 and the signal's number when one ended it), or "refused" and why the program was not started; the
+    first line counts.
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
-    with open(spec_fd, encoding="utf-8") as file:
-        spec = json.load(file)
+    with open(spec_fd, "rb") as file:
+        spec: dict[str, Any] = marshal.load(file)
     try:
         exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
     except OSError as error:
-        status: dict[str, Any] = {"refused": str(error)}
+        status = f"refused {error}"
     else:
-        status = {"exit_code": exit_code}
-    os.write(status_fd, json.dumps(status).encode())
+        status = f"exited {exit_code}"
+    os.write(status_fd, f"{status}\n".encode())
 
 
 def _limited(spec: dict[str, Any]) -> int:
@@ -65,12 +68,25 @@ def _limited(spec: dict[str, Any]) -> int:
     exit_code = _wait(child)
     while living := descendants(os.getpid()):
         for pid in living:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            _kill(pid)
+        while _reaped():
+            pass
     return exit_code
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _reaped() -> bool:
+    """Take leave of a child that has ended; whether there was one."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
 
 
 def _apart(spec: dict[str, Any], status_fd: int) -> int:
@@ -81,7 +97,7 @@ def _apart(spec: dict[str, Any], status_fd: int) -> int:
         try:
             _first_process(spec, mapped)
         except OSError as error:
-            os.write(status_fd, json.dumps({"refused": str(error)}).encode())
+            os.write(status_fd, f"refused {error}\n".encode())
         os._exit(NOT_FOUND)
     _end_on_request(child)
     return _wait(child)
@@ -119,16 +135,14 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
         kernel.unshare(kernel.CLONE_NEWUSER)  # in a namespace of its own, processes of other programs do not count
         _map_user(NOBODY, NOBODY, NOBODY)
         kernel.die_with_parent(signal.SIGKILL)
-    with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as file:
-        file.write("0")
+    _write_if_allowed("/proc/sys/user/max_user_namespaces", "0")
     kernel.set_dumpable(False)
     for name, text in spec["files"].items():
         _put(name, text)
     child = _fork()
     if child == 0:
         _become(spec)
-    with suppress(OSError):
-        os.closerange(0, 256)  # output ends when the program's processes have closed it, not when this one has
+    os.closerange(0, 256)  # output ends when the program's processes have closed it, not when this one has
     os._exit(_wait(child))
 
 
@@ -156,8 +170,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-        file.write("1000")  # if the machine runs short of memory, this goes first
+    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # if the machine runs short of memory, this goes first
     seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
@@ -172,6 +185,14 @@ def _limit(spec: dict[str, Any]) -> None:
         del limits[resource.RLIMIT_NPROC]  # it would count all that this user runs
     for limit, values in limits.items():
         resource.setrlimit(limit, values)
+
+
+def _write_if_allowed(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        return
 
 
 def _fork() -> int:

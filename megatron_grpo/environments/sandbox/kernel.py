@@ -1,10 +1,12 @@
-"""The system calls behind the sandbox that Python's own modules lack. Standard library only: it runs in bare Python."""
+"""The system calls behind the sandbox that Python's own modules lack.
+
+Like all that `entrance.py` imports, it imports next to nothing itself: this is read anew for every program.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -24,9 +26,7 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> None:
@@ -38,13 +38,13 @@ def _checked(result: int, what: str) -> None:
 
 def unshare(flags: int) -> None:
     """Leave namespaces for new ones; flags are the sum of CLONE_NEW... (unshare(2))."""
-    _checked(_libc().unshare(flags), "unshare")
+    _checked(_LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
     """Mount something (mount(2))."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    result = _libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     _checked(result, f"mount of {source} on {target}")
 
 
@@ -52,19 +52,19 @@ def make_read_only(target: str) -> None:
     """Nothing below a mount, mounts in it included, can be written, and no file there gives rights or is a device."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
-    result = _libc().syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
+    result = _LIBC.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
     _checked(result, f"making {target} read-only")
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
     """Make a mount the root of the file system; the root so far appears at old_root, below it (pivot_root(2))."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
-    _checked(_libc().syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
+    _checked(_LIBC.syscall(ctypes.c_long(number), new_root.encode(), old_root.encode()), "pivot_root")
 
 
 def unmount(target: str) -> None:
     """Take a mount, and all below it, out of sight."""
-    _checked(_libc().umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
+    _checked(_LIBC.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
 def die_with_parent(signal: int) -> None:
@@ -89,4 +89,4 @@ def gain_no_rights() -> None:
 
 def _prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
-    _checked(_libc().prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+    _checked(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailable
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError
 
 _ADVICE: dict[Level, str] = {
     "limits": "it needs Linux with /proc",
-    "namespaces": "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; "
-    "in a container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN)",
+    "namespaces": "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of "
+    "sysctl; in a container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN)",
     "filtered": "install libseccomp (Debian, Ubuntu: libseccomp2)",
 }
 
@@ -24,7 +24,7 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
         python: interpreter of Python programs; None: this one's.
 
     Raises:
-        SandboxUnavailable: nothing as strong as `sandbox.required` works here; says why, and what would help.
+        SandboxUnavailableError: nothing as strong as `sandbox.required` works here; says why, and what would help.
     """
     refused: Level | None = None
     reason = ""
@@ -35,7 +35,7 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
             return sandbox
         refused, reason = level, why_not
     assert refused is not None
-    raise SandboxUnavailable(
+    raise SandboxUnavailableError(
         f"sandbox.required={config.required} is not possible on this machine: {reason}; {_ADVICE[refused]}, or accept "
         f"less with sandbox.required={LEVELS[max(LEVELS.index(config.required) - 1, 0)]} or run where it is possible"
     )
@@ -47,8 +47,9 @@ def _why_not(sandbox: Sandbox) -> str | None:
         return "the kernel does not list the children of processes, so their memory cannot be watched"
     try:
         finished = sandbox.run_python("print('ready')")
-    except SandboxUnavailable as error:
+    except SandboxUnavailableError as error:
         return str(error)
     if finished.stdout == "ready\n":
         return None
-    return f"a trial program ended by {finished.ending}, exit code {finished.exit_code}: {finished.stderr.strip()[-200:]}"
+    said = finished.stderr.strip()[-200:]
+    return f"a trial program ended by {finished.ending}, exit code {finished.exit_code}: {said}"

@@ -1,9 +1,8 @@
-"""The processes below one, and their memory, read from /proc. Standard library only: it runs in bare Python too."""
+"""The processes below one, and their memory, read from /proc."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -31,22 +30,31 @@ def memory(pids: list[int], limit: int) -> int:
 def _children(pid: int) -> list[int]:
     """Children of all threads of a process."""
     children: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                children += map(int, file.read().split())
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    for thread in threads:
+        children += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
     return children
 
 
 def _resident(pid: int) -> int:
-    with suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE
-    return 0
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * _PAGE if fields else 0
 
 
 def _proportional(pid: int) -> int:
-    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-        for line in file:
-            if line.startswith(b"Pss:"):
-                return int(line.split()[1]) * 1024
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
     return _resident(pid)
+
+
+def _read(path: str) -> bytes:
+    """A file of /proc; nothing when its process has ended or may not be looked at."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
 
 from megatron_grpo.environments.sandbox import kernel
 
-FOLDER = "/work"
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FOLDER = "/program"
 """A program's own folder, where it begins."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -46,7 +48,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int
     owner = f"mode=700,uid={user},gid={group},size={folder_bytes},nr_inodes={_FILES}"
     kernel.unmount("/old")
     os.rmdir("/old")
-    with suppress(FileExistsError):  # something below it is readable
+    if not os.path.lexists("/tmp"):  # it is there when something below it is readable
         os.symlink(FOLDER, "/tmp")
     kernel.mount("tmpfs", "/", flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID)
     kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, owner)
@@ -84,8 +86,10 @@ def _make_devices() -> None:
 def _make_proc() -> None:
     """The processes of this namespace; where the kernel refuses to show them (in some containers), an empty folder."""
     os.mkdir("/proc")
-    with suppress(PermissionError):
+    try:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    except PermissionError:
+        return
 
 
 def _write(path: str, text: str) -> None:

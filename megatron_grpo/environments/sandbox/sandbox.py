@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import marshal
 import os
 import selectors
 import signal
@@ -28,6 +28,9 @@ WATCH_S = 0.02
 ENDING_S = 10.0
 """Seconds that the entrance has to kill a program; then it is killed itself, which kills the program too."""
 
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+_MARSHAL = 4
+"""Version of the format that every Python in use reads."""
 _MIB, _KIB = 2**20, 2**10
 _PACKAGES = Path(megatron_grpo.__file__).parents[1]
 _ENTRANCE = (
@@ -58,7 +61,7 @@ class Finished:
         return self.ending == "exited" and self.exit_code == 0
 
 
-class SandboxUnavailable(RunError):
+class SandboxUnavailableError(RunError):
     """This machine does not allow the level of isolation that was asked for."""
 
 
@@ -82,7 +85,7 @@ class Sandbox:
         """Run a Python program, without the packages of any user, and with its own folder as the current one.
 
         Raises:
-            SandboxUnavailable: the program was not started.
+            SandboxUnavailableError: the program was not started.
         """
         # -I: no variables, no packages of a user; -B: bytecode would fill the folder.
         return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
@@ -96,7 +99,7 @@ class Sandbox:
             stdin: what it reads from its standard input.
 
         Raises:
-            SandboxUnavailable: the program was not started, because the machine does not allow this level.
+            SandboxUnavailableError: the program was not started, because the machine does not allow this level.
         """
         if self.level != "limits":
             return self._run(argv, files or {}, stdin, FOLDER)
@@ -114,7 +117,7 @@ class Sandbox:
             "argv": list(argv),
             "files": dict(files),
             "folder": folder,
-            "environment": {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+            "environment": {"PATH": _PATH, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
             "readable": self._readable,
             "memory_bytes": config.memory_mb * _MIB,
             "folder_bytes": config.folder_mb * _MIB,
@@ -122,7 +125,8 @@ class Sandbox:
             "processes": config.processes,
         }
         started = time.monotonic()
-        spec_fd, stdin_fd = _sealed(json.dumps(spec)), _sealed(stdin)
+        spec_fd = _sealed(marshal.dumps(spec, _MARSHAL))
+        stdin_fd = _sealed(stdin.encode(errors="replace"))
         status_read, status_write = os.pipe()
         try:
             entrance = subprocess.Popen(
@@ -153,7 +157,8 @@ class _Watch:
         """Wait for the end, or bring it about."""
         passed: Ending | None = None
         with selectors.DefaultSelector() as selector:
-            for name, pipe in (("stdout", self._entrance.stdout), ("stderr", self._entrance.stderr), ("status", status)):
+            pipes: dict[str, Any] = {"stdout": self._entrance.stdout, "stderr": self._entrance.stderr, "status": status}
+            for name, pipe in pipes.items():
                 selector.register(pipe, selectors.EVENT_READ, name)
             ends = self._started + self._config.wall_time_s
             look = 0.0
@@ -197,23 +202,21 @@ class _Watch:
                 taken += data[: max(room - len(taken), 0)]
 
     def _finished(self, passed: Ending | None) -> Finished:
-        said = json.loads(self._status) if self._status else {"exit_code": 128 + signal.SIGKILL}
-        if "refused" in said:
-            raise SandboxUnavailable(f"the program was not run: {said['refused']}")
-        code = said["exit_code"]
+        what, _, rest = self._status.decode().partition("\n")[0].partition(" ")
+        if what == "refused":
+            raise SandboxUnavailableError(f"the program was not run: {rest}")
+        code = int(rest) if what == "exited" else 128 + signal.SIGKILL
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))
         seconds = time.monotonic() - self._started
         return Finished(ending=ending, exit_code=code, stdout=stdout, stderr=stderr, seconds=seconds)
 
 
-def _sealed(text: str) -> int:
-    """A file in memory that holds a text and that nobody can change any more; its descriptor, at the beginning."""
+def _sealed(data: bytes) -> int:
+    """A file in memory that holds some data and that nobody can change any more; its descriptor, at the beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "w", encoding="utf-8", errors="replace", closefd=False) as file:
-        file.write(text)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return fd
-
-

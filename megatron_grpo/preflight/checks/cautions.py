@@ -12,7 +12,7 @@ from megatron_grpo.preflight.checks.async_grpo import async_cautions
 from megatron_grpo.preflight.checks.idle import idle_settings
 from megatron_grpo.preflight.checks.sampling import filter_cautions
 
-_ZERO_OR_ONE = ("math", "addition")
+_ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
 """Environments whose rewards are 0 or 1."""
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, WITH_ANSWER, EnvironmentConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
-
-REWARD_FUNCTIONS = "reward_functions"
-"""The environment type that calls the functions in reward_funcs."""
 
 
 def reward_problems(config: Config) -> Iterator[Problem]:
@@ -23,7 +20,7 @@ def reward_problems(config: Config) -> Iterator[Problem]:
         yield from _functions(f"env.{name}", environment)
         if environment.type == REWARD_FUNCTIONS and environment.correctness_function() is None:
             yield from _unknown_correctness(f"env.{name}", config)
-        if config.data.answer_key is None and environment.type != REWARD_FUNCTIONS:
+        if config.data.answer_key is None and environment.type in WITH_ANSWER:
             text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
             yield Problem("data.answer_key=None", text)
     low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
@@ -126,6 +123,9 @@ def _shaping(config: Config) -> Iterator[Problem]:
 
 def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
     functions, weights = environment.reward_funcs, environment.reward_weights
+    if environment.type not in BUILT_IN and environment.type != REWARD_FUNCTIONS and ":" not in environment.type:
+        known = ", ".join([*BUILT_IN, REWARD_FUNCTIONS])
+        yield Problem(f"{section}.type={environment.type}", f"must be one of {known}, or package.module:Class")
     if environment.type != REWARD_FUNCTIONS:
         given = {
             "reward_funcs": functions or None,

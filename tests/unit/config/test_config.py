@@ -33,7 +33,11 @@ OF_THE_MIXTURE = [
 GOES_WITH = {  # options that make sense only beside others
     ("data", "addition"): ["env=addition"],
     ("data", "addition_moe"): ["env=addition"],
+    ("data", "calculator"): ["env=calculator"],
+    ("data", "two_tasks"): ["env=two_tasks"],
     ("env", "addition"): ["data.task_name=addition"],
+    ("env", "calculator"): ["data.task_name=tools"],
+    ("env", "two_tasks"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
     ("generation", "addition_moe"): ["policy=addition_moe", *OF_THE_MIXTURE],

@@ -11,7 +11,7 @@ from megatron_grpo.data.answers import unusable_answer
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.addition import AdditionEnvironment
-from megatron_grpo.environments.math_environment import is_correct
+from megatron_grpo.environments.math_answers import is_correct
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments import math_environment
+from megatron_grpo.environments import math_answers
 from megatron_grpo.environments.addition import AdditionEnvironment
-from megatron_grpo.environments.math_environment import MathEnvironment, final_answer, is_correct
+from megatron_grpo.environments.math_answers import final_answer, is_correct
+from megatron_grpo.environments.math_environment import MathEnvironment
+from megatron_grpo.environments.math_verifier import Verifier
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.sandbox.process_tree import descendants
 
 
 def request(response: str, answer: str) -> EnvironmentRequest:
@@ -53,7 +59,7 @@ def test_answers_are_compared_by_value(environment: MathEnvironment, response: s
 def test_the_last_complete_box_is_the_answer() -> None:
     assert final_answer("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\boxed{\\frac{1}{2}}"
     assert final_answer("x" * 5000 + "42").endswith("x42")
-    assert len(final_answer("x" * 5000)) == math_environment.TAIL_CHARACTERS
+    assert len(final_answer("x" * 5000)) == math_answers.TAIL_CHARACTERS
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,24 +68,34 @@ def test_no_response_raises(environment: MathEnvironment, response: str) -> None
     environment.score([request(response, "7"), request(f"\\boxed{{{response}}}", "7")])
 
 
-def test_an_answer_that_takes_too_long_is_wrong(environment: MathEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_environment, "ANSWER_TIMEOUT_S", 1)
+def test_an_answer_that_takes_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_answers, "ANSWER_TIMEOUT_S", 1)
     assert not is_correct("\\boxed{9^{9^{9^{9}}}}", "3")  # more digits than there are atoms
 
 
-def test_another_thread_is_refused() -> None:
-    raised: list[BaseException] = []
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
+def test_what_hangs_or_ends_the_process_is_wrong_and_the_rest_is_compared(blow: signal.Signals) -> None:
+    before = set(descendants(os.getpid()))
+    verifier = Verifier(hangs_after_s=3.0)
+    (process,) = set(descendants(os.getpid())) - before
+    assert verifier.verify([("\\boxed{1}", "1")]) == [True]
+    os.kill(process, blow)
+    assert verifier.verify([("\\boxed{1}", "1"), ("\\boxed{2}", "1"), ("\\boxed{1}", "1")]) == [False, False, True]
+    assert process not in descendants(os.getpid())
+    del verifier
+    assert set(descendants(os.getpid())) == before
 
-    def build() -> None:
-        try:
-            MathEnvironment()
-        except RuntimeError as error:
-            raised.append(error)
 
-    thread = threading.Thread(target=build)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(raised[0])
+def test_more_answers_than_pipes_hold_are_compared_in_order() -> None:
+    pairs = [(f"{' ' * 1500}\\boxed{{{number % 3}}}", "1") for number in range(2000)]
+    assert Verifier().verify(pairs) == [number % 3 == 1 for number in range(2000)]
+    assert Verifier().verify([]) == []
+
+
+def test_a_process_that_does_not_start_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(RunError, match="the process that compares answers did not start"):
+        Verifier()
 
 
 def test_additions_are_compared_digit_by_digit() -> None:
@@ -90,5 +106,5 @@ def test_additions_are_compared_digit_by_digit() -> None:
 
 
 def test_an_unknown_environment_is_an_error() -> None:
-    with pytest.raises(ValueError, match='"chess"'):
+    with pytest.raises(RunError, match="cannot be imported"):
         create_environment(replace(EnvironmentConfig(), type="chess"))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.registry import check_reward_functions, create_environment
+from megatron_grpo.environments.registry import check_environments, create_environment
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
 
 
@@ -189,9 +189,9 @@ def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -
 
 def test_functions_are_checked_before_anything_starts() -> None:
     given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
-    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)}
+    config = Config(env={"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)})
     with pytest.raises(ConfigError) as caught:
-        check_reward_functions(config)
+        check_environments(config)
     assert [problem.subject for problem in caught.value.problems] == [
         "env.task.reward_funcs=no_such_module.reward",
         "env.task.reward_funcs=builtins.len",

@@ -29,7 +29,7 @@ def test_it_is_what_is_made(name: str, tmp_path: Path) -> None:
     write_problems(tmp_path / "rows", train)
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert {tuple(row) for row in rows} == {made.columns}
-    assert {row["task_name"] for row in rows} == {made.task}
+    assert {row["task_name"] for row in rows} == set(made.tasks)
     assert {len(row["prompt"]) for row in rows} == {made.prompt_tokens} == {PROMPT_TOKENS}
     assert PREPARED_FOLDER == MODEL_FOLDER
 
@@ -54,5 +54,5 @@ def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: s
 
 
 def test_the_recipes_fit_it() -> None:
-    for recipe in ("quickstart", "quickstart_moe", "quickstart_ppo"):
+    for recipe in ("quickstart", "quickstart_moe", "quickstart_ppo", "quickstart_tools", "quickstart_two_tasks"):
         assert machine_problems(compose_config([f"+exp={recipe}"])) == []

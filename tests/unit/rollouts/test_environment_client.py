@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ class FakeProcess:
             raise RayTaskError("ready", "", RunError("reward function f is gone"))
         return {"node": "here", "pid": self.pid, "multi_turn": True, "agent": False}
 
-    async def _run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    async def _run(self, packed: Any) -> list[Any]:
+        jobs: list[tuple[str, tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
         texts = [job.responses if method == "score" else (job,) for method, (job, *_) in jobs]
         self.calls.append(texts)
         await asyncio.sleep(0)
@@ -156,17 +158,17 @@ def test_resets_and_steps_are_calls_too() -> None:
         await client.start()
         return await call(client)
 
-    assert asyncio.run(scene(lambda client: client.step("state", "text"))).state == ("state", "text")
+    assert asyncio.run(scene(lambda client: client.step("state", "text", 7))).state == ("state", "text", 7)
     with pytest.raises(RolloutFailure, match="it raised"):
-        asyncio.run(scene(lambda client: client.step("raise", "text")))
+        asyncio.run(scene(lambda client: client.step("raise", "text", 7)))
     with pytest.raises(RolloutFailure, match="its process ended over this response"):
-        asyncio.run(scene(lambda client: client.step("die", "text")))
+        asyncio.run(scene(lambda client: client.step("die", "text", 7)))
 
 
 def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
     async def scene() -> tuple[Any, Turn]:
         client = EnvironmentClient(Handle(), startup_timeout_s=1.0)  # without a process that could answer
-        return await client.reset("p", {}), await client.step(None, "text")
+        return await client.reset("p", {}), await client.step(None, "text", 7)
 
     state, turn = asyncio.run(scene())
     assert state is None

@@ -15,7 +15,7 @@ from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob, Turn
-from megatron_grpo.data.trajectory import Span, Trajectory
+from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.rollouts.failures import RolloutFailure
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan, sample_seed
 
@@ -25,6 +25,7 @@ PLAN = RolloutPlan(
     run_seed=5,
     step=2,
     max_total_sequence_length=12,
+    max_turns=9,
     timeout_s=0.2,
 )
 DATUM: DatumSpec = {
@@ -50,6 +51,7 @@ class FakeEngine:
     load: int = 0
     trouble: dict[int, list[Any]] = field(default_factory=dict)
     asked: list[GenerationRequest] = field(default_factory=list)
+    stop_reason: StopReason = "stop"
     records: bool = False
     """Whether responses come with routed experts, all of which are the number of the request."""
 
@@ -77,7 +79,7 @@ class FakeEngine:
             token_ids=np.array([100 + number, 200 + number], np.int32),
             logprobs=np.array([-number, -number / 2], np.float32),
             text=f"<{number}>",
-            stop_reason="stop",
+            stop_reason=self.stop_reason,
             spans=[Span(0, 1, 6), Span(1, 2, 7)],
             routed=np.full((len(request.prompt_ids) + 1, 2), number, np.int8) if self.records else None,
         )
@@ -94,11 +96,13 @@ class FakeEnvironment:
     observations: list[list[int]] = field(default_factory=list)
     trouble: list[Any] = field(default_factory=list)
     jobs: list[ScoringJob] = field(default_factory=list)
+    last_tokens: list[int] = field(default_factory=list)
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
         return (prompt, extra_env_info["answer"], ())
 
-    async def step(self, state: Any, response: str) -> Turn:
+    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+        self.last_tokens.append(last_token)
         prompt, answer, seen = state
         state = (prompt, answer, (*seen, response))
         if len(seen) == len(self.observations):
@@ -187,6 +191,22 @@ def test_a_rollout_ends_where_the_sequence_is_full() -> None:
     plan = replace(PLAN, samples_per_prompt=1, max_total_sequence_length=6)
     (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), plan)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
+
+
+def test_a_rollout_ends_with_its_turns() -> None:
+    plan = replace(PLAN, samples_per_prompt=1, max_turns=2)
+    environment = FakeEnvironment(observations=[[50], [60]])
+    (one,) = run(FakeEngine(), environment, plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
+    assert environment.last_tokens == [201, 202]
+    assert environment.jobs[0].states == (("what?", "x", ("<1>", "<2>")),), "it has seen the last turn"
+
+
+def test_a_rollout_ends_with_a_turn_that_is_cut_off() -> None:
+    plan = replace(PLAN, samples_per_prompt=1)
+    (one,) = run(FakeEngine(stop_reason="length"), FakeEnvironment(observations=[[50]]), plan)
+    assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert one.truncated
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs in the sandbox: what they may do, what they use, what they cannot reach, and that nothing of them is left."""
+"""Programs in the sandbox: what they may do and use, what they cannot reach, and that nothing of them is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.environments.sandbox.opening import open_sandbox
 from megatron_grpo.environments.sandbox.process_tree import descendants
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailable
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
 from tests.support.ordinary_user import as_ordinary_user
 
 CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
@@ -30,7 +30,7 @@ def strongest() -> Level | None:
     """The strongest level that this machine allows."""
     try:
         return open_sandbox(SandboxConfig(required="limits")).level
-    except SandboxUnavailable:
+    except SandboxUnavailableError:
         return None
 
 
@@ -123,7 +123,7 @@ def test_a_memory_bomb_is_contained() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import os\nfor _ in range(5): os.fork()\nx = bytearray(os.urandom(1)) * (60 << 20)\nimport time; time.sleep(60)",
+        "import os, time\nfor _ in range(5): os.fork()\nx = bytearray(os.urandom(1)) * (60 << 20)\ntime.sleep(60)",
         "import mmap\nm = mmap.mmap(-1, 1 << 30)\nwhile True: m.write(b'x' * 4096)",
     ],
     ids=["in many processes", "shared"],
@@ -143,7 +143,10 @@ def test_files_are_limited_in_size_all_together_and_in_number() -> None:
 
 @isolated
 def test_a_fork_bomb_is_contained() -> None:
-    for source in ("import os\nwhile True: os.fork()", "import os\nwhile True:\n try: os.fork()\n except OSError: pass"):
+    for source in (
+        "import os\nwhile True: os.fork()",
+        "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+    ):
         finished = run(source, config=SandboxConfig(wall_time_s=3, processes=8))
         assert not finished.succeeded
         assert finished.seconds < 20
@@ -310,9 +313,9 @@ def test_programs_end_with_the_process_that_runs_them() -> None:
     wait_until(lambda: not sleeps())
 
 
-def wait_until(condition: object, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.05)
 
@@ -320,10 +323,15 @@ def wait_until(condition: object, seconds: float = 30.0) -> None:
 @isolated
 def test_programs_side_by_side_do_not_see_each_other() -> None:
     sandbox = Sandbox(CONFIG, STRONGEST)
-    source = "import os, time; open('mine', 'w').write(input()); time.sleep(0.3); print(os.listdir('/work'), open('mine').read())"
+    source = """
+import os, time
+open('mine', 'w').write(input())
+time.sleep(0.3)
+print(sorted(os.listdir('.')), open('mine').read())
+"""
     with ThreadPoolExecutor(6) as pool:
         outputs = list(pool.map(lambda number: sandbox.run_python(source, str(number)).stdout, range(6)))
-    assert all(output.endswith(f"{number}\n") for number, output in enumerate(outputs))
+    assert outputs == [f"['main.py', 'mine'] {number}\n" for number in range(6)]
     assert threading.active_count() < 20
 
 
@@ -347,7 +355,7 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
         "write": "open('/usr/mark', 'w')",
         "read": f"open({__file__!r})",
         "fork bomb": "import os\nwhile True: os.fork()",
-        "mount": "import ctypes, sys; sys.exit(ctypes.CDLL(None).mount(b'x', b'/work', b'tmpfs', 0, None) != 0)",
+        "mount": "import ctypes, sys; sys.exit(ctypes.CDLL(None).mount(b'x', b'/program', b'tmpfs', 0, None) != 0)",
     }
 
     def outcomes() -> tuple[str, dict[str, tuple[bool, str]]]:
@@ -362,11 +370,17 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
     assert not any(succeeded for succeeded, _ in ran.values()), ran
 
 
+@isolated
+def test_what_keeps_a_program_from_starting_is_told() -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"the program was not run: .*Read-only file system"):
+        Sandbox(CONFIG, STRONGEST).run(["/bin/true"], {"../outside.txt": ""})
+
+
 def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", _only_limits)
     assert open_sandbox(SandboxConfig(required="limits")).level == "limits"
     for required in ("namespaces", "filtered"):
-        with pytest.raises(SandboxUnavailable) as refused:
+        with pytest.raises(SandboxUnavailableError) as refused:
             open_sandbox(SandboxConfig(required=required))
         assert f"sandbox.required={required} is not possible on this machine: unshare" in str(refused.value)
         assert "or accept less with sandbox.required=" in str(refused.value)
@@ -391,4 +405,4 @@ def test_a_machine_without_namespaces_really_refuses() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "CODE": code}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "limits\n", done.stderr
-    assert "SandboxUnavailable: sandbox.required=filtered is not possible on this machine: " in done.stderr
+    assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in done.stderr

@@ -1,0 +1,103 @@
+"""Programs that the model wrote, run against tests in the sandbox."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from megatron_grpo.data.answers import code_tests
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.environments.settings import EnvironmentSettings
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+# The mark is read before the program runs and written after all tests: ending the process early passes none of them.
+_HARNESS = """
+import os, sys
+def _judge(program, tests):
+    mark, report = sys.stdin.readline(), os.dup(1)
+    names = {"__name__": "__main__"}
+    passed = 0
+    try:
+        exec(compile(program, "program.py", "exec"), names)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        tests = []
+    for test in tests:
+        try:
+            exec(compile(test, "test.py", "exec"), names)
+            passed += 1
+        except BaseException as error:
+            print(f"{test}: {type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    os.write(report, f"\\n{mark.strip()} {passed}\\n".encode())
+    os._exit(0)
+"""
+
+
+class CodeEnvironment(Environment):
+    """Reward for a program that passes its row's tests: the last fenced block of the response, or all of it.
+
+    The answer column holds Python tests, as one text or a list of texts, each of which passes when it does not raise;
+    or cases of input and output: a list of {"input", "output"}, or {"inputs": [...], "outputs": [...]}. JSON text of
+    any of these is understood. Outputs are compared line by line without trailing blanks. Tests in Python share a
+    process with the program, which can read them; expected outputs never enter the sandbox.
+
+    Args:
+        settings: the sandbox.
+        reward: all: 1 when every test passes, else 0; share: the share of tests that pass.
+        programs_at_once: programs that one process of the environment runs side by side.
+    """
+
+    def __init__(
+        self, settings: EnvironmentSettings, reward: Literal["all", "share"] = "all", programs_at_once: int = 2
+    ) -> None:
+        """
+        Raises:
+            SandboxUnavailableError: this machine allows less isolation than is required.
+        """
+        self._sandbox = settings.open_sandbox()
+        self._share = reward == "share"
+        self._pool = ThreadPoolExecutor(programs_at_once)
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Rewards of the programs, several of which run at the same time."""
+        return list(self._pool.map(self._score, requests))
+
+    def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
+        tests = code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
+        share = passed(self._sandbox, program_of(request.response), tests) / len(tests)
+        return EnvironmentReturn(reward=share if self._share else float(share == 1.0), correct=share == 1.0)
+
+
+def program_of(response: str) -> str:
+    """The last fenced block of a response; without one, the whole of it."""
+    blocks = _BLOCK.findall(response)
+    return str(blocks[-1]) if blocks else response
+
+
+def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]]) -> int:
+    """How many of the tests a program passes: statements that do not raise after it, and (input, output)."""
+    statements = [test for test in tests if isinstance(test, str)]
+    count = sum(_gives(sandbox, program, *test) for test in tests if not isinstance(test, str))
+    if statements:
+        mark = secrets.token_hex(16)
+        source = f"{_HARNESS}\n_judge({program!r}, {statements!r})\n"
+        last = sandbox.run_python(source, f"{mark}\n").stdout.rstrip().rpartition("\n")[2].split(" ")
+        count += int(last[1]) if last[0] == mark and len(last) == 2 else 0
+    return count
+
+
+def _gives(sandbox: Sandbox, program: str, given: str, expected: str) -> bool:
+    finished = sandbox.run_python(program, given)
+    return finished.succeeded and _lines(finished.stdout) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,80 @@
+"""A game of several turns: make a target from given numbers, two of them at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.interface import Environment
+
+_MOVE = re.compile(r"\s*([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Where a game stands."""
+
+    numbers: tuple[int, ...]
+    """What is left, in order."""
+    target: int
+    won: bool = False
+
+
+class CountdownEnvironment(Environment):
+    """Reward 1 when the model makes its row's `target` from its `numbers`, else 0.
+
+    Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the numbers that are left; the result, a whole
+    number of at least 0, takes their place, and the environment says what is left. A move that is none ends the game,
+    as does a board from which nothing can be made.
+
+    Args:
+        board: what the environment says after a move; {result} and {numbers} are filled in.
+        separator: stands between the numbers.
+    """
+
+    multi_turn = True
+
+    def __init__(self, board: str = "{result}. Left: {numbers}. Your move:", separator: str = " ") -> None:
+        self._board, self._separator = board, separator
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
+        """The board that the row's columns `numbers` and `target` describe."""
+        return Board(tuple(int(one) for one in extra_env_info["numbers"]), int(extra_env_info["target"]))
+
+    def step(self, state: Board, response: str) -> Turn:
+        """The board after a move, and what the model reads of it."""
+        result = played(state.numbers, response)
+        if result is None:
+            return Turn(state=state)
+        numbers, made = result
+        state = Board(numbers, state.target, won=made == state.target)
+        if state.won or len(numbers) == 1:
+            return Turn(state=state)
+        text = self._board.replace("{numbers}", self._separator.join(map(str, numbers)))
+        return Turn(done=False, state=state, text=text.replace("{result}", str(made)))
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Reward 1 for a game that is won, else 0."""
+        return [EnvironmentReturn(reward=float(one.state.won), correct=one.state.won) for one in requests]
+
+
+def played(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
+    """What is left after a move, the result at the end, and the result; None: it is no move with these numbers."""
+    parts = _MOVE.fullmatch(move)
+    if parts is None:
+        return None
+    left, sign, right = int(parts[1]), parts[2], int(parts[3])
+    remaining = Counter(numbers)
+    remaining.subtract((left, right))
+    if min(remaining.values()) < 0 or (sign == "/" and (right == 0 or left % right)):
+        return None
+    made = {"+": left + right, "-": left - right, "*": left * right, "/": left // max(right, 1)}[sign]
+    if made < 0:
+        return None
+    kept = list(numbers)
+    kept.remove(left)
+    kept.remove(right)
+    return (*kept, made), made

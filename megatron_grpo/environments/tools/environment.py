@@ -1,0 +1,130 @@
+"""The model calls tools, turn by turn, until it answers without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_grpo.config.section import Positive
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.math_verifier import Verifier
+from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.environments.settings import EnvironmentSettings
+from megatron_grpo.environments.tools.calculator import calculate
+from megatron_grpo.environments.tools.calls import CallParser, ToolCall
+from megatron_grpo.environments.tools.retriever import Retriever
+
+_LONGEST_RESULT = 4000
+"""Characters of a tool's result that the model reads."""
+
+Tool = Callable[[str], str]
+"""From the argument of a call to its result; raises ValueError with what the model should know of its mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What has to be known of a rollout."""
+
+    last: str = ""
+    """The model's last turn."""
+    calls: int = 0
+
+
+class ToolEnvironment(Environment):
+    """Reward 1 when the last turn, the one without a call, is the reference answer, else 0.
+
+    The tools and their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over
+    local documents). A call that cannot be carried out is answered with the reason.
+
+    Args:
+        settings: the tokenizer, which parsers look at, and the sandbox.
+        tools: which of them the model may call.
+        parser: vLLM's parser of the calls, as `vllm serve --tool-call-parser` names it.
+        documents: file that the retriever searches: JSONL of texts, or a text whose paragraphs are documents.
+        found: documents that one search returns.
+        compare: how the last turn is compared with the answer: math, by value, or exact, as text without blanks around.
+        max_calls: calls of one rollout that are carried out.
+    """
+
+    multi_turn = True
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        tools: list[Literal["calculator", "python", "retriever"]] | None = None,
+        parser: str = "hermes",
+        documents: str | None = None,
+        found: Positive = 3,
+        compare: Literal["math", "exact"] = "math",
+        max_calls: Positive = 16,
+    ) -> None:
+        """
+        Raises:
+            SandboxUnavailableError: with the tool python, this machine allows less isolation than is required.
+            ValueError: vLLM has no such parser, or the retriever has no documents.
+        """
+        self._tools: dict[str, Tool] = {
+            name: _tool(name, settings, documents, found) for name in tools or ["calculator"]
+        }
+        self._parser = CallParser(parser, settings.load_tokenizer())
+        self._verifier = Verifier() if compare == "math" else None
+        self._max_calls = max_calls
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Conversation:
+        """A conversation without a turn."""
+        return Conversation()
+
+    def step(self, state: Conversation, response: str) -> Turn:
+        """The results of the calls of a turn; a turn without one is the last."""
+        calls = self._parser.calls(response)
+        state = replace(state, last=response, calls=state.calls + len(calls))
+        if not calls or state.calls > self._max_calls:
+            return Turn(state=state)
+        return Turn(done=False, state=state, text="\n".join(map(self._result, calls)), role="tool")
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        """Reward 1 for the right answer in the last turn, else 0."""
+        pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
+        if self._verifier is None:
+            right = [last.strip() == answer.strip() for last, answer in pairs]
+        else:
+            right = self._verifier.verify(pairs)
+        return [EnvironmentReturn(reward=float(one), correct=one) for one in right]
+
+    def _result(self, call: ToolCall) -> str:
+        """What the model reads after a call."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
+        if call.arguments is None or len(call.arguments) != 1:
+            return f"error: {call.name} takes one argument"
+        (argument,) = call.arguments.values()
+        try:
+            return tool(str(argument))[:_LONGEST_RESULT]
+        except ValueError as error:
+            return f"error: {error}"
+
+
+def _tool(name: str, settings: EnvironmentSettings, documents: str | None, found: int) -> Tool:
+    if name == "calculator":
+        return calculate
+    if name == "python":
+        sandbox = settings.open_sandbox()
+        return lambda code: _ran(sandbox, code)
+    if documents is None:
+        raise ValueError("the retriever needs options.documents")
+    retriever = Retriever.from_file(documents)
+    return lambda query: "\n\n".join(retriever.search(query, found)) or "nothing found"
+
+
+def _ran(sandbox: Sandbox, code: str) -> str:
+    """What a program wrote, and why it ended if it did not end well."""
+    finished = sandbox.run_python(code)
+    if finished.succeeded:
+        return finished.stdout
+    if finished.ending != "exited":
+        return f"{finished.stdout}\nerror: the program was ended: {finished.ending}"
+    return f"{finished.stdout}\nerror: {finished.stderr.strip()[-1000:]}"

@@ -1,0 +1,65 @@
+"""Runs with environments of several turns: one of the user's own under the launcher, the calculator, two at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import TrainingRun, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "environments.md"
+
+
+def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: Path) -> None:
+    """The page's own, on the quickstart's sums: each prompt has a number to guess."""
+    (shown,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "guessing.py").write_text(shown)
+    rows = "".join(f'{{"prompt": "{10 + row}+10=", "number": {row}}}\n' for row in range(64))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    overrides = (
+        "+exp=quickstart",
+        "~env.addition",
+        "+env.guessing.type=guessing:GuessingEnvironment",
+        "data.task_name=guessing",
+        "data.answer_key=null",
+        "data.train_path=rows.jsonl",
+        "data.val_path=null",
+        "checkpointing=none",
+        "grpo.max_rollout_turns=3",
+        "grpo.max_num_steps=1",
+        "grpo.num_prompts_per_step=8",
+        "generation.stop_token_ids=[1,2,3,4]",
+    )
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "launchers" / "local.sh"), *overrides]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (step,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert step["failed_rollouts"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_model_learns_to_call_a_calculator(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", recipe="quickstart_tools")
+    assert run.finish(timeout_s=2000) == 0, run.log()
+    validations = read_jsonl(run.run_dir / "validation.jsonl")
+    assert run.metrics()[0]["reward"] <= 0.3
+    assert validations[-1]["val_accuracy"] >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_one_run_improves_two_tasks(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path / "run", recipe="quickstart_two_tasks")
+    assert run.finish(timeout_s=2000) == 0, run.log()
+    first, *_, last = read_jsonl(run.run_dir / "validation.jsonl")
+    for task in ("addition", "countdown"):
+        assert last[f"val_task_accuracy/{task}"] > first[f"val_task_accuracy/{task}"] + 0.05
+        assert f"task_reward/{task}" in run.metrics()[-1]

@@ -1,0 +1,109 @@
+"""The environment that docs/environments.md shows works as it says, under the launchers' way of starting Python too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.settings import EnvironmentSettings
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+
+
+def shown(language: str) -> str:
+    """The block of the page in this language."""
+    (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+    return str(block)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder with the module of the page."""
+    (tmp_path / "guessing.py").write_text(shown("python"))
+    return tmp_path
+
+
+def request(state: Any) -> EnvironmentRequest:
+    return EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={}, state=state)
+
+
+def test_the_page_shows_it_in_forty_lines() -> None:
+    assert len(shown("python").splitlines()) <= 40
+
+
+def test_it_plays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    section = yaml.safe_load(shown("yaml"))["env"]["guessing"]
+    environment = create_environment(EnvironmentConfig(**section), EnvironmentSettings(import_folders=(str(folder),)))
+    assert environment.multi_turn
+    state = environment.reset("", {"number": "7"})
+    for response, text in (("3", "larger"), ("9", "smaller")):
+        turn = environment.step(state, response)
+        assert (turn.done, turn.text) == (False, text)
+        state = turn.state
+    lost, won = environment.step(state, "seven"), environment.step(state, "6")
+    assert lost.done
+    assert won.done
+    scores = environment.score([request(lost.state), request(won.state)])
+    assert [(one.reward, one.correct) for one in scores] == [(0.0, False), (1.0, True)]
+
+
+OVERRIDES = (
+    "+exp=quickstart",
+    "~env.addition",
+    "+env.addition.type=guessing:GuessingEnvironment",
+    "grpo.max_rollout_turns=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "text"),
+    [
+        (("+env.addition.options.close_enough=1",), 0, "configuration is fine"),
+        (
+            ("+env.addition.options.close_enogh=1",),
+            2,
+            "env.addition.options.close_enogh=1  is no option of GuessingEnvironment; did you mean close_enough?",
+        ),
+        (
+            ("+env.addition.options.close_enough=far",),
+            2,
+            "does not fit GuessingEnvironment: Input should be a valid integer",
+        ),
+        (("grpo.max_rollout_turns=1",), 2, "takes several turns; give how many the model may have at most"),
+        (("env.addition.type=guessing:Missing",), 2, "cannot be imported: AttributeError"),
+        (("env.addition.type=guessing:Turn",), 2, "is no subclass of megatron_grpo.environments.interface.Environment"),
+        (("env.addition.type=chess",), 2, "must be one of math, addition, code,"),
+    ],
+    ids=["fine", "unknown option", "wrong value", "one turn", "no class", "no environment", "no type"],
+)
+def test_the_local_launcher_finds_it_in_the_working_folder(
+    folder: Path, more: tuple[str, ...], code: int, text: str
+) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "RUN_DIR": str(folder / "run"), "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "launchers" / "local.sh"), *OVERRIDES, *more, "--check"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert text in done.stdout, done.stdout
+    assert done.returncode == code
+
+
+def test_modules_on_the_python_path_are_found_and_installed_ones_come_first(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "numpy.py").write_text("raise RuntimeError('a file of the working folder hides a package')")
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "megatron_grpo.train", *OVERRIDES, f"run_dir={tmp_path}/run", "--check"]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,133 @@
+"""A judge over HTTP: what it is asked, what is made of its answers, and what happens when there is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.environments.registry import create_environment
+
+
+class Judge:
+    """A server that answers as it is told; the last answer is repeated."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.answers: list[Any] = []
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+                answer = judge.answers.pop(0) if len(judge.answers) > 1 else judge.answers[0]
+                if answer == "hang":
+                    time.sleep(3)
+                status = answer if isinstance(answer, int) else 200
+                content = {"choices": [{"message": {"content": answer}}]}
+                data = answer if isinstance(answer, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/"
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    made = Judge()
+    threading.Thread(target=made.server.serve_forever, daemon=True).start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def scored(judge: Judge, *responses: str, **options: Any) -> list[EnvironmentReturn]:
+    given = {"model": "judge", "url": judge.url, "request_timeout_s": 1, "requests_at_once": 1, **options}
+    environment = create_environment(EnvironmentConfig(type="judge", options=given))
+    extra = {REFERENCE: "{prompt} 42"}
+    return environment.score(
+        [
+            EnvironmentRequest(prompt="6 * 7?", response=one, stop_reason="stop", extra_env_info=extra)
+            for one in responses
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("Fine.\nScore: 8", 0.8),
+        ("score:10", 1.0),
+        ("Score: 2, no: **Score: 7.5**", 0.75),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("very good", None),
+        ("", None),
+        (b"no json", None),
+        (b"[]", None),
+        (b'{"choices": []}', None),
+        (b'{"choices": [{"message": {"content": null}}]}', None),
+        (b'{"choices": [{"message": {"content": 9}}]}', None),
+    ],
+)
+def test_the_score_is_read_and_what_is_malformed_is_none(judge: Judge, answer: Any, reward: float | None) -> None:
+    judge.answers = [answer]
+    (result,) = scored(judge, "42")
+    assert result.reward == (None if reward is None else pytest.approx(reward))
+    assert result.correct is None
+
+
+def test_what_it_is_asked(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge.answers = ["Score: 5", "Score: 1"]
+    options = {"question": "{prompt}|{response}|{answer}|{lowest}-{highest}", "lowest": 1, "highest": 5}
+    results = scored(judge, "{answer} of 41", "42", **options, correct_from=0.5, api_key_variable="JUDGE_KEY")
+    assert [(one.reward, one.correct) for one in results] == [(1.0, True), (0.0, False)]
+    asked = judge.asked[0]
+    assert asked["path"] == "/v1/chat/completions"
+    assert asked["key"] == "Bearer secret"
+    assert (asked["model"], asked["temperature"]) == ("judge", 0.0)
+    assert asked["messages"] == [{"role": "user", "content": "6 * 7?|{answer} of 41|{prompt} 42|1-5"}]
+
+
+def test_what_passes_is_tried_again(judge: Judge) -> None:
+    judge.answers = [503, "hang", "Score: 10"]
+    assert scored(judge, "42")[0].reward == 1.0
+    assert len(judge.asked) == 3
+
+
+def test_options_have_bounds(judge: Judge) -> None:
+    for options in ({"attempts": 0}, {"request_timeout_s": -1}, {"model": None}, {"modell": "x"}):
+        with pytest.raises(RunError, match=next(iter(options))):
+            scored(judge, "42", **options)
+    with pytest.raises(ValueError, match=r"options\.highest=1 must be above options\.lowest=2"):
+        scored(judge, "42", lowest=2, highest=1)
+
+
+def test_a_judge_that_does_not_answer_fails_the_rollout(judge: Judge) -> None:
+    judge.answers = [500]
+    with pytest.raises(RunError, match="gave no answer in 2 attempts: HTTP 500"):
+        scored(judge, "42", attempts=2)
+    judge.answers = [401]
+    judge.asked.clear()
+    with pytest.raises(RunError, match="HTTP 401"):
+        scored(judge, "42")
+    assert len(judge.asked) == 1, "a refusal does not pass"
+    judge.url = "http://127.0.0.1:9"
+    with pytest.raises(RunError, match="Connection refused"):
+        scored(judge, "42", attempts=1)

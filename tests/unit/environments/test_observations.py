@@ -1,0 +1,105 @@
+"""What environments say becomes exactly what the chat template puts there, and nothing of the model's is repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoringJob, Turn
+from megatron_grpo.environments import worker as worker_module
+from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.observations import Observations
+from megatron_grpo.environments.settings import EnvironmentSettings
+from megatron_grpo.environments.worker import EnvironmentWorker
+
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} <e> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant : {% endif %}"
+)
+WORDS = ["<s>", "<e>", "<unk>", "user", "assistant", "tool", ":", "go", "on", "42", "yes", "no"]
+IDS = {word: number for number, word in enumerate(WORDS)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of whole words with a chat template."""
+    made = tmp_path_factory.mktemp("words")
+    core = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(made)
+    return made
+
+
+def words(ids: Any) -> str:
+    return " ".join(WORDS[number] for number in ids)
+
+
+def test_the_conversation_is_that_of_the_template(folder: Path) -> None:
+    observations = Observations(EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True))
+    ended = observations.tokens("go on", "user", IDS["<e>"])
+    assert words(ended) == "<s> user : go on <e> <s> assistant :", "the end of the message was sampled"
+    open_ended = observations.tokens("42", "tool", IDS["yes"])
+    assert words(open_ended) == "<e> <s> tool : 42 <e> <s> assistant :"
+    tokenizer = observations._tokenizer
+    conversation = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
+    conversation.append({"role": "user", "content": "go on"})
+    whole = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    before = "<s> user : go <e> <s> assistant : yes <e>"
+    assert f"{before} {words(ended)}" == " ".join(whole.split())
+
+
+def test_without_a_template_the_text_is_appended_as_it_stands(folder: Path) -> None:
+    observations = Observations(EnvironmentSettings(tokenizer=str(folder)))
+    assert words(observations.tokens("go on", "user", IDS["go"])) == "go on"
+
+
+class Talking(Environment):
+    """Says one thing, then ends."""
+
+    multi_turn = True
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
+        class Local:
+            turns: tuple[str, ...] = ()
+
+        return Local()
+
+    def step(self, state: Any, response: str) -> Turn:
+        if response == "no":
+            raise KeyError("no")
+        state.turns = (*state.turns, response)
+        return Turn(done=len(state.turns) == 2, state=state, text="go on", role="tool")
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        return [EnvironmentReturn(reward=float(len(request.state.turns)), correct=None) for request in requests]
+
+
+def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
+    settings = EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True)
+    worker = EnvironmentWorker("talking", worker_module.EnvironmentConfig(), settings)
+    worker._environment = Talking()
+    state, _ = worker.reset("", {})
+    assert isinstance(state, bytes)
+    assert worker.step(state, "no", 0) == (None, "environment talking: KeyError: 'no'")
+    first, failure = worker.step(state, "yes", IDS["<e>"])
+    assert failure is None
+    assert first is not None
+    assert (first.done, words(first.observation)) == (False, "<s> tool : go on <e> <s> assistant :")
+    last, _ = worker.step(first.state, "yes", IDS["<e>"])
+    assert last is not None
+    assert (last.done, len(last.observation)) == (True, 0)
+    job = ScoringJob(
+        prompt="",
+        extra_env_info={},
+        responses=("", ""),
+        stop_reasons=("stop", "stop"),
+        states=(first.state, last.state),
+    )
+    assert [scored.reward for scored in worker.score(job) if isinstance(scored, EnvironmentReturn)] == [1.0, 2.0]

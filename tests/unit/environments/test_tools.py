@@ -1,0 +1,183 @@
+"""Tools against independent oracles, and the environment that calls them turn by turn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.config.sandbox_schema import SandboxConfig
+from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.settings import EnvironmentSettings
+from megatron_grpo.environments.tools.calculator import calculate
+from megatron_grpo.environments.tools.retriever import Retriever
+from megatron_grpo.models.prepared import CONVERSATION_VOCABULARY
+from megatron_grpo.prepare.folder import _tokenizer
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(
+        lambda parts: f"({parts[0]}{parts[1]}{parts[2]})"
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(expression=EXPRESSIONS)
+def test_whole_numbers_are_what_python_makes_of_them(expression: str) -> None:
+    try:
+        expected = str(eval(expression))
+    except ZeroDivisionError:
+        with pytest.raises(ValueError, match="division by zero"):
+            calculate(expression)
+    else:
+        assert calculate(expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1/3", f"{1 / 3:.12g}"), ("0.1+0.2", "0.3"), ("2^10", "1024"), ("-2**2", "-4"), ("2**-2", "0.25"), ("6/3", "2")],
+)
+def test_fractions_are_exact_until_they_are_written(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+    assert float(calculate(expression)) == pytest.approx(float(Fraction(value)))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "a", "1 +", "9**9**9", "10**9999", "1e999", "__import__('os')", "1<2", "(" * 500, "2**0.5", "[1]", "'a'*9"],
+)
+def test_what_is_no_arithmetic_is_told(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        calculate(expression)
+
+
+def bm25(documents: list[str], query: str) -> list[float]:
+    """Score of each document, straight from the formula."""
+    split = [document.lower().split() for document in documents]
+    mean = sum(map(len, split)) / len(split)
+    scores = []
+    for words in split:
+        counts, score = Counter(words), 0.0
+        for word in set(query.lower().split()):
+            containing = sum(word in other for other in split)
+            idf = math.log(1 + (len(split) - containing + 0.5) / (containing + 0.5))
+            tf = counts[word]
+            score += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(words) / mean))
+        scores.append(score)
+    return scores
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    documents=st.lists(
+        st.lists(st.sampled_from("abcde"), min_size=1, max_size=9).map(" ".join), min_size=1, max_size=9
+    ),
+    query=st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map(" ".join),
+)
+def test_documents_are_ranked_by_bm25(documents: list[str], query: str) -> None:
+    retriever, expected = Retriever(documents), bm25(documents, query)
+    scores = retriever.scores(query)
+    assert [scores.get(number, 0.0) for number in range(len(documents))] == pytest.approx(expected)
+    order = sorted((number for number, score in enumerate(expected) if score > 0), key=lambda n: (-scores[n], n))
+    assert retriever.search(query, 3) == [documents[number] for number in order[:3]]
+
+
+def test_documents_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n"two words"\n')
+    assert Retriever.from_file(tmp_path / "a.jsonl").search("words", 5) == ["two words"]
+    (tmp_path / "a.txt").write_text("first part\nof one\n\n\nsecond part")
+    assert Retriever.from_file(tmp_path / "a.txt").search("first", 5) == ["first part\nof one"]
+    (tmp_path / "b.jsonl").write_text("3\n")
+    with pytest.raises(ValueError, match=r"b.jsonl:1 is neither"):
+        Retriever.from_file(tmp_path / "b.jsonl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tools")
+    _tokenizer(CONVERSATION_VOCABULARY, 64).save_pretrained(made / "model")
+    (made / "facts.txt").write_text("The capital of Freedonia is Zenda.\n\nSylvania has no capital.")
+    return made
+
+
+def environment(folder: Path, **options: Any) -> Any:
+    made = EnvironmentSettings(tokenizer=str(folder / "model"), sandbox=SandboxConfig(required="limits", wall_time_s=5))
+    options = {"tools": ["calculator", "python", "retriever"], "documents": str(folder / "facts.txt"), **options}
+    return create_environment(EnvironmentConfig(type="tools", options=options), made)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_calls_are_carried_out_until_there_is_none(folder: Path) -> None:
+    tools = environment(folder, compare="exact")
+    state = tools.reset("", {})
+    for response, text in (
+        (call("calculator", expression="12*12"), "144"),
+        (f"I ask: {call('python', code='print(sum(range(5)))')}", "10\n"),
+        (
+            call("retriever", query="capital Freedonia"),
+            "The capital of Freedonia is Zenda.\n\nSylvania has no capital.",
+        ),
+        (call("calculator", expression="1/0"), "error: division by zero"),
+        (call("calculator"), "error: calculator takes one argument"),
+        (call("browser", url="x"), "error: there is no tool browser; there is calculator, python, retriever"),
+        (call("python", code="import sys; sys.exit('broken')"), "\nerror: broken"),
+        (call("calculator", expression="1+1") + call("calculator", expression="2+2"), "2\n4"),
+    ):
+        turn = tools.step(state, response)
+        assert (turn.done, turn.role, turn.text) == (False, "tool", text)
+        state = turn.state
+    last = tools.step(state, " 144 ")
+    assert last.done
+    wrong = tools.step(state, "145")
+    scores = tools.score(
+        [
+            EnvironmentRequest(
+                prompt="", response="", stop_reason="stop", extra_env_info={REFERENCE: "144"}, state=one.state
+            )
+            for one in (last, wrong)
+        ]
+    )
+    assert [(one.reward, one.correct) for one in scores] == [(1.0, True), (0.0, False)]
+
+
+def test_what_is_no_call_is_an_answer_and_calls_are_counted(folder: Path) -> None:
+    tools = environment(folder, max_calls=2)
+    for response in ("<tool_call>{not json}</tool_call>", "tool_call", ""):
+        assert tools.step(tools.reset("", {}), response).done
+    state = tools.reset("", {})
+    for done in (False, False, True):
+        turn = tools.step(state, call("calculator", expression="1"))
+        state = turn.state
+        assert turn.done is done
+
+
+def test_the_last_turn_is_compared_by_value(folder: Path) -> None:
+    tools = environment(folder, parser="pythonic")
+    turn = tools.step(tools.reset("", {}), "[calculator(expression='3*4')]")
+    assert (turn.done, turn.text) == (False, "12")
+    last = tools.step(turn.state, "It is \\boxed{\\frac{1}{2}}")
+    extra = {REFERENCE: "0.5"}
+    request = EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info=extra, state=last.state)
+    assert tools.score([request])[0].correct
+
+
+def test_what_is_missing_is_told(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no tool parser of vLLM; there is .*hermes"):
+        environment(folder, parser="hermez")
+    with pytest.raises(ValueError, match=r"needs options\.documents"):
+        environment(folder, documents=None)
