@@ -116,7 +116,7 @@ def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
 
 
 def check_environments(config: Config) -> None:
-    """Import every class and reward function of `env` here, before processes are started that would fail one by one.
+    """Import every class, reward function and agent of `env`, before processes are started that would fail one by one.
 
     Raises:
         ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
