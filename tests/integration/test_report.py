@@ -142,7 +142,7 @@ def test_every_view_works_with_the_keyboard_alone(page: Page, hostile: Path) -> 
     assert page.evaluate("trajectories.step") == 2
     page.press("]", "]")
     page.wait("trajectories.panels[0].step === 3")
-    page.evaluate("document.querySelector('.scroller').focus()")
+    page.evaluate("document.querySelector('[role=grid]').focus()")
     page.press("End")
     page.wait("document.querySelector('.failure') !== null")
     assert page.evaluate("document.querySelector('.row.chosen').getAttribute('aria-rowindex')") == "4"

@@ -17,11 +17,11 @@ class Table {
     this.heads = this.columns.map((column) => el("div", { role: "columnheader", class: column.number ? "number" : "", "aria-sort": "none" },
       el("button", { text: column.name, title: column.title, onclick: () => this.sortBy(column) })));
     this.space = el("div", { class: "rows", role: "rowgroup" });
-    this.scroller = el("div", { class: "scroller", tabindex: 0, role: "presentation", "aria-label": this.label }, this.space);
+    this.scroller = el("div", { class: "scroller", tabindex: -1, role: "presentation" }, this.space);
     this.head = el("div", { role: "row", class: "table-head" }, ...this.heads);
-    this.element = el("div", { class: "table", role: "grid", "aria-label": this.label, tabindex: -1 }, el("div", { role: "rowgroup" }, this.head), this.scroller);
+    this.element = el("div", { class: "table", role: "grid", "aria-label": this.label, tabindex: 0 }, el("div", { role: "rowgroup" }, this.head), this.scroller);
     this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
-    this.scroller.addEventListener("keydown", (event) => this.key(event));
+    this.element.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.scroller);
     this.element.style.setProperty("--columns", this.columns.map((column) => column.width).join(" "));
   }
@@ -67,8 +67,8 @@ class Table {
     for (let place = first; place < last; place++) rows.push(this.row(place));
     this.space.replaceChildren(...rows);
     const chosen = rows.some((row) => row.id === this.rowId(this.chosen));
-    if (chosen) this.scroller.setAttribute("aria-activedescendant", this.rowId(this.chosen));
-    else this.scroller.removeAttribute("aria-activedescendant");
+    if (chosen) this.element.setAttribute("aria-activedescendant", this.rowId(this.chosen));
+    else this.element.removeAttribute("aria-activedescendant");
   }
 
   rowId(place) {
@@ -80,7 +80,7 @@ class Table {
     const cells = this.columns.map((column) => el("div", { role: "gridcell", class: column.number ? "number" : "" }, column.cell(row)));
     const node = el("div", { role: "row", class: `row${chosen ? " chosen" : ""}`, id: this.rowId(place), "aria-rowindex": place + 2, "aria-selected": String(chosen) }, ...cells);
     node.style.top = `${place * ROW_HEIGHT}px`;
-    node.addEventListener("click", () => { this.select(place); this.scroller.focus({ preventScroll: true }); });
+    node.addEventListener("click", () => { this.select(place); this.element.focus({ preventScroll: true }); });
     return node;
   }
 
