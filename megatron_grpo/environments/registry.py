@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.data_schema import EnvironmentConfig, name_of_reward
 from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
+from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
 
 
-def create_environment(config: EnvironmentConfig) -> Environment:
+def create_environment(config: EnvironmentConfig, rewards: Mapping[str, RewardFunction] | None = None) -> Environment:
     """The environment that `config.type` names; imports only what that one needs.
+
+    Args:
+        config: type and settings.
+        rewards: by their entry in `config.reward_funcs`, the functions that are not to be imported: those that a
+            script gave, and reward models.
 
     Raises:
         ValueError: there is no such environment.
     """
     if config.type == "reward_functions":
-        functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
+        given = rewards or {}
+        functions = {name_of_reward(one): given.get(one) or load_reward_function(one) for one in config.reward_funcs}
         scoring = (functions, config.weights_by_function(), config.correctness_function())
+        limits: Limits = {"timeout_s": config.reward_timeout_s, "tolerant": config.on_reward_error == "none"}
         if config.agent_func is None:
-            return RewardFunctionEnvironment(*scoring)
-        return AgentEnvironment(load_agent_function(config.agent_func), *scoring)
+            return RewardFunctionEnvironment(*scoring, **limits)
+        return AgentEnvironment(load_agent_function(config.agent_func), *scoring, **limits)
     if config.type == "addition":
         from megatron_grpo.environments.addition import AdditionEnvironment
 
@@ -32,25 +39,3 @@ def create_environment(config: EnvironmentConfig) -> Environment:
 
         return MathEnvironment()
     raise ValueError(f'no environment of type "{config.type}"')
-
-
-def check_reward_functions(config: Mapping[str, EnvironmentConfig]) -> None:
-    """Import every reward function and agent here, before processes are started that would fail one by one.
-
-    Raises:
-        ConfigError: some cannot be imported, or not be called with prompts and completions.
-    """
-    problems = []
-    for name, environment in config.items():
-        for path in environment.reward_funcs:
-            try:
-                load_reward_function(path)
-            except RunError as error:
-                problems.append(Problem(f"env.{name}.reward_funcs={path}", str(error)))
-        if environment.agent_func is not None:
-            try:
-                load_agent_function(environment.agent_func)
-            except RunError as error:
-                problems.append(Problem(f"env.{name}.agent_func={environment.agent_func}", str(error)))
-    if problems:
-        raise ConfigError(problems)

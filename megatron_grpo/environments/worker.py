@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -16,8 +16,12 @@ from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.reward_model import RewardModelClient
 
 Value = TypeVar("Value")
+
+STARTUP_S = 800.0
+"""Deadline for a reward model to be loaded: less than the environment itself has to come up."""
 
 
 class EnvironmentWorker:
@@ -26,27 +30,35 @@ class EnvironmentWorker:
     What the environment raises comes back as a line of text, with the answers about everybody else.
     """
 
-    def __init__(self, name: str, config: EnvironmentConfig) -> None:
+    def __init__(
+        self, name: str, config: EnvironmentConfig, rewards: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
         """
         Args:
             name: task name, for messages.
             config: which environment.
+            rewards: by their entry in reward_funcs, functions that are not to be imported.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
-        self._name, self._config = name, config
+        self._name, self._config, self._rewards = name, config, rewards or {}
 
     def ready(self) -> dict[str, Any]:
         """Make the environment; comes before everything else.
 
         Returns:
-            Node and process id of this process, and whether the environment has several turns, or an agent.
+            Node and process id of this process; whether the environment has several turns, or an agent; and whether it
+            reads the tokens of responses.
         """
-        self._environment = create_environment(self._config)
+        for reward in self._rewards.values():
+            if isinstance(reward, RewardModelClient):
+                reward.wait_ready(STARTUP_S)
+        self._environment = create_environment(self._config, self._rewards)
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "multi_turn": self._environment.multi_turn,
             "agent": self._environment.agent,
+            "reads_token_ids": self._environment.reads_token_ids,
         }
 
     @phase("score")

@@ -13,7 +13,7 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.environments.registry import check_reward_functions
+from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
 

@@ -23,6 +23,7 @@ from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
+from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom
@@ -116,6 +117,8 @@ class RolloutPool:
         self._routed, self._endpoint = routed, endpoint
         self.remarks: list[str] = []
         """What somebody who watches the run should hear of; whoever tells it clears it."""
+        self.trainer_state = TrainerState()
+        """How far the run is: what reward functions are told of the responses that are asked for next."""
         self._batches = count()
         self._turn = count()
         self._workers: list[Any] = []
@@ -202,6 +205,7 @@ class RolloutPool:
             step=step,
             max_total_sequence_length=self._max_total_sequence_length,
             timeout_s=self._config.timeout_s,
+            trainer_state=self.trainer_state,
         )
         self._lost.hand_on()
         batch = next(self._batches)

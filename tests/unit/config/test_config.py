@@ -33,6 +33,8 @@ OF_THE_MIXTURE = [
 GOES_WITH = {  # options that make sense only beside others
     ("data", "addition"): ["env=addition"],
     ("data", "addition_moe"): ["env=addition"],
+    ("data", "tldr"): ["~env.math", "env.tldr={type:reward_functions,reward_funcs:[mine.reward]}"],
+    ("data", "countdown"): ["~env.math", "env.countdown={type:reward_functions,reward_funcs:[mine.reward]}"],
     ("env", "addition"): ["data.task_name=addition"],
     ("checkpointing", "best"): ["data.val_path=val.jsonl"],
     ("policy", "addition"): ["generation=addition", "data.max_input_seq_length=16"],
