@@ -18,6 +18,7 @@ from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader, Prompts
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
@@ -191,7 +192,11 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         ),
         dumps=RolloutDumps(rollouts, config.logger, run_dir),
         guard=guard,
-        loader=PromptLoader(cast(Prompts, MadeUpPrompts(sizes)), prompts_per_batch=sizes.prompts, shuffle=True, seed=0),
+        loader=PromptLoader(
+            cast(Prompts, MadeUpPrompts(sizes)),
+            prompts_per_batch=sizes.prompts,
+            order=Visits([len(MadeUpPrompts(sizes))], [1.0], shuffle=True, seed=0),
+        ),
         val_prompts=[],
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import yaml
 
-from megatron_grpo.algorithms.registry import run_of
-from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.algorithms.start import start
 from megatron_grpo.composition.help import help_text, version
+from megatron_grpo.composition.search_path import OPTION
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import check_overrides
 from megatron_grpo.preflight.outlook import outlook
 from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.run.directory import in_use
+from megatron_grpo.run.reward_columns import columns_known
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
@@ -30,7 +30,6 @@ _OF_HYDRA = {
     "--info": "--cfg job prints the configuration, --check says what would run",
     "--multirun": "a run takes one value of each key; start one for each",
     "--config-name": "+exp=NAME chooses a recipe",
-    "--config-dir": "recipes lie in conf/exp; +exp=NAME chooses one",
     "--config-path": "recipes lie in conf/exp; +exp=NAME chooses one",
     "--resolve": "--cfg job prints resolved values",
     "-m": "a run takes one value of each key; start one for each",
@@ -72,10 +71,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
     if task == "check":
         print(f"configuration is fine: {outlook(config, start_from)}")
     elif task == "train":
-        if config.cluster.ray_address is None:
-            prepare_ray_environment()
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-        _run(config)
+        start(config)
     return 0
 
 
@@ -89,21 +85,13 @@ def _check_start(config: Config) -> Path | None:
     from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
 
     check_environments(config)
+    if any(environment.reward_funcs for environment in config.env.values()):
+        from megatron_grpo.environments.reward_check import check_reward_functions  # takes seconds to import
+
+        check_reward_functions(config.env, columns_known(config))
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
     return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)
-
-
-def _run(config: Config) -> None:
-    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts."""
-    from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
-
-    with ThreadPoolExecutor(1, "import") as importer:
-        algorithm = importer.submit(run_of, config.algorithm)
-        with opened(config) as opening:
-            with opening.parts.part("imports"):
-                run = algorithm.result()
-            run(config, opening)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
@@ -120,6 +108,8 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
             task = "show"
         elif argument == "--check":
             task = "check"
+        elif name == OPTION:
+            overrides.append(f"{OPTION}={value or next(rest, '')}")
         elif argument.startswith("-"):
             advice = _OF_HYDRA.get(name, "--help shows what there is")
             raise ConfigError([Problem(argument, f"no such option; {advice}")])
@@ -127,6 +117,17 @@ def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
             overrides.append(argument)
     return overrides, task
 
+
+class _Command(ModuleType):
+    """This module, which scripts can call too: `megatron_grpo.train(...)` is `megatron_grpo.api.train`."""
+
+    def __call__(self, *arguments: Any, **given: Any) -> Any:
+        from megatron_grpo.api import train
+
+        return train(*arguments, **given)
+
+
+sys.modules[__name__].__class__ = _Command
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -19,13 +20,13 @@ from megatron_grpo.composition.either_name import drop_shared, unite, without_sh
 from megatron_grpo.composition.job import Job, given_keys, keys_on, split_job
 from megatron_grpo.composition.misplaced import misplaced_keys
 from megatron_grpo.composition.overrides import (
-    CONF_MODULE,
     RECIPES,
     VARIANTS,
     config_groups,
     read_overrides,
     settings_of,
 )
+from megatron_grpo.composition.search_path import CONF_MODULE, hydra_override, searched, split_search_path
 from megatron_grpo.composition.suggestions import unknown_key
 from megatron_grpo.composition.typed import expand_homes, missing, typed
 from megatron_grpo.config.errors import Problem, shown
@@ -86,8 +87,16 @@ class Composed:
 
 def compose_typed(overrides: Sequence[str]) -> Composed:
     """The configuration of a command line: names, types and ranges checked, but not yet how its parts fit together."""
+    added, others, unfit = split_search_path(overrides)
+    with searched(added):
+        composed = _compose_typed(others, added)
+    composed.problems[:0] = unfit
+    return composed
+
+
+def _compose_typed(overrides: Sequence[str], added: Sequence[Path]) -> Composed:
     job, arguments = split_job(overrides)
-    values = _composed(job, arguments)
+    values = _composed(job, arguments, added)
     problems, plain = values.problems, copy.deepcopy(values.plain)
     config, wrong = typed(values.plain, values.algorithm)
     unresolved = {problem.key for problem in problems}
@@ -104,19 +113,21 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
     return Composed(config, plain, job, problems, already, defaulted, values.given_as)
 
 
-def _composed(job: Job, arguments: list[str]) -> _Values:
+def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
     """The resolved values, and what was wrong on the way."""
     environments = config_groups()["env"]
     read = read_overrides([*job.environment_override(environments), *arguments])
     ConfigStore.instance().store("schema_defaults", _defaults_tree())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
-            composed = compose("config", read.accepted)
+            composed = compose("config", [*hydra_override(added), *read.accepted])
         except (HydraException, OmegaConfBaseException) as error:
             problems = [*read.problems, *job.problems, _not_composed(read.accepted, error)]
             return _Values({}, "grpo", [*(unknown_key(name, "grpo") for name in read.unknown), *problems])
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
-        united = unite(composed, algorithm, keys_on(arguments), lambda: _files(read.accepted))
+        united = unite(
+            composed, algorithm, keys_on(arguments), lambda: _files([*hydra_override(added), *read.accepted])
+        )
     problems = [*(unknown_key(name, algorithm) for name in read.unknown), *read.problems, *job.problems]
     overruled = list(_overruled(job, read.accepted, composed))
     problems += united.problems

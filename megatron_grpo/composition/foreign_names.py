@@ -96,7 +96,7 @@ TRL = {
     "vllm_mode": "generation.placement",
     "vllm_structured_outputs_regex": "generation.structured.regex",
     "vllm_tensor_parallel_size": "generation.parallel.tensor",
-    "warmup_ratio": "policy.optimizer.warmup_steps",
+    "warmup_ratio": "policy.optimizer.warmup_ratio",
 }
 
 NEMO_RL = {
@@ -104,8 +104,6 @@ NEMO_RL = {
     "grpo.async.max_trajectory_age_steps": "grpo.async_grpo.max_trajectory_age_steps",
     "checkpointing.checkpoint_dir": "run_dir",
     "data.dataset_name": "data.train_path",
-    "data.prompt_file": "data.system_prompt",
-    "data.system_prompt_file": "data.system_prompt",
     "data.train.data_path": "data.train_path",
     "data.train.dataset_name": "data.train_path",
     "data.train_data_path": "data.train_path",
@@ -172,6 +170,7 @@ NEMO_RL = {
     "policy.optimizer.kwargs.eps": "policy.optimizer.adam_eps",
     "policy.optimizer.kwargs.lr": "policy.optimizer.lr",
     "policy.optimizer.kwargs.weight_decay": "policy.optimizer.weight_decay",
+    "value_loss_fn.cliprange": "value_loss_fn.value_clip",
     "policy.sequence_packing.enabled": "policy.packing",
     "policy.sequence_packing.logprob_mb_tokens": "policy.logprob_microbatch_tokens",
     "policy.sequence_packing.train_mb_tokens": "policy.microbatch_tokens",
@@ -199,7 +198,7 @@ VERL = {
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "policy.parallel.tensor",
     "actor_rollout_ref.actor.optim.lr": "policy.optimizer.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "policy.optimizer.warmup_steps",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "policy.optimizer.warmup_steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "policy.optimizer.warmup_ratio",
     "actor_rollout_ref.actor.optim.weight_decay": "policy.optimizer.weight_decay",
     "actor_rollout_ref.actor.ppo_epochs": "ppo.ppo_epochs",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "policy.microbatch_tokens",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from importlib import resources
 
-from megatron_grpo.composition.overrides import CONF_MODULE, RECIPES, config_groups
+from megatron_grpo.composition.overrides import RECIPES, config_groups
+from megatron_grpo.composition.search_path import CONF_MODULE
 from megatron_grpo.config.keys import keys
 
 COMMANDS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -14,12 +13,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from megatron_grpo.composition.search_path import folders
 from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import FREE_TYPE, groups, keys, known_key, known_section, matches
 
-CONF_MODULE = "megatron_grpo.conf"
-"""The package of YAML files."""
 RECIPES = "exp"
 """The group whose options are whole recipes."""
 VARIANTS = "variant"
@@ -43,21 +41,26 @@ class Overrides:
 
 
 def config_groups() -> dict[str, list[str]]:
-    """The groups of conf/ and the options of each, sorted."""
-    folders = (folder for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir())
-    options = {folder.name: _options(folder) for folder in folders}
-    return {name: options[name] for name in sorted(options) if options[name]}
+    """The groups of conf/ and the options of each, those of added folders among them, sorted."""
+    own, *added = folders()
+    options = {folder.name: _options(folder) for folder in own.iterdir() if folder.is_dir()}
+    for folder in added:
+        for name, found in options.items():
+            group = folder.joinpath(name)
+            found += _options(group) if group.is_dir() else []
+    return {name: sorted(options[name]) for name in sorted(options) if options[name]}
 
 
 def settings_of(path: str) -> dict[str, Any]:
     """The keys that a file of conf/ ("variant/dapo") sets itself, with their values as they are written there."""
-    text = resources.files(CONF_MODULE).joinpath(f"{path}.yaml").read_text()
+    file = next(file for folder in folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
+    text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
     return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
 
 
 def _options(folder: Traversable) -> list[str]:
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return [file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")]
 
 
 def read_overrides(overrides: Sequence[str]) -> Overrides:

@@ -22,22 +22,34 @@ PATHS = (
     "value.model.path",
     "data.train_path",
     "data.val_path",
+    "data.prompt_file",
+    "data.system_prompt_file",
+    "data.chat_template",
+    "data.tools",
+    "data.train_sets.*.path",
+    "data.val_sets.*.path",
+    "data.tasks.*.prompt_file",
+    "data.tasks.*.system_prompt_file",
+    "data.tasks.*.chat_template",
+    "data.tasks.*.tools",
     "prepare.folder",
     "checkpointing.resume",
     "refit.directory",
 )
-"""Keys that name files and folders."""
+"""Keys that name files and folders; * stands for each name that there is."""
 
 
 def expand_homes(values: dict[str, Any]) -> None:
     """Put the home folder in the place of a leading ~, as the shell does where it sees one."""
     for name in PATHS:
         *sections, last = name.split(".")
-        node: Any = values
+        nodes: list[Any] = [values]
         for section in sections:
-            node = node.get(section) if isinstance(node, dict) else None
-        if isinstance(node, dict) and isinstance(node.get(last), str):
-            node[last] = os.path.expanduser(node[last])
+            mappings = [node for node in nodes if isinstance(node, dict)]
+            nodes = [below for node in mappings for key, below in node.items() if section in ("*", key)]
+        for node in nodes:
+            if isinstance(node, dict) and isinstance(node.get(last), str):
+                node[last] = os.path.expanduser(node[last])
 
 
 def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
@@ -62,10 +74,15 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
 def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
     """Required keys without a value, those apart that are told of already."""
     return [
-        Problem(name, f"is required: {keys()[name].doc}")
+        Problem(name, f"is required: {' '.join(keys()[name].doc.split())}")
         for name in keys()
-        if name not in already and "<" not in name and _get(values, name) == MISSING
+        if name not in already and "<" not in name and _get(values, name) == MISSING and not _replaced(values, name)
     ]
+
+
+def _replaced(values: dict[str, Any], name: str) -> bool:
+    """Whether something else is given in the place of a required key."""
+    return name == "data.train_path" and bool(_get(values, "data.train_sets"))
 
 
 def _booleans(values: dict[str, Any]) -> list[Problem]:

@@ -3,19 +3,116 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
 
-from megatron_grpo.config.section import MISSING, EnvironmentOptions, Positive, Seconds, Section
+from megatron_grpo.config.section import (
+    MISSING,
+    EnvironmentOptions,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    TemplateArguments,
+)
 
 
 @dataclass(kw_only=True)
-class DataConfig(Section):
+class PromptConfig(Section):
+    """How the rows of a task become prompts. Of data.tasks.NAME, what is null is as data has it for all tasks."""
+
+    processor: str | None = None
+    """What makes prompts of rows: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or a function of your own
+    by import path (docs/data.md); null: rows have a prompt and an answer already."""
+
+    prompt_file: str | None = None
+    """Text file with the words around every prompt, which stands where the file has {} (and {NAME} is a column)."""
+
+    system_prompt: str | None = None
+    """System message put before every prompt; needs apply_chat_template."""
+
+    system_prompt_file: str | None = None
+    """Text file with the system message, instead of system_prompt."""
+
+    chat_template: str | None = None
+    """File with the chat template (Jinja) to use instead of the tokenizer's."""
+
+    chat_template_kwargs: TemplateArguments = field(default_factory=dict)
+    """Further variables of the chat template, such as enable_thinking."""
+
+    tools: str | None = None
+    """JSON file with a list of tool definitions, which the chat template is given."""
+
+
+@dataclass(kw_only=True)
+class TaskConfig(PromptConfig):
+    """A task whose prompts are made in a way of their own; what is null is as data has it for all tasks."""
+
+    prompt_key: str | None = None
+    """Column with the prompt."""
+
+    answer_key: str | None = None
+    """Column with the reference answer."""
+
+    apply_chat_template: bool | None = None
+    """Whether prompts are rendered with the chat template."""
+
+
+@dataclass(kw_only=True)
+class DatasetConfig(Section):
+    """One set of rows."""
+
+    path: str = MISSING
+    """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, or a name on the Hugging Face hub, such
+    as openai/gsm8k."""
+
+    subset: str | None = None
+    """Configuration of a hub set, such as main; null: its only one."""
+
+    split: str = "train"
+    """Split of a hub set or a folder, also a part of it as `datasets` writes it: train[:1000]. A file has no splits."""
+
+    task_name: str | None = None
+    """Environment of rows without a task_name column; null: data.task_name."""
+
+    weight: PositiveFloat = 1.0
+    """Visits of each row in an epoch of training: 2 shows the set twice, 0.5 a half of it, and the other half in the
+    next epoch. Of validation sets not used."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(PromptConfig):
     """Prompts."""
 
     train_path: str = MISSING
-    """JSONL file of training rows."""
+    """JSONL file of training rows; or a .parquet, .arrow or .csv file, a folder that `datasets` saved, or a hub name.
+    Not needed beside train_sets."""
 
     val_path: str | None = None
-    """JSONL file of validation rows; null: no validation."""
+    """Validation rows, as train_path; null: no validation, unless there are val_sets."""
+
+    subset: str | None = None
+    """Configuration of a hub set in train_path and val_path; null: its only one."""
+
+    train_split: str = "train"
+    """Split of train_path, where that is a hub name or a folder."""
+
+    val_split: str = "test"
+    """Split of val_path, where that is a hub name or a folder."""
+
+    train_sets: dict[str, DatasetConfig] = field(default_factory=dict)
+    """Several training sets by name, mixed by their weights, in place of train_path."""
+
+    val_sets: dict[str, DatasetConfig] = field(default_factory=dict)
+    """Validation sets by name, beside val_path; each has metrics of its own, val_set_accuracy/NAME and so on."""
+
+    streaming: bool = False
+    """Read train_path, a hub name, from the hub as it is needed: nothing is stored, and rows are shuffled within
+    shuffle_buffer. Needs max_num_epochs or max_num_steps to end."""
+
+    shuffle_buffer: Positive = 10000
+    """Rows among which the next one is drawn while streaming."""
 
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or a list of {role, content} messages."""
@@ -26,17 +123,75 @@ class DataConfig(Section):
     task_name: str = "math"
     """Environment of rows that have no task_name column."""
 
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)
+    """Tasks by name whose prompts are made in a way of their own."""
+
     apply_chat_template: bool = True
     """Render prompts with the tokenizer's chat template (true) or use the text as it is (false)."""
 
-    system_prompt: str | None = None
-    """System message put before every prompt; needs apply_chat_template."""
-
     max_input_seq_length: Positive = 1024
-    """Rows whose prompt has more tokens are left out; the run says how many."""
+    """Most tokens of a prompt; long_prompts says what becomes of longer ones."""
+
+    long_prompts: Literal["filter", "cut_left", "error"] = "filter"
+    """Rows whose prompt is too long: filter leaves them out, and the run says how many; cut_left drops tokens at the
+    beginning of the prompt; error ends the start."""
+
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """Rows that cannot be read or used: fail names them and ends the start, skip names the first ones, counts all and
+    leaves them out."""
+
+    rows_rendered_at_start: Positive = 50000
+    """Most rows of each set that are rendered and tokenized before training, to find those that are too long or that
+    the chat template refuses; of the others that is found when their turn comes. All rows are read and checked."""
 
     shuffle: bool = True
     """Visit training rows in an order drawn anew each epoch."""
+
+    @property
+    def training(self) -> dict[str, DatasetConfig]:
+        """The training sets, by the key of their path."""
+        if self.train_sets:
+            return {f"data.train_sets.{name}.path": one for name, one in self.train_sets.items()}
+        return {"data.train_path": DatasetConfig(path=self.train_path, subset=self.subset, split=self.train_split)}
+
+    @property
+    def validation(self) -> dict[str, DatasetConfig]:
+        """The validation sets, by the key of their path."""
+        sets = {f"data.val_sets.{name}.path": one for name, one in self.val_sets.items()}
+        if self.val_path is None:
+            return sets
+        one = DatasetConfig(path=self.val_path, subset=self.subset, split=self.val_split)
+        return {"data.val_path": one, **sets}
+
+
+def is_model_folder(reward: str) -> bool:
+    """Whether an entry of reward_funcs is the folder of a reward model rather than an import path."""
+    return "/" in reward
+
+
+def name_of_reward(reward: str) -> str:
+    """What the reward of an entry of reward_funcs is called: the last part of the import path, or of the folder."""
+    return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Section):
+    """The processes that serve the reward models among reward_funcs."""
+
+    num_workers: Positive = 1
+    """Processes of each model."""
+
+    gpus: NonNegativeFloat = 0.0
+    """GPUs of each process, a fraction where several share one; 0: it computes on the CPU."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+
+    batch_tokens: Positive = 16384
+    """Most tokens, padding included, that are computed together; a conversation that is longer goes alone."""
+
+    max_tokens: Positive | None = None
+    """Tokens at the end of a conversation that the model is shown; null: all of them."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +208,17 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the environment's class."""
 
     reward_funcs: list[str] = field(default_factory=list)
-    """Functions by import path (package.module.function), called with prompts, completions and the data's columns."""
+    """What gives rewards: functions or objects by import path (package.module.name), called with prompts, completions
+    and the data's columns; and reward models by their folder, which has a / in it (docs/rewards.md)."""
+
+    on_reward_error: Literal["fail", "none"] = "fail"
+    """When a reward function raises or is late: fail, so that the response is a failed rollout; or none, as if the
+    function had given None, and count it in reward_errors."""
+
+    reward_timeout_s: Seconds | None = None
+    """Deadline of one call of a reward function; null: none but timeout_s, which ends the process."""
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     reward_weights: list[float] | None = None
     """Weight of each function's reward in the sum; null: 1 each."""
@@ -75,9 +240,14 @@ class EnvironmentConfig(Section):
     """Deadline of one call of a process, which scores what has gathered while it was busy; past it the process is
     replaced, and the responses are scored once more, one by one."""
 
+    @property
+    def reward_model_folders(self) -> list[str]:
+        """The reward models among reward_funcs."""
+        return [path for path in self.reward_funcs if is_model_folder(path)]
+
     def weights_by_function(self) -> dict[str, float]:
-        """Weight of each reward function, by the last part of its path."""
-        names = [path.rpartition(".")[2] for path in self.reward_funcs]
+        """Weight of each reward function, by its name."""
+        names = [name_of_reward(path) for path in self.reward_funcs]
         return dict(zip(names, self.reward_weights or [1.0] * len(names), strict=False))
 
     def correctness_function(self) -> str | None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
-from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, VllmArguments
+from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
 FREE_TYPE = "true or false, number, text, list or mapping"
 """Type of a key that is passed on to Megatron-Core, vLLM or an environment, whose own type is checked there."""
@@ -90,8 +90,9 @@ def known_key(name: str) -> str | None:
 
 def known_section(name: str) -> bool:
     """Whether a dotted name is a group of keys."""
-    known = (one for group in groups() for one in group.names)
-    return (bool(name) and any(matches(one, name) for one in known)) or name == "env"
+    known = [one for group in groups() for one in group.names]
+    by_name = [one.removesuffix(".<name>") for one in known if one.endswith(".<name>")]
+    return bool(name) and any(matches(one, name) for one in (*known, *by_name))
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -125,7 +126,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
             text = docs.get(field.name) or inspect.getdoc(hint) or ""
             walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
             below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
-        elif hint in (EnvironmentOptions, MegatronFields, VllmArguments):
+        elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
             (owner,) = hint.__metadata__
             key = Key(f"{name}.<field>", FREE_TYPE, f"as {owner} has it", "The field of this name.")
             below.append(Group(name, docs.get(field.name, ""), (key,)))
@@ -176,6 +177,9 @@ def _is_text(statement: ast.stmt) -> typing.TypeGuard[Any]:
 def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
+        in_words = next((one for one in args[1:] if isinstance(one, str)), None)
+        if in_words is not None:
+            return in_words
         return f"{_describe(args[0])} " + " and ".join(f"{_BOUNDS[b]} {v:g}" for b, v in _bounds(args[1:]))
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
-from megatron_grpo.config.section import Fraction, NonNegative, Positive, Section, Seed
+from megatron_grpo.config.section import Fraction, NonNegative, Positive, Section, Seed, Steps
 
 VALIDATION_PREFIX = "val_"
 """Metrics that only validation produces begin with this."""
@@ -71,8 +71,8 @@ class LoopConfig(Section):
     max_num_epochs: Positive = 1
     """Passes over the training data after which training ends."""
 
-    max_num_steps: Positive = 1000
-    """Steps after which training ends."""
+    max_num_steps: Steps = 1000
+    """Steps after which training ends; -1: as many as max_num_epochs passes over the rows make."""
 
     max_rollout_turns: Positive = 1
     """Most turns of the model in one rollout, with an environment that answers it. A rollout also ends when its
@@ -128,8 +128,8 @@ class LoopConfig(Section):
     val_at_end: bool = True
     """Validate after the last step."""
 
-    max_val_samples: Positive = 256
-    """Most validation prompts used."""
+    max_val_samples: Positive | None = 256
+    """Most prompts used of each validation set; null: all."""
 
     val_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""

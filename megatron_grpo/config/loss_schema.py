@@ -17,8 +17,8 @@ class LossConfig(Section):
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Probability ratios are clipped from below at 1 - this; 1 is no lower bound."""
 
-    ratio_clip_max: NonNegativeFloat = 0.2
-    """Probability ratios are clipped from above at 1 + this."""
+    ratio_clip_max: NonNegativeFloat | None = None
+    """Probability ratios are clipped from above at 1 + this; null: ratio_clip_min."""
 
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clipping: bound on the loss of samples with negative advantage; null is off."""
@@ -59,6 +59,10 @@ class LossConfig(Section):
     use_on_policy_kl_approximation: bool = False
     """Weight the KL estimate by the importance ratio, so that it is taken under the current policy."""
 
+    kl_score_function_gradient: bool = False
+    """Give the KL penalty of the loss the gradient of the divergence itself, also by way of the tokens that follow
+    (arXiv 2506.09477). Not with use_on_policy_kl_approximation, nor over context-parallel ranks."""
+
     use_kl_in_reward: bool = False
     """Subtract the KL penalty from the reward instead of adding it to the loss."""
 
@@ -86,6 +90,11 @@ class LossConfig(Section):
 
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """VAPO: weight of the negative log-likelihood of correct responses, added to the loss; 0 is off."""
+
+    @property
+    def clip_max(self) -> float:
+        """How far above 1 ratios are clipped."""
+        return self.ratio_clip_min if self.ratio_clip_max is None else self.ratio_clip_max
 
     @property
     def kl_in_loss(self) -> float:

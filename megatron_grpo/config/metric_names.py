@@ -81,6 +81,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: config.policy.moe.replay_routing,
         "it needs policy.moe.replay_routing",
     ),
+    (
+        "reward_errors",
+        lambda config: any(one.on_reward_error == "none" for one in config.env.values()),
+        "it needs env.NAME.on_reward_error=none",
+    ),
     ("kl", lambda config: False, "it is reported as kl_penalty, and under this name for those who know TRL"),
     ("completion_length", lambda config: False, "it is reported as response_length too, which ranks"),
 )
@@ -104,6 +109,8 @@ def sometimes_absent(config: Config) -> set[str]:
     """Metrics that some steps of this run have and others may not: nothing in such a step says what they are."""
     functions = _of_functions(config)
     names = functions | _of_tasks(config) | ({"reward_std"} if functions else set())
+    if any(one.on_reward_error == "none" for one in config.env.values()):
+        names.add("reward_errors")
     if config.knows_correctness:
         names |= {"accuracy", "groups_all_wrong", "groups_mixed", "groups_all_right"}
     if config.loss_fn.positive_example_nll_weight > 0:

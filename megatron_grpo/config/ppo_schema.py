@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from megatron_grpo.config.loop_schema import LoopConfig
-from megatron_grpo.config.section import Fraction, NonNegative, Positive, PositiveFloat, Section
+from megatron_grpo.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
@@ -32,8 +32,8 @@ class PPOAdvantageConfig(Section):
     gae_lambda_value: Lambda | None = None
     """Lambda of the value model's returns; null: gae_lambda. VAPO takes 1."""
 
-    length_adaptive_alpha: PositiveFloat | None = None
-    """VAPO: lambda of the policy's advantages = 1 - 1 / (this * response length), at least 0; null is off."""
+    length_adaptive_alpha: NonNegativeFloat | None = None
+    """VAPO: lambda of the policy's advantages = 1 - 1 / (this * response length), at least 0; null and 0 are off."""
 
     normalize_advantages: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over the tokens in the loss of the step."""
@@ -41,7 +41,7 @@ class PPOAdvantageConfig(Section):
     @property
     def has_own_lambdas(self) -> bool:
         """Whether policy and value model both have a lambda other than gae_lambda."""
-        of_policy = self.gae_lambda_policy is not None or self.length_adaptive_alpha is not None
+        of_policy = self.gae_lambda_policy is not None or bool(self.length_adaptive_alpha)
         return of_policy and self.gae_lambda_value is not None
 
     @property
@@ -92,5 +92,8 @@ class PPOConfig(LoopConfig):
 class MseValueLossConfig(Section):
     """MseValueLossFn; docs/algorithms.md has the formula."""
 
-    value_clip: PositiveFloat | None = 0.2
-    """A value that moved further than this from where the step found it gains nothing by it; null is off."""
+    value_clip: NonNegativeFloat | None = 0.2
+    """A value that moved further than this from where the step found it gains nothing by it; null and 0 are off."""
+
+    scale: PositiveFloat = 1.0
+    """Factor of the loss, and so of its gradient; what is reported is the loss without it."""

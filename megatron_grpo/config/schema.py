@@ -6,7 +6,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from megatron_grpo.config.data_schema import DataConfig, EnvironmentConfig
+from megatron_grpo.config.data_schema import (
+    DataConfig,
+    DatasetConfig,
+    EnvironmentConfig,
+    RewardModelConfig,
+    TaskConfig,
+)
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
@@ -45,6 +51,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DatasetConfig",
     "EarlyStopConfig",
     "EngineConfig",
     "EnvironmentConfig",
@@ -68,10 +75,12 @@ __all__ = [
     "QuantizationFormat",
     "ReferenceConfig",
     "RefitConfig",
+    "RewardModelConfig",
     "RewardScalingConfig",
     "RewardShapingConfig",
     "RolloutsConfig",
     "SandboxConfig",
+    "TaskConfig",
     "ValueConfig",
     "ValueModelConfig",
     "WandbConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 MISSING = "???"
 """Value of a key that the user has to give (OmegaConf's own marker)."""
@@ -14,11 +14,21 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("is neither -1 nor above 0")
+    return value
+
+
+Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero), "int > 0 or -1"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
+TemplateArguments = Annotated[dict[str, Any], "the chat template"]
 """Names and values that are passed on, and whose they are; they are checked against what is installed."""
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec
+from megatron_grpo.data.sources import Source
 
 
 class Rows(Protocol):
@@ -14,6 +18,28 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, idx: int, /) -> dict[str, Any]: ...
+
+
+class UsableRows:
+    """The rows of a source that can be used, numbered through."""
+
+    def __init__(self, source: Source, usable: NDArray[np.int64]) -> None:
+        """
+        Args:
+            source: all rows.
+            usable: [usable rows], int64: their numbers in the source.
+        """
+        self._source, self._usable = source, usable
+
+    def __len__(self) -> int:
+        return len(self._usable)
+
+    def __getitem__(self, idx: int, /) -> dict[str, Any]:
+        return self._source[int(self._usable[idx])]
+
+    def place(self, idx: int) -> str:
+        """Where a row is, for people."""
+        return self._source.place(int(self._usable[idx]))
 
 
 class AllTaskProcessedDataset:
@@ -26,6 +52,8 @@ class AllTaskProcessedDataset:
         default_task_data_spec: TaskDataSpec,
         task_data_processors: Mapping[str, tuple[TaskDataSpec, DataProcessor]],
         max_seq_length: int,
+        *,
+        skip_refused: bool = False,
     ) -> None:
         """
         Args:
@@ -34,12 +62,16 @@ class AllTaskProcessedDataset:
             default_task_data_spec: its task_name is that of rows without one.
             task_data_processors: specification and processor by task name.
             max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
+            skip_refused: whether a row that its processor refuses is flagged with loss_multiplier 0, too.
         """
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.default_task_data_spec = default_task_data_spec
         self.task_data_processors = task_data_processors
         self.max_seq_length = max_seq_length
+        self.skip_refused = skip_refused
+        self.refused: dict[int, str] = {}
+        """Why each row was refused that was, by its number."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -50,17 +82,47 @@ class AllTaskProcessedDataset:
             ValueError: nothing processes the row's task, or its loss_multiplier is neither 0 nor 1.
             IndexError: there is no such row.
         """
-        row = self.dataset[idx]
+        try:
+            return self.prompt(self.dataset[idx], idx)
+        except ValueError as error:
+            place = self.dataset.place(idx) if isinstance(self.dataset, UsableRows) else None
+            reason = str(error) if place is None else f"{place}: {error}"
+            if not self.skip_refused:
+                raise ValueError(reason) from error
+            self.refused[idx] = reason
+            return _left_out(idx, self.default_task_data_spec.task_name)
+
+    def prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
+        """The prompt of a row that need not be in the dataset.
+
+        Args:
+            row: the row.
+            idx: the number that the prompt is known by.
+
+        Raises:
+            ValueError: nothing processes the row's task, its processor refuses it, or its loss_multiplier is neither 0
+                nor 1.
+        """
         task = row.get("task_name", self.default_task_data_spec.task_name)
         try:
             spec, process = self.task_data_processors[task]
         except KeyError:
             known = ", ".join(sorted(self.task_data_processors)) or "none"
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {known}') from None
-        datum = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        try:
+            datum = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:  # of a user's own processor
+            raise ValueError(f"row {idx}: its processor raised {type(error).__name__}: {error}") from error
         if datum["loss_multiplier"] not in (0, 1):
             given = datum["loss_multiplier"]
             raise ValueError(
                 f"row {idx}: loss_multiplier={given:g}: a prompt is left out (0) or counts like others (1)"
             )
         return datum
+
+
+def _left_out(idx: int, task: str) -> DatumSpec:
+    """What stands for a row that makes no prompt."""
+    return DatumSpec(
+        message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
+    )

@@ -11,10 +11,19 @@ _MAGIC = {
     b"\xfd7zXZ\x00": "is compressed with xz; unpack it first (unxz)",
     b"BZh": "is compressed with bzip2; unpack it first (bunzip2)",
     b"PK\x03\x04": "is a zip archive; unpack it first",
-    b"PAR1": "is a Parquet file; write its rows as JSON, one object a line",
+    b"PAR1": "is a Parquet file; give it a name that ends in .parquet",
     b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
 }
+
+
+def packed_kind(head: bytes) -> str | None:
+    """What a file is instead of text, and what to do; None: it may be text.
+
+    Args:
+        head: first bytes of the file.
+    """
+    return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def wrong_kind(head: bytes) -> str | None:
@@ -23,9 +32,9 @@ def wrong_kind(head: bytes) -> str | None:
     Args:
         head: first HEAD_BYTES bytes of the file.
     """
-    for magic, text in _MAGIC.items():
-        if head.startswith(magic):
-            return text
+    packed = packed_kind(head)
+    if packed is not None:
+        return packed
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first = start.split(b"\n", 1)[0].strip()
     if not first or (first.startswith(b"{") and first != b"{"):
@@ -38,6 +47,6 @@ def wrong_kind(head: bytes) -> str | None:
         json.loads(first)
     except ValueError:
         if b"," in first or b"\t" in first:
-            return "looks like a table (CSV); write its rows as JSON, one object a line"
+            return "looks like a table (CSV); give it a name that ends in .csv (or .tsv, with tabs)"
         return "is not JSONL: its first line is no object {...}"
     return None

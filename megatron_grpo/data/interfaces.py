@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, TypedDict
 
 REFERENCE = "<reference>"
 """Key of the reference answer, as text, among what the environment needs; no column of a file is called that."""
@@ -34,6 +34,12 @@ class DatumSpec(TypedDict):
     task_name: str
     prompt: str | list[dict[str, str]]
     """The row's prompt as it was given, for logs and reward functions."""
+    dataset: NotRequired[str]
+    """Name of the validation set that the prompt is of; absent where sets have no names."""
+
+
+LongPrompts = Literal["filter", "cut_left", "error"]
+"""What becomes of prompts with too many tokens: left out, cut at their beginning, or refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,14 @@ class TaskDataSpec:
     answer_key: str | None = "answer"
     apply_chat_template: bool = True
     system_prompt: str | None = None
+    prompt: str | None = None
+    """Words around every prompt, which stands where this has {}; {NAME} is a column."""
+    chat_template: str | None = None
+    """Jinja; None: the tokenizer's own."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Definitions that the chat template is given."""
+    long_prompts: LongPrompts = "filter"
 
 
 DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpec]

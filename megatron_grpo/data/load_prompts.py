@@ -1,30 +1,38 @@
-"""The prompts of a run: every row is looked at before training, so that a bad one does not end it in the middle."""
+"""The prompts of a run: rows are looked at before training, so that a bad one does not end it in the middle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.interfaces import DatumSpec, TaskDataSpec
-from megatron_grpo.data.jsonl import read_prompts
+from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
+from megatron_grpo.data.epoch_order import Visits
+from megatron_grpo.data.examine import Examined, examined
+from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.processors import math_data_processor
+from megatron_grpo.data.row_forms import processor_of
+from megatron_grpo.data.specs import processor_name, task_spec
+from megatron_grpo.data.stream import StreamLoader, open_stream
 
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
     """What a run reads from its files of prompts."""
 
-    loader: PromptLoader
+    loader: PromptLoader | StreamLoader
     """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
     eos_token_id: int | None
     notes: list[str]
     """What to tell the user about the files."""
+    columns: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the columns of each task's rows; empty while streaming, where nobody has seen them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,64 +59,156 @@ def held_out_prompts(config: Config, model: Path, path: str) -> HeldOutPrompts:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
+    data = replace(config.data, val_path=path, val_sets={})
+    ((key, one),) = data.validation.items()
     notes: list[str] = []
-    data = replace(config.data, val_path=path)
-    dataset, usable = _read(replace(config, data=data), "val_path", tokenizer, notes)
+    dataset, usable = _read(replace(config, data=data), key, one, tokenizer, notes, {})
     if not usable:
         raise ConfigError([Problem(f"data.val_path={path}", "has no usable row")])
     prompts = [prompt for prompt in (dataset[idx] for idx in range(len(dataset))) if prompt["loss_multiplier"] > 0]
     return HeldOutPrompts(prompts, tokenizer.eos_token_id, notes)
 
 
-def load_prompt_data(config: Config, model: Path) -> PromptData:
-    """Read, render and tokenize the rows of data.train_path and data.val_path.
+def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
+    """Read, render and tokenize the rows of the training and validation sets.
 
     Args:
+        config: the sets, and how their rows become prompts.
         model: folder with the tokenizer.
+        tokenizer: one to use in its place; None: there is none.
 
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
-    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
+    if tokenizer is None:
+        from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     notes: list[str] = []
-    training, usable = _read(config, "train_path", tokenizer, notes)
-    wanted = config.prompts_per_generation_batch
+    columns: dict[str, set[str]] = {}
+    loader = _stream(config, tokenizer) if config.data.streaming else _loader(config, tokenizer, notes, columns)
+    val_prompts = list(chain.from_iterable(_validation(config, tokenizer, notes, columns)))
+    return PromptData(loader, val_prompts, tokenizer.eos_token_id, notes, columns)
+
+
+def _loader(config: Config, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]) -> PromptLoader:
+    """Batches of the training sets, mixed by their weights."""
+    parts, usable = [], 0
+    for key, one in config.data.training.items():
+        part, found = _read(config, key, one, tokenizer, notes, columns)
+        parts.append(part)
+        usable += found
+    wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
     if usable < wanted:
         text = f"has {usable} usable rows, fewer than the {wanted} prompts that are sampled together"
-        raise ConfigError([Problem(f"data.train_path={config.data.train_path}", text)])
-    loader = PromptLoader(training, prompts_per_batch=wanted, shuffle=config.data.shuffle, seed=config.loop.seed)
-    val_prompts: list[DatumSpec] = []
-    if config.data.val_path is not None:
-        held_out, usable = _read(config, "val_path", tokenizer, notes)
+        (first, *others) = [f"{key}={one.path}" for key, one in config.data.training.items()]
+        raise ConfigError([Problem(first if not others else subjects, text)])
+    weights = [one.weight for one in config.data.training.values()]
+    visits = Visits([len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.loop.seed)
+    whole = parts[0] if len(parts) == 1 else JoinedPrompts(parts)
+    return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
+
+
+def _validation(
+    config: Config, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]
+) -> Iterator[list[DatumSpec]]:
+    """The validation prompts of each set, at most max_val_samples of each."""
+    for key, one in config.data.validation.items():
+        held_out, usable = _read(config, key, one, tokenizer, notes, columns)
         if not usable:
-            raise ConfigError([Problem(f"data.val_path={config.data.val_path}", "has no usable row")])
-        prompts = (held_out[idx] for idx in range(len(held_out)))
-        val_prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
-    return PromptData(loader, val_prompts, tokenizer.eos_token_id, notes)
+            raise ConfigError([Problem(f"{key}={one.path}", "has no usable row")])
+        prompts = [held_out[idx] for idx in range(len(held_out))]
+        prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
+        name = key.split(".")[2] if key != "data.val_path" else None
+        yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
 
-def _read(config: Config, key: str, tokenizer: Any, notes: list[str]) -> tuple[AllTaskProcessedDataset, int]:
-    """The prompts of a file, and how many of them are not too long; remarks on those that are."""
-    data, path = config.data, getattr(config.data, key)
-    spec = TaskDataSpec(
-        task_name=data.task_name,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        apply_chat_template=data.apply_chat_template,
-        system_prompt=data.system_prompt,
-    )
-    processors = dict.fromkeys(config.env, (spec, math_data_processor))
+def _read(
+    config: Config, key: str, one: DatasetConfig, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]
+) -> tuple[AllTaskProcessedDataset, int]:
+    """The prompts of a set, and how many of them are not known to be too long; remarks on those that are."""
+    data, subject = config.data, f"{key}={one.path}"
+    looked = examined(one, data, {name: env.type for name, env in config.env.items()})
+    if looked.report.problems:
+        raise ConfigError(looked.report.problems)
+    notes += [f"{remark.subject} {remark.text}" for remark in looked.report.remarks]
+    for task, names in looked.report.columns.items():
+        columns.setdefault(task, set()).update(names)
+    if not looked.report.rows:
+        raise ConfigError([Problem(subject, "has no rows")])
     try:
-        rows = read_prompts(path, spec, task_names=set(config.env))
-        dataset = AllTaskProcessedDataset(rows, tokenizer, spec, processors, data.max_input_seq_length)
-        usable = sum(dataset[idx]["loss_multiplier"] > 0 for idx in range(len(dataset)))
+        dataset = _processed(config, one, looked, tokenizer)
+        rendered = range(min(len(dataset), data.rows_rendered_at_start))
+        left_out = sum(dataset[idx]["loss_multiplier"] == 0 for idx in rendered)
     except ValueError as error:
-        raise ConfigError([Problem(f"data.{key}={path}", str(error))]) from error
-    if usable < len(rows):
+        raise ConfigError([Problem(subject, str(error))]) from error
+    if dataset.refused:
+        notes.append(f"{len(dataset.refused)} rows of {subject} are left out: {next(iter(dataset.refused.values()))}")
+        left_out -= len(dataset.refused)
+    if left_out:
+        among = f"{len(dataset)} rows" if len(rendered) == len(dataset) else f"first {len(rendered)} rows"
         notes.append(
-            f"{len(rows) - usable} of the {len(rows)} rows of data.{key}={path} are left out: their prompts have more "
+            f"{left_out} of the {among} of {subject} are left out: their prompts have more "
             f"than data.max_input_seq_length={data.max_input_seq_length} tokens"
         )
-    return dataset, usable
+    return dataset, len(dataset) - left_out - len(dataset.refused)
+
+
+def _processed(config: Config, one: DatasetConfig, looked: Examined, tokenizer: Any) -> AllTaskProcessedDataset:
+    """The rows of a set as prompts.
+
+    Raises:
+        ValueError: a processor cannot be imported.
+    """
+    assert looked.source is not None, "rows were looked at"
+    data, default = config.data, one.task_name or config.data.task_name
+    processors = {}
+    for task in config.env:
+        try:
+            processors[task] = (task_spec(data, task), processor_of(processor_name(data, task)))
+        except ValueError as error:
+            raise ValueError(f"data.processor={processor_name(data, task)} {error}") from None
+    return AllTaskProcessedDataset(
+        UsableRows(looked.source, looked.usable),
+        tokenizer,
+        task_spec(data, default),
+        processors,
+        data.max_input_seq_length,
+        skip_refused=data.bad_rows == "skip",
+    )
+
+
+def _stream(config: Config, tokenizer: Any) -> StreamLoader:
+    ((key, one),) = config.data.training.items()
+    try:
+        stream = open_stream(one)
+    except ValueError as error:
+        raise ConfigError([Problem(f"{key}={one.path}", str(error))]) from None
+    environments: Mapping[str, str] = {name: env.type for name, env in config.env.items()}
+    data, default = config.data, one.task_name or config.data.task_name
+    processors = {task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in config.env}
+    return StreamLoader(
+        stream,
+        config=one,
+        data=data,
+        environments=environments,
+        process=AllTaskProcessedDataset([], tokenizer, task_spec(data, default), processors, data.max_input_seq_length),
+        prompts_per_batch=config.prompts_per_generation_batch,
+        seed=config.loop.seed,
+    )
+
+
+class JoinedPrompts:
+    """Several sets of prompts, one after the other, numbered through."""
+
+    def __init__(self, parts: list[AllTaskProcessedDataset]) -> None:
+        self._parts = parts
+        self._begins = [sum(len(part) for part in parts[:number]) for number in range(len(parts))]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __getitem__(self, idx: int, /) -> DatumSpec:
+        number = max(place for place, begin in enumerate(self._begins) if begin <= idx)
+        begin = self._begins[number]
+        return {**self._parts[number][idx - begin], "idx": idx}

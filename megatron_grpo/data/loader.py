@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.interfaces import DatumSpec
 
 
@@ -19,26 +19,6 @@ class Prompts(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, idx: int, /) -> DatumSpec: ...
-
-
-class EpochOrder(Sampler[int]):
-    """Row numbers of one epoch: as they come, or in an order drawn from (seed, epoch) alone."""
-
-    def __init__(self, rows: int, *, shuffle: bool, seed: int) -> None:
-        self.rows = rows
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(range(self.rows))
-        # Two rounds of seeding keep (seed, epoch) and (seed + 1, epoch - 1) apart.
-        epoch_seed = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(self.seed))) ^ self.epoch
-        return iter(torch.randperm(self.rows, generator=torch.Generator().manual_seed(epoch_seed)).tolist())
 
 
 class PromptLoader:
@@ -51,23 +31,22 @@ class PromptLoader:
                 ...
     """
 
-    def __init__(self, dataset: Prompts, *, prompts_per_batch: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: Visits) -> None:
         """
         Args:
             dataset: the prompts.
             prompts_per_batch: prompts that are not left out in each batch; those at the end of an epoch that do not
                 fill one are dropped.
-            shuffle: draw a new order each epoch.
-            seed: of the order.
+            order: numbers of the prompts that an epoch visits; the loader sets its epoch.
         """
         self.prompts_per_batch = prompts_per_batch
         self.epoch = 0
         """Epochs completed."""
         self.left_out = 0
         """Rows of the current epoch (after its end: of the last one) left out so far because they are too long."""
-        self._rows = len(dataset)
+        self._rows = len(order)
         self._batches = 0
-        self._order = EpochOrder(self._rows, shuffle=shuffle, seed=seed)
+        self._order = order
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
             dataset,
@@ -80,14 +59,14 @@ class PromptLoader:
     def __iter__(self) -> Iterator[list[DatumSpec]]:
         """
         Raises:
-            RunError: a whole epoch has too few prompts for a single batch.
+            RunError: a row makes no prompt, or a whole epoch has too few prompts for a single batch.
         """
         self._order.epoch = self.epoch
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0
         batch: list[DatumSpec] = []
-        for datum in rows:
+        for datum in _prompts(rows):
             if datum["loss_multiplier"] == 0:
                 self.left_out += 1
                 continue
@@ -130,11 +109,36 @@ class PromptLoader:
         self._loader.load_state_dict(state["loader"])
 
 
+def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
+    """The prompts of an iterator over a dataset.
+
+    Raises:
+        RunError: a row makes none, which is found only now that its turn has come.
+    """
+    try:
+        yield from rows
+    except ValueError as error:
+        raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
+
+
 def _as_it_is(datum: DatumSpec) -> DatumSpec:
     return datum
 
 
-def prompt_batches(loader: PromptLoader, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
+class Batches(Protocol):
+    """A loader: `PromptLoader`, or one of a stream."""
+
+    epoch: int
+    left_out: int
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
     """Batches of prompts from where the loader stands to the end of the last epoch."""
     while loader.epoch < max_num_epochs:
         yield from loader

@@ -16,13 +16,15 @@ def math_data_processor(
 
     The message log holds one entry, the whole rendered prompt: chat templates may treat a message differently by what
     follows it, so only the conversation as a whole has well-defined tokens. A chat template writes the special tokens
-    itself; a plain prompt gets those that the tokenizer adds to any text (for many tokenizers none).
+    itself; a plain prompt gets those that the tokenizer adds to any text (for many tokenizers none). A conversation
+    that ends with a message of the assistant is left open there, so that the response goes on from it.
 
     Args:
         datum_dict: the row; its prompt is a text, or a list of {role, content} messages for a chat template.
         task_data_spec: names of the columns and how the prompt is rendered.
         tokenizer: a Hugging Face tokenizer.
-        max_seq_length: prompts of more tokens get loss_multiplier 0; they keep their tokens.
+        max_seq_length: prompts of more tokens get loss_multiplier 0 and keep their tokens, or lose those at their
+            beginning, or are refused, as the specification says.
         idx: number of the row in the data, which the prompt is known by.
 
     Returns:
@@ -30,13 +32,21 @@ def math_data_processor(
         that as text under REFERENCE, and as it is under "answer" unless a column has that name.
 
     Raises:
-        ValueError: the prompt has no tokens, or the tokenizer has no chat template, or one that refuses the prompt.
+        ValueError: the prompt has no tokens or too many, the words around it do not fit it, or the tokenizer has no
+            chat template, or one that refuses the prompt.
     """
     prompt = datum_dict[task_data_spec.prompt_key]
-    text = _render_chat(prompt, task_data_spec, tokenizer, idx) if task_data_spec.apply_chat_template else prompt
+    worded = _worded(prompt, datum_dict, task_data_spec, idx)
+    text = _render_chat(worded, task_data_spec, tokenizer, idx) if task_data_spec.apply_chat_template else worded
     token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
+    if len(token_ids) > max_seq_length and task_data_spec.long_prompts != "filter":
+        if task_data_spec.long_prompts == "error":
+            text = f"has {len(token_ids)} tokens, more than data.max_input_seq_length={max_seq_length}"
+            raise ValueError(f"row {idx}: the prompt {text} (data.long_prompts=error)")
+        token_ids = token_ids[-max_seq_length:]
+        text = tokenizer.decode(token_ids)
     extra = {key: value for key, value in datum_dict.items() if key != task_data_spec.prompt_key}
     if task_data_spec.answer_key is not None:
         answer = datum_dict[task_data_spec.answer_key]
@@ -52,14 +62,43 @@ def math_data_processor(
     )
 
 
+def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
+    """The prompt with the words of the prompt file around it: of a conversation, around what the user says last."""
+    if spec.prompt is None:
+        return prompt
+    last = None
+    if not isinstance(prompt, str):
+        last = next((place for place in reversed(range(len(prompt))) if prompt[place]["role"] == "user"), None)
+        if last is None:
+            raise ValueError(f"row {idx}: the words of data.prompt_file have no place: no message is the user's")
+    said = prompt if last is None else prompt[last]["content"]
+    try:
+        words = spec.prompt.format(said, **{name: value for name, value in row.items() if name.isidentifier()})
+    except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+        text = f"{type(error).__name__}: {error}; braces that are meant are written {{{{ and }}}}"
+        raise ValueError(f"row {idx}: the words of data.prompt_file do not fit it: {text}") from error
+    if last is None:
+        return words
+    return [*prompt[:last], {**prompt[last], "content": words}, *prompt[last + 1 :]]
+
+
 def _render_chat(prompt: str | list[dict[str, str]], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None and spec.chat_template is None:
         raise ValueError("the tokenizer has no chat template; set data.apply_chat_template=false for plain prompts")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
+    begun = messages[-1]["role"] == "assistant"
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            chat_template=spec.chat_template,
+            tools=None if spec.tools is None else list(spec.tools),
+            **spec.chat_template_kwargs,
+        )
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"row {idx}: the tokenizer's chat template refuses the prompt: {error}") from error
     return text

@@ -115,6 +115,9 @@ def _schema() -> pa.Schema:
             "stop_reason": pa.string(),
             "reward": pa.float64(),
             "reward_parts": pa.map_(pa.string(), pa.float64()),
+            "reward_errors": pa.int32(),
+            "reward_metrics": pa.map_(pa.string(), pa.float64()),
+            "notes": pa.map_(pa.string(), pa.string()),
             "correct": pa.bool_(),
             "loss_multiplier": pa.float64(),
             "failure": pa.string(),
@@ -142,6 +145,8 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
         "advantages": lists([one.advantages for one in learnt]),
         "spans": [[[span.start, span.end, span.version] for span in one.spans] for one in trajectories],
         "reward_parts": [list(one.reward_parts.items()) for one in trajectories],
+        "reward_metrics": [list(one.reward_metrics.items()) for one in trajectories],
+        "notes": [list(one.notes.items()) for one in trajectories],
     }
     for name in schema.names:
         if name not in columns:

@@ -1,101 +1,24 @@
-"""Reads a JSONL file of prompts line by line and says which lines cannot be used, and why."""
+"""What keeps a row from being used, in words that name the column and the key that is about it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.errors import shown
 from megatron_grpo.data.answers import unusable_answer
-from megatron_grpo.data.file_kinds import HEAD_BYTES, wrong_kind
+from megatron_grpo.data.interfaces import TaskDataSpec
+from megatron_grpo.data.row_forms import RowForm
 
-_SHOWN = 5
-"""Bad lines of one file that are reported singly."""
-
-
-class RowFormat(Protocol):
-    """What has to be known of a file to check its rows; DataConfig is one."""
-
-    @property
-    def prompt_key(self) -> str: ...
-    @property
-    def answer_key(self) -> str | None: ...
-    @property
-    def task_name(self) -> str: ...
-    @property
-    def apply_chat_template(self) -> bool: ...
+Row = dict[str, Any]
 
 
-@dataclass(slots=True)
-class FileReport:
-    """What a file of prompts holds."""
-
-    rows: int = 0
-    """Number of rows, blank lines not counted."""
-    tasks: set[str] = field(default_factory=set)
-    """Names of the environments that the file's rows are for."""
-    alike: bool = True
-    """Whether all prompts of the file are equal."""
-    problems: list[Problem] = field(default_factory=list)
-    """What is wrong with rows, each problem under its file:line."""
-
-
-def examine(path: Path, data: RowFormat, environments: Mapping[str, str]) -> FileReport:
-    """Read a file of prompts line by line.
-
-    Args:
-        path: the JSONL file of prompts.
-        data: names of the columns, and the task of rows without a task_name column.
-        environments: type of each, by task name.
-    """
-    report, bad = FileReport(), 0
-    first: dict[str, Any] | None = None
-    try:
-        with path.open("rb") as file:
-            kind = wrong_kind(file.read(HEAD_BYTES))
-        if kind is not None:
-            report.problems.append(Problem(str(path), kind))
-            return report
-        for number, row in read_rows(path, data, environments, environments):
-            report.rows += 1
-            if isinstance(row, str):
-                bad += 1
-                if bad <= _SHOWN:
-                    report.problems.append(Problem(f"{path}:{number}", row))
-                continue
-            report.tasks.add(row.get("task_name", data.task_name))
-            first = first or row
-            report.alike = report.alike and row[data.prompt_key] == first[data.prompt_key]
-    except OSError as error:
-        report.problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
-    if bad > _SHOWN:
-        report.problems.append(Problem(str(path), f"{bad - _SHOWN} more bad lines of {report.rows}"))
-    return report
-
-
-def read_rows(
-    path: Path, data: RowFormat, environments: Collection[str], kinds: Mapping[str, str] | None = None
-) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """The number of each line that is not blank, with what `read_row` makes of it."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, read_row(line, data, environments, kinds)
-
-
-def read_row(
-    line: bytes, data: RowFormat, environments: Collection[str], kinds: Mapping[str, str] | None = None
-) -> dict[str, Any] | str:
-    """The row that a line holds, or as text what keeps it from being one.
+def parse_line(line: bytes) -> Row | str:
+    """The object that a line of JSONL holds, or as text what keeps it from being one.
 
     Args:
         line: a line of the file, with or without its end.
-        data: names of the columns, and the task of rows without a task_name column.
-        environments: task names that have one.
-        kinds: types of environments whose answers are to be checked, by task name.
     """
     try:
         text = line.decode().removeprefix("\ufeff")
@@ -108,30 +31,92 @@ def read_row(
         return f"is no JSON that can be read: {error}"
     if not isinstance(row, dict):
         return f"is {type(row).__name__}, not an object {{...}}"
-    for setting, column in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
+    if "\\ud" in text or "\\uD" in text:
+        return _broken_text(row) or row
+    return row
+
+
+class RowCheck:
+    """Looks at rows one by one: whether there is a prompt, an answer that can be compared, and an environment."""
+
+    def __init__(
+        self,
+        spec_of: Callable[[str], TaskDataSpec],
+        default_task: str,
+        environments: Mapping[str, str | None],
+        form_of: Callable[[str], RowForm | None] = lambda task: None,
+        own_processors: frozenset[str] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            spec_of: what is said of a task's prompts; called once a task.
+            default_task: task of rows without a task_name column.
+            environments: type of each by task name, whose answers are checked; None: its answers are not.
+            form_of: what brings a task's rows into form; None: they are in form.
+            own_processors: tasks whose rows only a user's own processor understands.
+        """
+        self.default_task = default_task
+        self._environments, self._own = environments, own_processors
+        self._spec_of, self._form_of = spec_of, form_of
+        self._known: dict[str, tuple[TaskDataSpec, RowForm | None]] = {}
+
+    def task(self, row: Row) -> Any:
+        """Task name of a row, whatever it is."""
+        return row.get("task_name", self.default_task)
+
+    def in_form(self, row: Row) -> Row | str:
+        """The row in the form that its task has, or as text why it cannot be used."""
+        task = self.task(row)
+        if not isinstance(task, str) or task not in self._environments:
+            # The columns first: who mistypes a file gives the wrong one, and its rows say more than its task does.
+            own = self.default_task in self._own
+            missing = None if own else _missing_column(row, self._of(self.default_task)[0])
+            known = ", ".join(sorted(self._environments))
+            return missing or f"task_name {task!r} is no environment; env has {known}"
+        if task in self._own:
+            return row
+        spec, form = self._of(task)
+        if form is not None:
+            try:
+                row = form(row)
+            except ValueError as error:
+                return f"is not of the form of data.processor: {error}"
+        return self._problem(row, spec, self._environments[task]) or row
+
+    def prompt(self, row: Row) -> Any:
+        """The prompt of a row in form; of a row that only its own processor understands, the row."""
+        task = self.task(row)
+        return row if task in self._own else row[self._of(task)[0].prompt_key]
+
+    def _of(self, task: str) -> tuple[TaskDataSpec, RowForm | None]:
+        if task not in self._known:
+            self._known[task] = (self._spec_of(task), self._form_of(task))
+        return self._known[task]
+
+    @staticmethod
+    def _problem(row: Row, spec: TaskDataSpec, kind: str | None) -> str | None:
+        missing = _missing_column(row, spec)
+        if missing is not None:
+            return missing
+        prompt = row[spec.prompt_key]
+        if isinstance(prompt, list) and not spec.apply_chat_template:
+            return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
+        if not ((isinstance(prompt, str) and prompt) or _is_conversation(prompt)):
+            return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
+        if spec.answer_key is None or kind is None:
+            return None
+        reason = unusable_answer(kind, row[spec.answer_key])
+        given = shown(json.dumps(row[spec.answer_key], default=str))
+        return f"column {spec.answer_key!r} (data.answer_key) {reason}: {given}" if reason else None
+
+
+def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
+    for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
         if column is not None and column not in row:
-            return f"has no column {column!r} (data.{setting}); it has {', '.join(row) or 'none'}"
-    if data.answer_key is not None and row[data.answer_key] is None:
-        return f"column {data.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
-    prompt = row[data.prompt_key]
-    if isinstance(prompt, list) and not data.apply_chat_template:
-        return f"column {data.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
-    if not ((isinstance(prompt, str) and prompt) or _is_conversation(prompt)):
-        return f"column {data.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
-    task = row.get("task_name", data.task_name)
-    if not isinstance(task, str) or task not in environments:
-        return f"task_name {task!r} is no environment; env has {', '.join(sorted(environments))}"
-    problem = _answer_problem(row, data.answer_key, kinds[task]) if kinds else None
-    if problem is None and ("\\ud" in text or "\\uD" in text):
-        problem = _broken_text(row)
-    return problem or row
-
-
-def _answer_problem(row: dict[str, Any], answer_key: str | None, kind: str) -> str | None:
-    if answer_key is None:
-        return None
-    reason = unusable_answer(kind, row[answer_key])
-    return f"column {answer_key!r} (data.answer_key) {reason}: {shown(json.dumps(row[answer_key]))}" if reason else None
+            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+    if spec.answer_key is not None and row[spec.answer_key] is None:
+        return f"column {spec.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
+    return None
 
 
 def _advice(error: json.JSONDecodeError) -> str:
@@ -143,13 +128,14 @@ def _advice(error: json.JSONDecodeError) -> str:
     return "; is the file truncated?" if cut_off else ""
 
 
-def _broken_text(row: dict[str, Any]) -> str | None:
+def _broken_text(row: Row) -> str | None:
     """The column with half of a surrogate pair in it, which JSON can write and no text can hold."""
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start].encode("unicode_escape").decode()
+            name = name.encode("unicode_escape").decode()
             return f"column {name!r} has {half}, half of a pair that stands for one character; drop the row or the half"
     return None
 

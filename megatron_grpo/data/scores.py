@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.trajectory import StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """How far the run was when a response was asked for, under the names that TRL gives its reward functions."""
+
+    global_step: int = 0
+    """Steps that were completed."""
+    max_steps: int = 0
+    """Steps after which training ends."""
+    epoch: float = 0.0
+    """Passes over the training data that were completed."""
+    num_train_epochs: int = 0
+    """Passes over the training data after which training ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +38,9 @@ class EnvironmentRequest:
     """What the prompt's row says beside the prompt (`DatumSpec`): other columns, the reference answer."""
     state: Any = None
     """What the environment's `reset` and `step` made of this rollout; None in an environment of a single turn."""
+    response_ids: NDArray[np.int32] | None = None
+    """[sampled tokens], int32: the response as it was sampled; None in an environment that does not ask for it."""
+    trainer_state: TrainerState = field(default_factory=TrainerState)
 
 
 @dataclass(slots=True)
@@ -35,6 +53,12 @@ class EnvironmentReturn:
     """Whether the response is correct; None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)
     """Reward of each reward function that gave one, unweighted, when the reward is the sum of several."""
+    errors: int = 0
+    """Reward functions that failed over the response and were taken to have no opinion."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures that the environment reports beside the reward; a step reports their means over its responses."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What people are to read of the response, in the file of the step's rollouts."""
 
 
 def _no_tokens() -> NDArray[np.int32]:
@@ -69,6 +93,9 @@ class ScoringJob:
     responses: tuple[str, ...]
     stop_reasons: tuple[StopReason, ...]
     states: tuple[Any, ...]
+    response_ids: tuple[NDArray[np.int32] | None, ...] = ()
+    """Per sample [sampled tokens], int32; empty: the environment does not ask for them."""
+    trainer_state: TrainerState = field(default_factory=TrainerState)
 
     @property
     def requests(self) -> list[EnvironmentRequest]:
@@ -80,8 +107,10 @@ class ScoringJob:
                 stop_reason=stop_reason,
                 extra_env_info=self.extra_env_info,
                 state=state,
+                response_ids=ids,
+                trainer_state=self.trainer_state,
             )
-            for response, stop_reason, state in zip(self.responses, self.stop_reasons, self.states, strict=True)
+            for response, stop_reason, state, ids in self._samples()
         ]
 
     def singly(self) -> list[ScoringJob]:
@@ -93,9 +122,16 @@ class ScoringJob:
                 responses=(response,),
                 stop_reasons=(stop_reason,),
                 states=(state,),
+                response_ids=(ids,),
+                trainer_state=self.trainer_state,
             )
-            for response, stop_reason, state in zip(self.responses, self.stop_reasons, self.states, strict=True)
+            for response, stop_reason, state, ids in self._samples()
         ]
+
+    def _samples(self) -> Iterator[tuple[str, StopReason, Any, NDArray[np.int32] | None]]:
+        """Response, stop reason, state and token ids, [sampled tokens], int32, of each sample."""
+        ids = self.response_ids or (None,) * len(self.responses)
+        return zip(self.responses, self.stop_reasons, self.states, ids, strict=True)
 
 
 Scored = EnvironmentReturn | str

@@ -43,6 +43,10 @@ class Outcome:
     """Reward of the rollout; None: nobody had an opinion, or it failed, and baselines and loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
+    reward_errors: int = 0
+    """Reward functions that failed over the response and were taken to have no opinion."""
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    """Figures that its environment reported beside the reward."""
     correct: bool | None = False
     """Whether the response is correct; None: the environment cannot say."""
     loss_multiplier: float = 1.0
@@ -81,6 +85,12 @@ class Trajectory:
     """None: no reward function had an opinion. The response is then left out of baselines and loss."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
+    reward_errors: int = 0
+    """Reward functions that failed over the response and were taken to have no opinion."""
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    """Figures that its environment reported beside the reward."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What its environment wants people to read of it."""
     correct: bool | None = False
     """None: the environment cannot say."""
     loss_multiplier: float = 1.0
@@ -103,6 +113,11 @@ class Trajectory:
         return sum(span.end - span.start for span in self.spans)
 
     @property
+    def response_ids(self) -> NDArray[np.int32]:
+        """[sampled tokens], int32: the tokens of the spans, one after the other."""
+        return np.concatenate([self.token_ids[span.start : span.end] for span in self.spans] or [self.token_ids[:0]])
+
+    @property
     def outcome(self) -> Outcome:
         """What the driver keeps of this trajectory."""
         return Outcome(
@@ -115,6 +130,8 @@ class Trajectory:
             version=max((span.version for span in self.spans), default=-1),
             reward=self.reward,
             reward_parts=self.reward_parts,
+            reward_errors=self.reward_errors,
+            reward_metrics=self.reward_metrics,
             correct=self.correct,
             loss_multiplier=self.loss_multiplier,
             failure=self.failure,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.reward_functions import RewardFunction, RewardFunctionEnvironment
+from megatron_grpo.environments.reward_call import RewardFunction
+from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
 
 AgentFunction = Callable[..., Any]
 """(prompt=, access=, and each column of the row=) -> anything, or a coroutine of it."""
@@ -26,7 +27,7 @@ class AgentEnvironment(RewardFunctionEnvironment):
 
     Args:
         agent: makes the turns of a rollout.
-        functions: as of `RewardFunctionEnvironment`, as are weights and correctness.
+        functions: as of `RewardFunctionEnvironment`, as are weights, correctness and limits.
     """
 
     agent = True
@@ -37,8 +38,9 @@ class AgentEnvironment(RewardFunctionEnvironment):
         functions: Mapping[str, RewardFunction],
         weights: Mapping[str, float],
         correctness: str | None,
+        **limits: Unpack[Limits],
     ) -> None:
-        super().__init__(functions, weights, correctness)
+        super().__init__(functions, weights, correctness, **limits)
         self._agent_function = agent
 
     def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
@@ -46,8 +48,8 @@ class AgentEnvironment(RewardFunctionEnvironment):
         result = self._agent_function(prompt=prompt, access=access, **columns)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
-    def arguments(self, requests: list[EnvironmentRequest]) -> dict[str, list[Any]]:
-        return {**super().arguments(requests), RESULT: [request.state for request in requests]}
+    def columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
+        return {**super().columns(requests), RESULT: [request.state for request in requests]}
 
 
 async def _awaited(result: Any) -> Any:

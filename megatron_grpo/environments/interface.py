@@ -24,6 +24,8 @@ class Environment(ABC):
     """Whether `reset` and `step` are asked at all."""
     agent: bool = False
     """Whether `act` makes the turns; needs generation.endpoint.enabled."""
+    reads_token_ids: bool = False
+    """Whether `score` is given the token ids of responses, which have to travel for it."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """State of a rollout that begins.

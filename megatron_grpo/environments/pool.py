@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,40 +30,61 @@ class EnvironmentHandle:
     config: bytes = field(repr=False)
     """The environment's configuration and settings, pickled: a worker that replaces no process need not import their
     classes."""
+    rewards: Any = None
+    """Reference (Ray's) to the reward functions that are not imported, by their entry in reward_funcs; None: none."""
 
     def spawn(self) -> Any:
         """Another process like these; it belongs to the process that calls this."""
         from megatron_grpo.environments.worker import EnvironmentWorker
 
         actor = ray.remote(**ACTOR_OPTIONS)(EnvironmentWorker)
-        return actor.remote(self.name, *pickle.loads(self.config))
+        return actor.remote(self.name, *pickle.loads(self.config), self.rewards)
 
 
 class EnvironmentPool:
     """All processes of one environment."""
 
-    def __init__(self, name: str, config: EnvironmentConfig, settings: EnvironmentSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        settings: EnvironmentSettings,
+        rewards: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
         """
         Args:
             name: task name, for messages.
             config: type, options, processes (num_workers) and deadline of a call.
             settings: what the environment may know of the run.
+            rewards: by their entry in reward_funcs, functions that a script gave and that are not imported.
         """
         self.name = name
         self.config = config
         self._settings = settings
+        self._given = {entry: one for entry, one in (rewards or {}).items() if entry in config.reward_funcs}
         self._processes: list[Any] = []
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
         """Start the processes, in the background, and share them out: at least one to each of `shares` users."""
         count = max(self.config.num_workers, shares)
-        pickled = pickle.dumps((self.config, self._settings))
-        handles = [EnvironmentHandle(self.name, self.config.timeout_s, [], pickled) for _ in range(shares)]
+        pickled, rewards = pickle.dumps((self.config, self._settings)), self._rewards()
+        handles = [EnvironmentHandle(self.name, self.config.timeout_s, [], pickled, rewards) for _ in range(shares)]
         for number in range(count):
             process = handles[0].spawn()
             self._processes.append(process)
             handles[number % shares].processes.append(process)
         return handles
+
+    def _rewards(self) -> Any:
+        """Reference to the reward functions that are not imported; the reward models among them begin to start."""
+        rewards: dict[str, Any] = dict(self._given)
+        if self.config.reward_model_folders:
+            from megatron_grpo.environments.reward_model import start_reward_model
+
+            for folder in self.config.reward_model_folders:
+                rewards[folder], workers = start_reward_model(folder, self.config.reward_model)
+                self._processes += workers
+        return ray.put(rewards) if rewards else None
 
     def shutdown(self) -> None:
         """End the processes; idempotent. Those that a rollout worker started itself end with it."""
@@ -73,13 +94,16 @@ class EnvironmentPool:
 
 
 def build_environments(
-    config: Mapping[str, EnvironmentConfig], settings: EnvironmentSettings | None = None
+    config: Mapping[str, EnvironmentConfig],
+    settings: EnvironmentSettings | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, EnvironmentPool]:
     """A pool for each entry of the configuration's `env`, by task name; none is started yet.
 
     Args:
         config: the entries.
         settings: what environments may know of the run; None: the defaults.
+        rewards: by their entry in reward_funcs, functions that a script gave and that are not imported.
     """
     shared = settings or EnvironmentSettings()
-    return {name: EnvironmentPool(name, environment, shared) for name, environment in config.items()}
+    return {name: EnvironmentPool(name, environment, shared, rewards) for name, environment in config.items()}

@@ -6,29 +6,36 @@ import difflib
 import importlib
 import inspect
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
+from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
 from megatron_grpo.environments.settings import EnvironmentSettings, import_folders, make_importable
 
 SETTINGS = "settings"
 """The parameter by which an environment's constructor asks for what it has to know of the run."""
 
 
-def create_environment(config: EnvironmentConfig, settings: EnvironmentSettings | None = None) -> Environment:
+def create_environment(
+    config: EnvironmentConfig,
+    settings: EnvironmentSettings | None = None,
+    rewards: Mapping[str, RewardFunction] | None = None,
+) -> Environment:
     """The environment that `config.type` names, made with `config.options`; imports only what that one needs.
 
     Args:
         config: which environment.
         settings: what it may know of the run; None: the defaults.
+        rewards: by their entry in `config.reward_funcs`, the functions that are not to be imported: those that a
+            script gave, and reward models.
 
     Raises:
         RunError: the class cannot be imported, or is no environment, or the options do not fit it.
@@ -36,11 +43,13 @@ def create_environment(config: EnvironmentConfig, settings: EnvironmentSettings 
     settings = settings or EnvironmentSettings()
     make_importable(settings.import_folders)
     if config.type == REWARD_FUNCTIONS:
-        functions = {path.rpartition(".")[2]: load_reward_function(path) for path in config.reward_funcs}
+        given = rewards or {}
+        functions = {name_of_reward(one): given.get(one) or load_reward_function(one) for one in config.reward_funcs}
         scoring = (functions, config.weights_by_function(), config.correctness_function())
+        limits: Limits = {"timeout_s": config.reward_timeout_s, "tolerant": config.on_reward_error == "none"}
         if config.agent_func is None:
-            return RewardFunctionEnvironment(*scoring)
-        return AgentEnvironment(load_agent_function(config.agent_func), *scoring)
+            return RewardFunctionEnvironment(*scoring, **limits)
+        return AgentEnvironment(load_agent_function(config.agent_func), *scoring, **limits)
     kind = environment_class(config.type)
     arguments, problems = fitted_options(kind, config.options)
     if problems:
@@ -116,7 +125,7 @@ def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
 
 
 def check_environments(config: Config) -> None:
-    """Import every class, reward function and agent of `env`, before processes are started that would fail one by one.
+    """Import every class of `env`, before processes are started that would fail one by one.
 
     Raises:
         ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
@@ -128,17 +137,7 @@ def check_environments(config: Config) -> None:
 
 
 def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
-    if environment.type == REWARD_FUNCTIONS:
-        for path in environment.reward_funcs:
-            try:
-                load_reward_function(path)
-            except RunError as error:
-                yield Problem(f"{section}.reward_funcs={path}", str(error))
-        if environment.agent_func is not None:
-            try:
-                load_agent_function(environment.agent_func)
-            except RunError as error:
-                yield Problem(f"{section}.agent_func={environment.agent_func}", str(error))
+    if environment.type == REWARD_FUNCTIONS:  # `check_reward_functions` looks at these
         return
     try:
         kind = environment_class(environment.type)

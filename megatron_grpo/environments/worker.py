@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,9 +19,13 @@ from megatron_grpo.data.packed import Packed
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, ScoringJob, Turn
 from megatron_grpo.environments.observations import Observations
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.reward_model import RewardModelClient
 from megatron_grpo.environments.settings import EnvironmentSettings
 
 Value = TypeVar("Value")
+
+STARTUP_S = 800.0
+"""Deadline for a reward model to be loaded: less than the environment itself has to come up."""
 
 
 class EnvironmentWorker:
@@ -31,29 +35,41 @@ class EnvironmentWorker:
     pickled: only processes of the environment need its classes.
     """
 
-    def __init__(self, name: str, config: EnvironmentConfig, settings: EnvironmentSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: EnvironmentConfig,
+        settings: EnvironmentSettings,
+        rewards: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
         """
         Args:
             name: task name, for messages.
             config: which environment.
             settings: what it may know of the run.
+            rewards: by their entry in reward_funcs, functions that are not to be imported.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
-        self._name, self._config, self._settings = name, config, settings
+        self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
         """Make the environment; comes before everything else.
 
         Returns:
-            Node and process id of this process, and whether the environment has several turns, or an agent.
+            Node and process id of this process; whether the environment has several turns, or an agent; and whether it
+            reads the tokens of responses.
         """
-        self._environment = create_environment(self._config, self._settings)
+        for reward in self._rewards.values():
+            if isinstance(reward, RewardModelClient):
+                reward.wait_ready(STARTUP_S)
+        self._environment = create_environment(self._config, self._settings, self._rewards)
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
             "multi_turn": self._environment.multi_turn,
             "agent": self._environment.agent,
+            "reads_token_ids": self._environment.reads_token_ids,
         }
 
     @phase("score")

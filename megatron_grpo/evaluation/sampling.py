@@ -14,6 +14,7 @@ from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.environments.registry import check_environments
+from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -35,6 +36,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
         check_environments(config)  # before processes are started
+        check_reward_functions(config.env)
         stack.enter_context(driver_log(output, config.logger.level))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded())

@@ -136,7 +136,7 @@ def estimate_advantages(
         # A clone: advantages that are changed in place must leave the returns alone.
         return Estimate(to_go, to_go.clone())
     constant = torch.ones(len(lengths), dtype=torch.float64)
-    if config.length_adaptive_alpha is not None:
+    if config.length_adaptive_alpha:
         lambda_policy = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
     else:
         lambda_policy = config.lambda_policy * constant

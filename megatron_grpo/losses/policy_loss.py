@@ -12,7 +12,7 @@ from megatron_grpo.losses.consistency import divergences, effective_sample_size
 from megatron_grpo.losses.importance_correction import sampling_correction
 from megatron_grpo.losses.kl import kl_estimate
 from megatron_grpo.losses.surrogates import surrogate
-from megatron_grpo.losses.token_means import bounded_exp, loss_share, masked, token_mean
+from megatron_grpo.losses.token_means import bounded_exp, loss_share, masked, remaining_sum, token_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
@@ -37,6 +37,9 @@ class ClippedPGLossFn:
     - weight: the token's ratio with use_on_policy_kl_approximation, else 1. The ratio keeps its gradient: then the
       expected gradient of the term is that of KL(policy || reference), also at ratio 1. Without it the gradient of k3
       alone is that of KL(reference || policy) when sampling from the policy, as in the original GRPO.
+      kl_score_function_gradient adds, to the gradient at each token, that of its log-probability times the sum of the
+      estimates from there to the end of the response (Tang and Munos 2025, arXiv 2506.09477, section 4): the expected
+      gradient is then that of the divergence between whole responses.
     - average: see `token_means.loss_share`.
 
     Entries outside loss_mask may hold anything, infinities and NaN included: they are replaced before any arithmetic.
@@ -91,6 +94,9 @@ class ClippedPGLossFn:
             kl = self._kl(curr, old, masked(tokens.reference_logprobs, mask))
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
+                if config.kl_score_function_gradient:
+                    # Of value 0. A token also decides which tokens follow, and with that what the divergence is there.
+                    kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
         total = loss_share(loss, mask, counts, config, segments)
         extra, of_extra = self._entropy_and_imitation(curr, tokens, mask, counts)

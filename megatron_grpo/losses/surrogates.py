@@ -90,7 +90,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate
     Schulman et al. 2017, eq. 7; asymmetric bounds: DAPO (Yu et al. 2025, eq. 10); dual clipping: Ye et al. 2020, eq. 5;
     with the response's ratio: GSPO (Zheng et al. 2025, eq. 5). Ratio and advantages are [sequences, length], float32.
     """
-    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max
+    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
     clamped = ratio.clamp(low, high)
     # The minimum is pessimistic: clipping ends the reward for moving on, but not the gradient that leads back.
     objective = torch.minimum(ratio * advantages, clamped * advantages)
@@ -116,7 +116,7 @@ def _cispo(curr: Tensor, ratio: Tensor, advantages: Tensor, config: LossConfig) 
 
     Log-probabilities, ratio and advantages are [sequences, length], float32.
     """
-    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max
+    low, high = 1.0 - config.ratio_clip_min, 1.0 + config.clip_max
     # Detached: the clamp would else have no gradient outside its bounds, and those tokens would be lost.
     clamped = ratio.detach().clamp(low, high)
     return Surrogate(

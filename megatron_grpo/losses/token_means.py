@@ -54,6 +54,28 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
     return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.totals(kept)
 
 
+def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
+    """Sum over a token and those of its response after it, as far as they are in the mask, without gradient.
+
+    Args:
+        values: [sequences, length], or flat [tokens], float32.
+        mask: bool, in the shape of the values: tokens in the loss.
+        segments: the sequences of a flat microbatch, one after the other; None: the rows are the sequences.
+
+    Raises:
+        ValueError: ranks share the sequences, and each has only some of a response's tokens.
+    """
+    kept = (values * mask).detach().double()  # sums over a whole microbatch are subtracted from one another
+    onwards = kept.flip(-1).cumsum(-1).flip(-1)
+    if segments is None:
+        return onwards.to(values.dtype)
+    if segments.join is not None:
+        raise ValueError("what follows a token is on other ranks with context parallelism")
+    sums = torch.zeros_like(segments.sizes, dtype=kept.dtype).index_add_(0, segments.of_token, kept)
+    later = sums.flip(0).cumsum(0).flip(0) - sums
+    return (onwards - later[segments.of_token]).to(values.dtype)
+
+
 def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
     """Mean over each response's tokens in the mask, at every token of the response, without gradient.
 

@@ -24,11 +24,11 @@ _RELATIVE_VARIANCE = 1e-6
 class MseValueLossFn:
     """A loss over values (a `losses.interface.LossFunction` whose first argument is values)::
 
-        loss = token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+        loss = scale * token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
     R are the returns, V_old the values before the step, c value_clip: what lies further from V_old than c and has
     become better loses its gradient (PPO's reference implementation; see Engstrom et al. 2020, section 3). Without
-    value_clip it is the mean of 1/2 (V - R)^2.
+    value_clip it is the mean of 1/2 (V - R)^2. scale is the configuration's factor.
     """
 
     reads = ("sampled", "values", "returns")
@@ -61,7 +61,7 @@ class MseValueLossFn:
         old = masked(given(tokens.values), mask)
         error, old_error = values - returns, old - returns
         loss = clipped = error.square()
-        if self.config.value_clip is not None:
+        if self.config.value_clip:
             reach = self.config.value_clip
             clipped = (torch.clamp(values, old - reach, old + reach) - returns).square()
             # The larger of both: clipping may take a gradient away, but never hide that a value has become worse.
@@ -76,7 +76,7 @@ class MseValueLossFn:
             "value_error": token_mean(old_error, mask, counts),
             "value_error_squared": token_mean(old_error.square(), mask, counts),
         }
-        return total, metrics
+        return self.config.scale * total, metrics
 
 
 def add_explained_variance(metrics: dict[str, float]) -> None:

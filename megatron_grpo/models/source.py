@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.hub import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.models.families import shape_of_config, shape_of_folder
 from megatron_grpo.models.prepared import PREPARED_MODELS
@@ -16,13 +16,7 @@ PREPARED_FOLDER = "model"
 """Folder of the model inside prepare.folder."""
 _PROBE_S = 10.0
 """Deadline for the hub's first answer."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether this names a model of the Hugging Face hub ("Qwen/Qwen3-8B") rather than a folder."""
-    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
 
 
 def local_folder(path: str) -> Path | None:
@@ -111,8 +105,8 @@ def known_value_shape(config: Config) -> ModelShape | None:
 
 def is_prepared(config: Config) -> bool:
     """Whether something that the run reads is made before it, by megatron_grpo.prepare."""
-    read = (config.policy.model.path, config.data.train_path, config.data.val_path)
-    return any(path is not None and made_before_the_run(config, path) for path in read)
+    sets = [*config.data.training.values(), *config.data.validation.values()]
+    return any(made_before_the_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
 
 
 def made_before_the_run(config: Config, path: str) -> bool:

@@ -95,7 +95,7 @@ class WandbTracker:
         """One table for each step."""
         head = list(rows[0])
         data = [[_plain(row[column]) for column in head] for row in rows]
-        self._run.log({name: self._wandb.Table(columns=head, data=data)}, step=step)
+        self._run.log({name: self._wandb.Table(columns=[*head], data=data)}, step=step)
 
     def close(self) -> None:
         """Upload what is left; idempotent."""

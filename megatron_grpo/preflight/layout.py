@@ -116,11 +116,17 @@ def _devices(config: Config) -> Iterator[Problem]:
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs = _gpus_needed(config)
+    needs: dict[str, float] = dict(_gpus_needed(config))
+    served = {name: env.reward_model.gpus * env.reward_model.num_workers for name, env in config.env.items()}
+    needs |= {
+        f"env.{name}.reward_model.gpus": gpus * len(config.env[name].reward_model_folders)
+        for name, gpus in served.items()
+        if gpus and config.env[name].reward_model_folders
+    }
     there = cluster.num_nodes * cluster.gpus
     if sum(needs.values()) > there:
         first, *rest = needs.items()
-        taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks}" for section, ranks in rest)])
+        taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
         yield Problem(
             f"cluster.gpus_per_node={cluster.gpus}",
             f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller, or "

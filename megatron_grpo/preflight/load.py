@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_grpo.cluster.gpus import find_gpus
@@ -18,11 +18,12 @@ from megatron_grpo.preflight.engine import engine_problems
 from megatron_grpo.preflight.fp8 import fp8_problems
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
-from megatron_grpo.preflight.machine import examine_machine
+from megatron_grpo.preflight.machine import MachineReport, examine_machine
 from megatron_grpo.preflight.megatron_fields import megatron_field_problems
 from megatron_grpo.preflight.placement import placement_problems
 from megatron_grpo.preflight.quantization import quantization_problems
 from megatron_grpo.preflight.refit import refit_problems
+from megatron_grpo.preflight.steps import leave_steps_open, settle_steps
 from megatron_grpo.preflight.training import training_problems
 from megatron_grpo.preflight.vllm_fields import vllm_argument_problems
 
@@ -62,9 +63,18 @@ def check_overrides(overrides: Sequence[str]) -> Checked:
     checked = _by_itself(composed)
     if checked.problems or checked.config is None:
         return checked
-    machine = examine_machine(checked.config)
+    machine = _of_machine(checked.config)
     checked.problems += composed.named(machine.problems)
     checked.remarks = composed.named([*remarks(checked.config), *machine.remarks])
+    return checked
+
+
+def check_config(config: Config) -> Checked:
+    """Check a configuration that was made by a script, as `check_overrides` does that of a command line."""
+    checked = Checked(config, asdict(config), _problems(config))
+    if not checked.problems:
+        machine = _of_machine(config)
+        checked.problems, checked.remarks = machine.problems, [*remarks(config), *machine.remarks]
     return checked
 
 
@@ -90,28 +100,41 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return _by_itself(compose_typed(overrides)).require()
 
 
+def _of_machine(config: Config) -> MachineReport:
+    """What this machine says; the steps of the run are settled once its rows are counted."""
+    machine = examine_machine(config)
+    if not machine.problems:
+        machine.problems += settle_steps(config)
+    return machine
+
+
 def _by_itself(composed: Composed) -> Checked:
     config, problems = composed.config, list(composed.problems)
     if config is not None:
-        find_gpus(config.cluster)
-        shape = known_shape(config)
-        others = [
-            *layout_problems(config, shape),
-            *length_problems(config, shape),
-            *adapter_problems(config, shape),
-            *fp8_problems(config, shape),
-            *quantization_problems(config, shape),
-            *config_problems(config),
-            *training_problems(config, shape),
-            *megatron_field_problems(config),
-            *engine_problems(config),
-            *vllm_argument_problems(config),
-            *refit_problems(config, shape),
-            *placement_problems(config),
-        ]
         problems += [
             problem
-            for problem in others
+            for problem in _problems(config)
             if problem.key not in composed.already and not any(key in problem.text for key in composed.defaulted)
         ]
     return Checked(config, composed.values, composed.named(problems))
+
+
+def _problems(config: Config) -> list[Problem]:
+    """What is wrong with a configuration by itself."""
+    find_gpus(config.cluster)
+    leave_steps_open(config)
+    shape = known_shape(config)
+    return [
+        *layout_problems(config, shape),
+        *length_problems(config, shape),
+        *adapter_problems(config, shape),
+        *fp8_problems(config, shape),
+        *quantization_problems(config, shape),
+        *config_problems(config),
+        *training_problems(config, shape),
+        *megatron_field_problems(config),
+        *engine_problems(config),
+        *vllm_argument_problems(config),
+        *refit_problems(config, shape),
+        *placement_problems(config),
+    ]

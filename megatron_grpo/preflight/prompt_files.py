@@ -2,68 +2,88 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.examine import SetReport, examined
 from megatron_grpo.data.prepared import PREPARED_PROMPTS, PreparedPrompts
-from megatron_grpo.data.rows import FileReport, examine
+from megatron_grpo.data.sources import is_remote
+from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.models.source import made_before_the_run
 from megatron_grpo.preflight.paths import unreadable
 
 
 def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """What is wrong with data.train_path and data.val_path, and what is worth a remark."""
-    problems: list[Problem] = []
+    """What is wrong with the training and validation sets, and what is worth a remark."""
+    problems = list(spec_problems(config.data))
     remarks: list[Problem] = []
+    if problems:
+        return problems, remarks  # nobody knows what the rows have to look like
+    training = config.data.training
     tasks = {config.data.task_name}
-    for key, path in (("data.train_path", config.data.train_path), ("data.val_path", config.data.val_path)):
-        if path is None:
+    rows = 0
+    for key, one in [*training.items(), *config.data.validation.items()]:
+        if config.data.streaming and key in training:
             continue
-        subject = f"{key}={path}"
-        if made_before_the_run(config, path):
-            report = _prepared(config, path, subject)
-        else:
-            report = _examined(config, path, subject)
+        report = _report(config, key, one)
         problems += report.problems
+        for remark in report.remarks:  # of single rows they name the line, and of the whole set its key
+            whole = remark.subject == one.path
+            remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
         tasks |= report.tasks
-        if not report.problems:
-            problems += _too_few(config, key, subject, report.rows)
-            if report.alike and report.rows > 1:
-                remarks.append(Problem(subject, f"has the same prompt in all of its {report.rows} rows"))
-    for name in sorted(config.env.keys() - tasks):
+        rows += report.rows if key in training else 0
+        if not report.problems and key not in training and report.rows == 0:
+            problems.append(Problem(f"{key}={one.path}", "has no rows"))
+    if not problems and not config.data.streaming:
+        problems += _too_few(config, rows)
+    for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
         problems.append(Problem(f"env.{name}", f"{text}; mistyped?"))
     return problems, remarks
 
 
-def _examined(config: Config, path: str, subject: str) -> FileReport:
-    reason = unreadable(path)
+def training_rows(config: Config) -> float | None:
+    """Visits of training rows in an epoch; None: they are streamed, and nobody has counted them."""
+    if config.data.streaming:
+        return None
+    return sum(_report(config, key, one).rows * one.weight for key, one in config.data.training.items())
+
+
+def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
+    """What is known of a set."""
+    subject = f"{key}={one.path}"
+    if made_before_the_run(config, one.path):
+        return _prepared(config, one.path, subject, training=key in config.data.training)
+    reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
-        return FileReport(problems=[Problem(subject, reason + advice)])
-    return examine(Path(path), config.data, {name: one.type for name, one in config.env.items()})
+        return SetReport(problems=[Problem(subject, reason + advice)])
+    return examined(one, config.data, {name: env.type for name, env in config.env.items()}).report
 
 
-def _too_few(config: Config, key: str, subject: str, rows: int) -> Iterator[Problem]:
-    wanted = config.prompts_per_generation_batch
-    if key == "data.train_path" and rows < wanted:
+def _too_few(config: Config, rows: int) -> Iterator[Problem]:
+    """What to say of training sets that do not fill a step."""
+    wanted, training = config.prompts_per_generation_batch, config.data.training
+    if rows < wanted:
+        (key, one), *others = training.items()
+        subject = "data.train_sets" if others else f"{key}={one.path}"
         yield Problem(subject, f"has {rows} rows, fewer than the {wanted} prompts that are sampled together")
-    if key == "data.val_path" and rows == 0:
-        yield Problem(subject, "has no rows")
 
 
-def _prepared(config: Config, path: str, subject: str) -> FileReport:
+def _prepared(config: Config, path: str, subject: str, *, training: bool) -> SetReport:
     """What is known of a file that is made before the run."""
     assert config.prepare.name is not None
     made = PREPARED_PROMPTS[config.prepare.name]
     name = str(Path(path).relative_to(config.prepare.folder))
     if name not in made.rows:
         text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
-        return FileReport(problems=[Problem(subject, text)])
-    problems = list(_unfit(config, made)) if subject.startswith("data.train_path") else []
-    return FileReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
+        return SetReport(problems=[Problem(subject, text)])
+    problems = list(_unfit(config, made)) if training else []
+    return SetReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
 
 
 def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from megatron_grpo.rollouts.replay_buffer import ReplayBuffer
 
 
 class Loader(Protocol):
-    """Where the prompts come from, as far as its position goes (`PromptLoader`)."""
+    """Where the prompts come from, as far as its position goes (`Batches`)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -59,6 +59,7 @@ class EnvironmentClient:
             startup_timeout_s: deadline for a process to come up.
         """
         self.multi_turn = self.agent = False
+        self.reads_token_ids = False
         self.remarks: list[str] = []
         """What became of processes that had to be replaced, for whoever watches the run."""
         self._handle = handle
@@ -76,6 +77,7 @@ class EnvironmentClient:
         """
         for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
             self.multi_turn, self.agent = described["multi_turn"], described["agent"]
+            self.reads_token_ids = described["reads_token_ids"]
             self._keep(self._serve(described))
 
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:

@@ -87,7 +87,9 @@ def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[
 def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) over what the function scored.
 
-    With reward functions also unscored_rate: the share of the responses that none of them scored.
+    With reward functions also unscored_rate: the share of the responses that none of them scored; and where some failed
+    and env.NAME.on_reward_error=none goes on, reward_errors: how often. Figures that environments report stand under
+    their own names, as means over the responses that have them.
     """
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
@@ -96,7 +98,13 @@ def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     unscored = fmean(outcome.reward is None and outcome.failure is None for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
-    return means | deviations | ({"unscored_rate": unscored} if values or unscored else {})
+    reported: dict[str, list[float]] = {}
+    for name, figure in (pair for outcome in outcomes for pair in outcome.reward_metrics.items()):
+        reported.setdefault(name, []).append(figure)
+    figures = {name: fmean(all_of_it) for name, all_of_it in reported.items()}
+    errors = sum(outcome.reward_errors for outcome in outcomes)
+    counted = {"reward_errors": float(errors)} if errors else {}
+    return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
 
 
 def age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:

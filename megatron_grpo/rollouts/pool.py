@@ -23,6 +23,7 @@ from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import rollouts_file
+from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom
@@ -119,6 +120,8 @@ class RolloutPool:
         self._routed, self._endpoint = routed, endpoint
         self.remarks: list[str] = []
         """What somebody who watches the run should hear of; whoever tells it clears it."""
+        self.trainer_state = TrainerState()
+        """How far the run is: what reward functions are told of the responses that are asked for next."""
         self._batches = count()
         self._turn = count()
         self._workers: list[Any] = []
@@ -206,6 +209,7 @@ class RolloutPool:
             max_total_sequence_length=self._max_total_sequence_length,
             max_turns=self._max_turns,
             timeout_s=self._config.timeout_s,
+            trainer_state=self.trainer_state,
         )
         self._lost.hand_on()
         batch = next(self._batches)

@@ -7,7 +7,7 @@ import hashlib
 import struct
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.scores import Scored, ScoringJob, Turn
+from megatron_grpo.data.scores import Scored, ScoringJob, TrainerState, Turn
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.rollouts.conversation import Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
@@ -58,6 +58,8 @@ class AgentHost(Protocol):
 class ScoringEnvironment(Protocol):
     """What answers and scores responses (`EnvironmentClient`)."""
 
+    reads_token_ids: bool
+
     async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any: ...
 
     async def step(self, state: Any, response: str, last_token: int) -> Turn: ...
@@ -84,6 +86,8 @@ class RolloutPlan:
     """Most responses of one rollout."""
     timeout_s: float
     """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+    """How far the run is, for reward functions."""
 
 
 def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
@@ -161,16 +165,20 @@ class GroupRollout:
                     _fail(one.trajectory, scored)
                 else:
                     one.trajectory.reward, one.trajectory.correct = scored.reward, scored.correct
-                    one.trajectory.reward_parts = scored.parts
+                    one.trajectory.reward_parts, one.trajectory.reward_errors = scored.parts, scored.errors
+                    one.trajectory.reward_metrics, one.trajectory.notes = scored.metrics, scored.notes
         return [one.trajectory for one in self._sampled]
 
     async def _scored(self, samples: list[_Sampled]) -> list[Scored]:
+        wants_ids = self._environment.reads_token_ids
         job = ScoringJob(
             prompt=self._datum["prompt"],
             extra_env_info=self._datum["extra_env_info"],
             responses=tuple(one.trajectory.response for one in samples),
             stop_reasons=tuple(one.trajectory.stop_reason for one in samples),
             states=tuple(one.state for one in samples),
+            response_ids=tuple(one.trajectory.response_ids for one in samples) if wants_ids else (),
+            trainer_state=self._plan.trainer_state,
         )
         deadline = self._deadline
         for _ in range(ATTEMPTS):

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -43,6 +43,8 @@ class Checkpointer:
             look_only: whether `find` only says which checkpoints it would set aside.
         """
         self.config, self._look_only = config, look_only
+        self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
+        """Told of every checkpoint that is complete."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written while the run goes on."""
         self.folder = run_dir / "checkpoints"
@@ -120,6 +122,7 @@ class Checkpointer:
         temporary.rename(self.path(step))
         sync(self.folder)
         self._prune()
+        self.on_publish(step, self.path(step))
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
         """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""

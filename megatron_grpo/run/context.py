@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.loader import Batches
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
@@ -16,6 +16,7 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.interface import PolicyInterface, TrainedModel, ValueInterface
 from megatron_grpo.refit.interface import WeightTransport
 from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.callbacks import Callbacks
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.run.dumps import RolloutDumps
@@ -39,13 +40,15 @@ class GRPORun:
     """Where the samples of a step come from; `sample` advances it."""
     dumps: RolloutDumps
     guard: FiniteGuard
-    loader: PromptLoader
+    loader: Batches
     val_prompts: list[DatumSpec]
     loss_fn: ClippedPGLossFn
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
     """How far the run has come."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """What a script wants to be told."""
 
     def position(self) -> dict[str, Any]:
         """State of the loader after the last prompts that a step has taken, whatever is sampled ahead."""

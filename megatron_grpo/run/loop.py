@@ -10,6 +10,7 @@ from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
@@ -45,11 +46,13 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
 
 def _train_steps(run: GRPORun, step: StepFunction) -> None:
     limits, state = run.config.loop, run.state
+    run.rollouts.trainer_state = trainer_state(run)
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
         before = snapshot_of(run)
+        run.rollouts.trainer_state = trainer_state(run)
         try:
             with profiled(run, state["total_steps"] + 1):
                 report = step(batches)
@@ -65,6 +68,18 @@ def _train_steps(run: GRPORun, step: StepFunction) -> None:
         metrics = _finish_step(run, report)
         advance_saving(run)
     _finish_training(run, metrics)
+    run.callbacks.on_end(state["total_steps"])
+
+
+def trainer_state(run: GRPORun) -> TrainerState:
+    """How far the run is, for reward functions."""
+    limits, state = run.config.loop, run.state
+    return TrainerState(
+        global_step=state["total_steps"],
+        max_steps=limits.max_num_steps,
+        epoch=float(state["current_epoch"]),
+        num_train_epochs=limits.max_num_epochs,
+    )
 
 
 def _catch_up_on_validation(run: GRPORun) -> None:
@@ -80,6 +95,8 @@ def _catch_up_on_validation(run: GRPORun) -> None:
 
 def _stopped_early(run: GRPORun) -> bool:
     reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
+    if reason is None and run.callbacks.stop:
+        reason = "a callback of the script says so"
     if reason is not None:
         run.logger.ends_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
@@ -118,6 +135,8 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
     except RunError as error:
         failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
+    if failure is None:
+        run.callbacks.on_step(step, metrics)
     _remark(run, step, report)
     if run.config.logger.log_completions and failure is None:
         run.logger.show_completions(step, run.dumps.some(step))
@@ -232,4 +251,5 @@ def _validated(run: GRPORun) -> dict[str, float]:
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
         observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
+        run.callbacks.on_validation(run.state["total_steps"], metrics)
     return metrics

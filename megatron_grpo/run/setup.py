@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_grpo.cluster.addresses import token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
-from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import build_environments
@@ -29,6 +29,7 @@ from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.callbacks import Callbacks
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun, PPORun
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
@@ -74,7 +75,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
             prepare(config.prepare.name, config.prepare.folder)
     folder = model_folder(config.policy.model.path)
     policy, value, generation = start_models(config, folder, opening.cluster, stack)
-    environments = build_environments(config.env, environment_settings(config, folder))
+    environments = build_environments(config.env, environment_settings(config, folder), opening.given.rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
     transport = transport_between(policy, generation, config.refit, run_dir)
@@ -93,7 +94,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     stack.callback(rollouts.shutdown)
     rollouts.start()
     with parts.part("prompts"):
-        data = load_prompt_data(config, folder)
+        data = load_prompt_data(config, folder, opening.given.tokenizer)
     with parts.part("waiting"):
         for part in (policy, value, generation, rollouts):
             if part is not None:
@@ -118,6 +119,8 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     for note in data.notes:
         logger.note(note)
     guard = FiniteGuard(run_dir, rollouts.fetch)
+    callbacks = Callbacks(opening.given.callbacks)
+    checkpointer.on_publish = callbacks.on_checkpoint
     settings = sampling_settings(config.generation, data.eos_token_id)
     run = GRPORun(
         config=config,
@@ -142,6 +145,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         logger=logger,
         checkpointer=checkpointer,
         state=state,
+        callbacks=callbacks,
     )
     if value is None:
         return run
@@ -149,7 +153,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
 
 
 def _resume(
-    path: Path | None, config: Config, policy: MegatronPolicy, value: MegatronValue | None, loader: PromptLoader
+    path: Path | None, config: Config, policy: MegatronPolicy, value: MegatronValue | None, loader: Batches
 ) -> tuple[GRPOSaveState, list[list[Trajectory]]]:
     """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
     if path is None:
@@ -183,7 +187,7 @@ def _placement(
 
 
 def _ahead(
-    config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: PromptLoader, state: GRPOSaveState
+    config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
 ) -> SamplingAhead | None:
     """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
     loop = config.loop

@@ -95,18 +95,27 @@ def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[O
 
     Returns:
         accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME of each reward
-        function; and with several tasks task_accuracy/TASK and so on, of the prompts of one task.
+        function; with several tasks task_accuracy/TASK and so on, of the prompts of one task; and set_accuracy/NAME and
+        so on, of those of a set that has a name.
     """
     together = [one for group in outcomes for one in group]
     metrics = _measured(together)
     metrics |= {name: value for name, value in reward_function_metrics(together).items() if name.startswith("reward/")}
-    tasks = sorted({prompt["task_name"] for prompt in prompts})
-    for task in tasks if len(tasks) > 1 else ():
-        of_task = [
-            one for prompt, group in zip(prompts, outcomes, strict=True) if prompt["task_name"] == task for one in group
-        ]
+    by_task = _by(outcomes, [prompt["task_name"] for prompt in prompts])
+    for task, of_task in by_task.items() if len(by_task) > 1 else ():
         metrics |= {f"task_{name}/{task}": value for name, value in _measured(of_task).items()}
+    for of, of_set in _by(outcomes, [prompt.get("dataset") for prompt in prompts]).items():
+        metrics |= {f"set_{name}/{of}": value for name, value in _measured(of_set).items()}
     return metrics
+
+
+def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
+    """The outcomes of the prompts with each name, names in order; those without a name are left out."""
+    found: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
+    for name, group in zip(names, outcomes, strict=True):
+        if name is not None:
+            found[name] += group
+    return found
 
 
 def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import yaml
 
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 from tests.support.documented import undocumented
-from tests.support.grpo_parameters import GRPO_PARAMETERS
+from tests.support.grpo_parameters import GRPO_PARAMETERS, WITHOUT_CORRECTION
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +174,7 @@ def list_keys(checkpoint: Path) -> list[str]:
 
 def test_a_job_with_every_field_runs(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump({"environment": "addition", **GRPO_PARAMETERS}))
+    job.write_text(yaml.safe_dump({"environment": "addition", **WITHOUT_CORRECTION}))
     run = TrainingRun(tmp_path / "run", f"job={job}", "grpo.max_num_steps=2", "grpo.val_at_start=false")
     assert run.finish() == 0, run.log()
     for row in run.metrics():

@@ -26,3 +26,11 @@ GRPO_PARAMETERS: dict[str, Any] = {
     "use_rloo": False,
 }
 """The optional fields of NeMo Customizer's GrpoParametersParam, each with a value that the quickstart does not have."""
+
+WITHOUT_CORRECTION = {
+    field: value for field, value in GRPO_PARAMETERS.items() if field != "use_importance_sampling_correction"
+}
+WITHOUT_FILTERS = {
+    field: value for field, value in GRPO_PARAMETERS.items() if field not in ("generation_top_k", "generation_top_p")
+}
+"""The same in two jobs: the correction would take the filters for a difference between the frameworks."""

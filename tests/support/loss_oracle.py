@@ -159,7 +159,8 @@ def _objective(row: Row, ratio: float, now: float, advantage: float, t: int, con
     if config.use_sapo:
         tau = config.sapo_temperature_pos if advantage > 0 else config.sapo_temperature_neg
         return 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
-    clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
+    above = config.ratio_clip_min if config.ratio_clip_max is None else config.ratio_clip_max
+    clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + above)
     if config.use_cispo:
         return clipped * advantage * now
     objective = min(ratio * advantage, clipped * advantage)

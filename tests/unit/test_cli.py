@@ -42,7 +42,7 @@ def put_loop_in_place(
     loop.run = run  # type: ignore[attr-defined]  # a module made by hand
     monkeypatch.setitem(sys.modules, "megatron_grpo.algorithms.grpo", loop)
     opening = ModuleType("megatron_grpo.run.opening")
-    opening.opened = lambda _: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
+    opening.opened = lambda *_: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron_grpo.run.opening", opening)
     return started
 

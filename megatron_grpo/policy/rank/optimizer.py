@@ -17,6 +17,13 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.policy.rank.optimizer_settings import Overlap, adam_config, ddp_config
 from megatron_grpo.policy.rank.optimizer_shards import shard_by_boxes
 
+_DECAY_STYLES = {
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+}
+"""What Megatron-Core calls the schedules that have another name in transformers."""
+
 
 class ModelOptimizer:
     """Wraps the chunks of a model for data-parallel training and steps them.
@@ -55,14 +62,15 @@ class ModelOptimizer:
         shard_by_boxes(self.optimizer)
         self.settings = settings
         self.max_grad_norm = config.max_grad_norm
+        warmup = settings.warmup(decay_steps)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=settings.lr,
             min_lr=settings.min_lr,
-            lr_warmup_steps=settings.warmup_steps,
-            lr_decay_steps=max(decay_steps, settings.warmup_steps + 1),
-            lr_decay_style=settings.decay_style,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(decay_steps, warmup + 1),
+            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
             wd_incr_steps=0,

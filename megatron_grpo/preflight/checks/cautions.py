@@ -65,7 +65,7 @@ def _long_warmups(config: Config) -> Iterator[Problem]:
 
 
 def _long_warmup(section: str, optimizer: OptimizerConfig, steps: int, algorithm: str) -> Iterator[Problem]:
-    if optimizer.warmup_steps >= steps:
+    if optimizer.warmup_ratio is None and optimizer.warmup_steps >= steps:
         text = (
             f"is not over before the run is: {algorithm}.max_num_steps makes {steps} optimizer steps, and none has "
             f"{section}.optimizer.lr={optimizer.lr:g}"

@@ -24,6 +24,7 @@ _RATIO_KEYS = (
 _KL_KEYS = (
     "loss_fn.reference_policy_kl_type",
     "loss_fn.use_on_policy_kl_approximation",
+    "loss_fn.kl_score_function_gradient",
     "loss_fn.kl_input_clamp_value",
     "loss_fn.kl_output_clamp_value",
 )
@@ -193,12 +194,12 @@ _CHECKS: tuple[_Check, ...] = (
     ),
     (
         ("policy.optimizer.min_lr", "policy.optimizer.decay_steps"),
-        lambda config: config.policy.optimizer.decay_style == "constant",
+        lambda config: config.policy.optimizer.is_constant,
         "needs policy.optimizer.decay_style=linear or cosine",
     ),
     (
         ("value.optimizer.min_lr", "value.optimizer.decay_steps"),
-        lambda config: config.value.optimizer.decay_style == "constant",
+        lambda config: config.value.optimizer.is_constant,
         "needs value.optimizer.decay_style=linear or cosine",
     ),
     (

@@ -66,7 +66,7 @@ def _early_stop(config: Config) -> Iterator[Problem]:
         text = f"nothing says when; give {section}.early_stop.threshold or {section}.early_stop.patience"
         yield Problem(f"{section}.early_stop.enabled=True", text)
     yield from _validation_metric(config, f"{section}.early_stop.metric_name", stop.metric_name)
-    if config.data.val_path is None or config.loop.val_period == 0:
+    if not config.data.validation or config.loop.val_period == 0:
         text = f"decides after a validation; needs data.val_path and {section}.val_period"
         yield Problem(f"{section}.early_stop.enabled=True", text)
 
@@ -91,6 +91,7 @@ def _checkpointing(config: Config) -> Iterator[Problem]:
 def _validation_metric(config: Config, key: str, name: str) -> Iterator[Problem]:
     """Why validation does not produce the metric that a key names."""
     names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
+    names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
     if name not in names:
         yield Problem(f"{key}={name}", f"is no validation metric; there is {', '.join(names)}")
     elif name == f"{VALIDATION_PREFIX}accuracy" and _nothing_is_correct(config):
@@ -123,7 +124,7 @@ def _no_accuracy(config: Config, key: str, name: str) -> Problem:
 def _validates(config: Config) -> bool:
     """Whether a run validates at all."""
     loop = config.loop
-    return config.data.val_path is not None and bool(loop.val_period or loop.val_at_start or loop.val_at_end)
+    return bool(config.data.validation) and bool(loop.val_period or loop.val_at_start or loop.val_at_end)
 
 
 def _schedules(config: Config) -> Iterator[Problem]:
@@ -134,6 +135,9 @@ def _schedules(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.optimizer.min_lr={optimizer.min_lr:g}", text)
         # Without decay_steps the schedule follows the length of the run, and a short run may end while it warms up.
         decay = optimizer.decay_steps
-        if optimizer.decay_style != "constant" and decay is not None and optimizer.warmup_steps >= decay:
+        if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
+            text = f"and {section}.optimizer.warmup_ratio={optimizer.warmup_ratio:g} say the same; give one of them"
+            yield Problem(f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}", text)
+        if not optimizer.is_constant and decay is not None and optimizer.warmup_steps >= decay:
             text = f"leaves no step for the decay, which ends at step {decay}"
             yield Problem(f"{section}.optimizer.warmup_steps={optimizer.warmup_steps}", text)

@@ -18,6 +18,7 @@ def loss_problems(config: Config) -> Iterator[Problem]:
     yield from _averages(config.loss_fn)
     yield from _kl(config.loss_fn)
     yield from _correction(config.loss_fn)
+    yield from _score_function(config)
     if config.loss_fn.force_on_policy_ratio and config.optimizer_steps_per_step > 1:
         text = (
             f"holds for the first optimizer step on a sample only, and there are {config.optimizer_steps_per_step}; "
@@ -53,7 +54,8 @@ def _averages(loss: LossConfig) -> Iterator[Problem]:
 
 
 def _kl(loss: LossConfig) -> Iterator[Problem]:
-    unweighted = loss.kl_in_loss > 0 and not loss.use_on_policy_kl_approximation
+    corrected = loss.use_on_policy_kl_approximation or loss.kl_score_function_gradient
+    unweighted = loss.kl_in_loss > 0 and not corrected
     if loss.reference_policy_kl_type == "k1" and unweighted:
         text = (
             "has an expected gradient of 0 in the loss; use k2 or k3, loss_fn.use_on_policy_kl_approximation, or "
@@ -66,6 +68,25 @@ def _kl(loss: LossConfig) -> Iterator[Problem]:
     if loss.use_kl_in_reward and loss.use_on_policy_kl_approximation:
         text = "weighs the KL of the loss, and loss_fn.use_kl_in_reward leaves none there"
         yield Problem("loss_fn.use_on_policy_kl_approximation=True", text)
+
+
+def _score_function(config: Config) -> Iterator[Problem]:
+    """What the KL's own gradient excludes and needs."""
+    loss, subject = config.loss_fn, "loss_fn.kl_score_function_gradient=True"
+    if not loss.kl_score_function_gradient:
+        return
+    if loss.use_on_policy_kl_approximation:
+        text = "excludes loss_fn.use_on_policy_kl_approximation, whose weight has a gradient for the same purpose"
+        yield Problem(subject, text)
+    if loss.use_kl_in_reward:
+        text = "is about the KL in the loss, and loss_fn.use_kl_in_reward leaves none there; its gradient is right"
+        yield Problem(subject, text)
+    if loss.reference_policy_kl_type == "k2":
+        text = "needs an estimate without bias: loss_fn.reference_policy_kl_type=k1 or k3"
+        yield Problem(subject, text)
+    if config.policy.parallel.context > 1:
+        text = "sums over the tokens after each one, which context-parallel ranks share; use policy.parallel.context=1"
+        yield Problem(subject, text)
 
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:

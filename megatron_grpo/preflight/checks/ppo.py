@@ -40,9 +40,11 @@ def _estimator(estimator: PPOAdvantageConfig) -> Iterator[Problem]:
     prefix, default = "ppo.adv_estimator", PPOAdvantageConfig()
     if estimator.name == "raw_reward":
         for name in ("gae_lambda", "gae_lambda_policy", "gae_lambda_value", "length_adaptive_alpha"):
-            if getattr(estimator, name) != getattr(default, name):
+            value = getattr(estimator, name)
+            is_off = name == "length_adaptive_alpha" and not value
+            if value != getattr(default, name) and not is_off:
                 text = f"has no meaning with {prefix}.name=raw_reward, which takes rewards as they are"
                 yield Problem(f"{prefix}.{name}={getattr(estimator, name)}", text)
-    elif estimator.length_adaptive_alpha is not None and estimator.gae_lambda_policy is not None:
+    elif estimator.length_adaptive_alpha and estimator.gae_lambda_policy is not None:
         text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
         yield Problem(f"{prefix}.length_adaptive_alpha={estimator.length_adaptive_alpha:g}", text)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.schema import Config
+from megatron_grpo.config.hub import is_hub_name
+from megatron_grpo.config.schema import MISSING, Config
 
 MIN_TEMPERATURE = 0.01
 """vLLM silently takes this in place of anything between it and 0, and training would divide by what was asked for."""
@@ -38,8 +39,35 @@ def _prompts(config: Config) -> Iterator[Problem]:
         yield Problem(
             "env", "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
         )
-    elif data.task_name not in config.env:
-        text = f"no such environment under env; there is {', '.join(config.env)}"
-        yield Problem(f"data.task_name={data.task_name}", text)
+    else:
+        yield from _tasks(config)
+    yield from _sets(config)
     if data.system_prompt is not None and not data.apply_chat_template:
         yield Problem("data.system_prompt", "has a place only in a chat; needs data.apply_chat_template=true")
+
+
+def _tasks(config: Config) -> Iterator[Problem]:
+    """Names of tasks that no environment has."""
+    data, known = config.data, ", ".join(config.env)
+    named = {"data.task_name": data.task_name}
+    for section in ("train_sets", "val_sets"):
+        named |= {f"data.{section}.{name}.task_name": one.task_name for name, one in getattr(data, section).items()}
+    for key, task in named.items():
+        if task is not None and task not in config.env:
+            yield Problem(f"{key}={task}", f"no such environment under env; there is {known}")
+    for task in data.tasks:
+        if task not in config.env:
+            yield Problem(f"data.tasks.{task}", f"says how prompts of no environment look; env has {known}")
+
+
+def _sets(config: Config) -> Iterator[Problem]:
+    """Sets of rows that are given twice or not at all, and streams of what is none."""
+    data = config.data
+    if data.train_sets and data.train_path not in (MISSING, None):
+        yield Problem(f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them")
+    for section in ("train_sets", "val_sets"):
+        for name, one in getattr(data, section).items():
+            if one.path == MISSING:
+                yield Problem(f"data.{section}.{name}.path", "is required: a file, a folder or a hub name")
+    if data.streaming and (data.train_sets or not is_hub_name(data.train_path)):
+        yield Problem("data.streaming=True", "is for a data.train_path that is a hub name; files are not loaded anyway")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, WITH_ANSWER, EnvironmentConfig
+from megatron_grpo.config.data_schema import (
+    BUILT_IN,
+    REWARD_FUNCTIONS,
+    WITH_ANSWER,
+    EnvironmentConfig,
+    is_model_folder,
+    name_of_reward,
+)
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 
@@ -138,12 +145,14 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem
         return
     if not functions:
         yield Problem(f"{section}.reward_funcs", "is empty; give functions as package.module.function")
-    agents = [] if environment.agent_func is None else [environment.agent_func]
-    for key, function in [*(("reward_funcs", one) for one in functions), *(("agent_func", one) for one in agents)]:
+    importable = [("reward_funcs", one) for one in functions if not is_model_folder(one)]
+    agents = [] if environment.agent_func is None else [("agent_func", environment.agent_func)]
+    for key, function in [*importable, *agents]:
         module, _, name = function.rpartition(".")
         if not (module and all(part.isidentifier() for part in function.split("."))):
-            yield Problem(f"{section}.{key}={function}", "must be written package.module.function")
-    short = [function.rpartition(".")[2] for function in functions]
+            or_model = ", or be the folder of a reward model, with a / in it" if key == "reward_funcs" else ""
+            yield Problem(f"{section}.{key}={function}", f"must be written package.module.function{or_model}")
+    short = [name_of_reward(function) for function in functions]
     for name in sorted({name for name in short if short.count(name) > 1}):
         text = f"has two functions called {name}; their rewards could not be told apart"
         yield Problem(f"{section}.reward_funcs", text)

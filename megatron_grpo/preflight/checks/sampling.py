@@ -10,8 +10,10 @@ from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, StructuredConfig
 from megatron_grpo.config.schema import Config
 
-_FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
-"""Keys of generation that change the distribution which tokens are drawn from."""
+_CUTS = ("top_p", "top_k", "min_p")
+"""Keys of generation that leave unlikely tokens out."""
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
+"""Keys of generation that make some tokens less likely."""
 
 
 def sampling_problems(config: Config) -> Iterator[Problem]:
@@ -21,24 +23,43 @@ def sampling_problems(config: Config) -> Iterator[Problem]:
         yield Problem("generation.bad_words", "holds an empty text, which nobody can sample")
     yield from _structure(generation.structured)
     yield from _left_out(config)
+    yield from _filters(config)
     yield from _at_once(generation)
     yield from _speculation(generation)
 
 
 def filter_cautions(config: Config) -> Iterator[Problem]:
-    """Filters that make an option drop responses for differing from what was sampled, as filters make them do."""
+    """Penalties that make an option drop responses for differing from what was sampled, as penalties make them do."""
     drops = _drops(config)
     if drops is None:
         return
+    for name in _given(config.generation, _PENALTIES):
+        text = (
+            "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
+            f"{drops} leaves tokens out for that difference, too"
+        )
+        yield Problem(f"generation.{name}={shown(getattr(config.generation, name))}", text)
+
+
+def _filters(config: Config) -> Iterator[Problem]:
+    """Cuts beside an option that compares what was sampled from with the whole distribution."""
+    corrects = config.loss_fn.use_importance_sampling_correction
+    compares = "loss_fn.use_importance_sampling_correction=True" if corrects else _drops(config)
+    if compares is None:
+        return
+    for name in _given(config.generation, _CUTS):
+        text = (
+            "leaves tokens out that training counts with: every token that is sampled is likelier there, and "
+            f"{compares} would take that for a difference between the two frameworks; use "
+            f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
+        )
+        yield Problem(f"generation.{name}={shown(getattr(config.generation, name))}", text)
+
+
+def _given(generation: GenerationConfig, names: tuple[str, ...]) -> list[str]:
+    """Those of the keys that are not at their defaults."""
     default = GenerationConfig()
-    for name in _FILTERS:
-        value = getattr(config.generation, name)
-        if value != getattr(default, name):
-            text = (
-                "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
-                f"{drops} leaves tokens out for that difference, too"
-            )
-            yield Problem(f"generation.{name}={shown(value)}", text)
+    return [name for name in names if getattr(generation, name) != getattr(default, name)]
 
 
 def _drops(config: Config) -> str | None:

@@ -110,7 +110,7 @@ def test_a_variant_speaks_for_ppo_as_far_as_it_shares() -> None:
 
 def test_a_wrong_value_is_told_under_the_name_it_was_given_under() -> None:
     assert problems_of(PPO, "grpo.max_num_steps=0") == {
-        "grpo.max_num_steps=0": "must be int > 0 (it sets ppo.max_num_steps)"
+        "grpo.max_num_steps=0": "must be int > 0 or -1 (it sets ppo.max_num_steps)"
     }
     found = problems_of(PPO, "grpo.batch_multiplier=2")
     assert "needs ppo.use_dynamic_sampling=true" in found["grpo.batch_multiplier=2"]
@@ -163,7 +163,7 @@ def test_a_users_recipe_may_use_either_name(tmp_path: Path, monkeypatch: pytest.
         "grpo:\n  num_prompts_per_step: 64\n  num_generations_per_prompt: 1\n  seed: 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in ("overrides", "compose"):
+    for module in ("search_path", "compose"):
         monkeypatch.setattr(f"megatron_grpo.composition.{module}.CONF_MODULE", folder.name)
     config = compose_config(["+exp=mine"])
     assert (config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt, config.ppo.seed) == (64, 1, 3)

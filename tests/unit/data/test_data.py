@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
-from megatron_grpo.data.jsonl import read_prompts
 from megatron_grpo.data.loader import PromptLoader
 from megatron_grpo.data.processors import math_data_processor
+from megatron_grpo.data.stream import StreamLoader
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -36,41 +37,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def ids(text: str) -> list[int]:
     return [ord(character) - 32 for character in text]
-
-
-def write_rows(path: Path, *lines: str) -> Path:
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def test_rows_are_read_as_they_are(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "answer": 2, "level": 3}, {"prompt": "2+2=", "answer": "4", "task_name": "math"}]
-    path = write_rows(tmp_path / "rows.jsonl", json.dumps(rows[0]), "", json.dumps(rows[1]))
-    assert read_prompts(path, SPEC, task_names={"math"}) == rows
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "1+1=", "answ', "JSON"),
-        ("[1, 2]", "list"),
-        ('{"prompt": "1+1="}', "answer"),
-        ('{"prompt": "", "answer": "2"}', "prompt"),
-        ('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}', "apply_chat_template"),
-        ('{"prompt": "1+1=", "answer": "2", "task_name": "code"}', "code"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "answer": "2"}', line)
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
-        read_prompts(path, SPEC, task_names={"math"})
-
-
-def test_a_file_without_rows_and_no_file_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no rows"):
-        read_prompts(write_rows(tmp_path / "empty.jsonl", ""), SPEC, task_names={"math"})
-    with pytest.raises(ValueError, match=r"missing\.jsonl: cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl", SPEC, task_names={"math"})
 
 
 def test_columns_stay_as_they_are_beside_the_reference_answer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -130,11 +96,8 @@ def test_a_missing_chat_template_is_an_error(tokenizer: PreTrainedTokenizerFast)
         math_data_processor({"prompt": "1", "answer": "1"}, TaskDataSpec(task_name="math"), tokenizer, 9, 0)
 
 
-def test_reward_functions_need_no_answer(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    spec = replace(SPEC, answer_key=None)
-    (row,) = read_prompts(
-        write_rows(tmp_path / "rows.jsonl", '{"prompt": "1+1=", "level": 3}'), spec, task_names={"math"}
-    )
+def test_reward_functions_need_no_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    spec, row = replace(SPEC, answer_key=None), {"prompt": "1+1=", "level": 3}
     assert math_data_processor(row, spec, tokenizer, 4, 0)["extra_env_info"] == {"level": 3}
 
 
@@ -195,7 +158,7 @@ class Numbered:
 
 
 def make_loader(dataset: Numbered, *, seed: int = 1, shuffle: bool = True) -> PromptLoader:
-    return PromptLoader(dataset, prompts_per_batch=3, shuffle=shuffle, seed=seed)
+    return PromptLoader(dataset, prompts_per_batch=3, order=Visits([len(dataset)], [1.0], shuffle=shuffle, seed=seed))
 
 
 def epoch(loader: PromptLoader) -> list[list[int]]:
@@ -290,3 +253,109 @@ def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
 def test_the_state_of_other_data_is_an_error() -> None:
     with pytest.raises(ConfigError, match="has 10 rows, and had 9 when the checkpoint was written"):
         make_loader(Numbered(10)).load_state_dict(make_loader(Numbered(9)).state_dict())
+
+
+def test_the_words_of_a_prompt_file_stand_around_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    spec = replace(SPEC, prompt="Level {level}: {}. Use \\boxed{{}}.")
+    row = {"prompt": "1+1", "answer": "2", "level": 3}
+    datum = math_data_processor(row, spec, tokenizer, 100, 0)
+    assert datum["message_log"][0]["content"] == "Level 3: 1+1. Use \\boxed{}."
+    assert datum["prompt"] == "1+1", "for reward functions the prompt is what the row has"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    chat = replace(spec, apply_chat_template=True, prompt="say {}")
+    rendered = math_data_processor({"prompt": talk, "answer": "2"}, chat, tokenizer, 100, 0)
+    assert rendered["message_log"][0]["content"] == "<user>a<assistant>b<user>say c<assistant>"
+    with pytest.raises(ValueError, match=r"row 4: the words of data.prompt_file do not fit it: KeyError: 'grade'"):
+        math_data_processor(row, replace(SPEC, prompt="{grade} {}"), tokenizer, 100, 4)
+
+
+def test_a_template_of_ones_own_gets_variables_and_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{{ style }}:{{ messages[-1].content }}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    spec = TaskDataSpec(task_name="math", chat_template=template, chat_template_kwargs={"style": "dry"}, tools=tools)
+    datum = math_data_processor({"prompt": "1+1", "answer": "2"}, spec, tokenizer, 100, 0)
+    assert datum["message_log"][0]["content"] == "[add]dry:1+1"
+
+
+def test_a_turn_that_the_assistant_has_begun_stays_open(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>"
+        "{% endif %}"
+    )
+    begun = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "Let me see:"}]
+    datum = math_data_processor({"prompt": begun, "answer": "2"}, TaskDataSpec(task_name="math"), tokenizer, 100, 0)
+    assert datum["message_log"][0]["content"] == "<user>1+1</><assistant>Let me see:"
+
+
+def test_a_long_prompt_is_cut_at_its_beginning_or_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"prompt": "1+1=", "answer": "2"}
+    datum = math_data_processor(row, replace(SPEC, long_prompts="cut_left"), tokenizer, 3, 0)
+    assert (datum["message_log"][0]["token_ids"], datum["length"], datum["loss_multiplier"]) == (ids("+1="), 3, 1.0)
+    assert datum["message_log"][0]["content"] == "+1="
+    with pytest.raises(ValueError, match=r"row 5: the prompt has 4 tokens, more than data.max_input_seq_length=3"):
+        math_data_processor(row, replace(SPEC, long_prompts="error"), tokenizer, 3, 5)
+
+
+def test_sets_are_mixed_by_their_weights() -> None:
+    """Three sets of 8, 10 and 4 rows: once, half of it, two and a quarter times an epoch."""
+    order = Visits([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3)
+    epochs = []
+    for number in range(4):
+        order.epoch = number
+        epochs.append(Counter(order))
+        assert sum(epochs[-1].values()) == len(order) == 8 + 5 + 9
+    for visits in epochs:
+        assert {visits[row] for row in range(8)} == {1}
+        assert sum(visits[row] for row in range(8, 18)) == 5
+        assert sorted(visits[row] for row in range(18, 22)) == [2, 2, 2, 3]
+    assert {(epochs[0] + epochs[1])[row] for row in range(8, 18)} == {1}, "the other half in the next epoch"
+    assert {sum(epochs, Counter())[row] for row in range(18, 22)} == {9}
+    order.epoch = 0
+    assert list(order) == list(Visits([8, 10, 4], [1.0, 0.5, 2.25], shuffle=True, seed=3))
+
+
+def test_a_row_that_its_processor_refuses_can_be_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    def picky(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
+        return math_data_processor({**row, "prompt": row["text"]}, spec, tokenizer, longest, idx)
+
+    rows = [{"text": "1", "answer": "1"}, {"prompt": "2", "answer": "2"}]
+    dataset = AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, picky)}, 10, skip_refused=True)
+    assert [dataset[number]["loss_multiplier"] for number in range(2)] == [1.0, 0.0]
+    assert dataset.refused == {1: "row 1: its processor raised KeyError: 'text'"}
+    strict = AllTaskProcessedDataset(rows, tokenizer, SPEC, {"math": (SPEC, picky)}, 10)
+    with pytest.raises(ValueError, match="row 1: its processor raised KeyError"):
+        strict[1]
+
+
+@pytest.mark.parametrize("stop_after", range(1, 9))
+def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, stop_after: int) -> None:
+    rows = [{"prompt": str(number % 10), "answer": str(number)} for number in range(13)]
+
+    def make() -> StreamLoader:
+        data = DataConfig(train_path="some/name", streaming=True, shuffle_buffer=5, apply_chat_template=False)
+        process = AllTaskProcessedDataset([], tokenizer, SPEC, {"math": (SPEC, math_data_processor)}, 10)
+        (config,) = data.training.values()
+        return StreamLoader(
+            rows, config=config, data=data, environments={"math": "math"}, process=process, prompts_per_batch=3, seed=1
+        )
+
+    def batches(loader: StreamLoader, stop: int = 99) -> list[list[int]]:
+        seen: list[list[int]] = []
+        while loader.epoch < 2:
+            for batch in loader:
+                seen.append([datum["idx"] for datum in batch])
+                if len(seen) == stop:
+                    return seen
+        return seen
+
+    straight = batches(make())
+    assert len(straight) == 8
+    assert all(len({idx for batch in straight[begin : begin + 4] for idx in batch}) == 12 for begin in (0, 4))
+    assert straight[:4] != straight[4:]
+    interrupted = make()
+    first = batches(interrupted, stop_after)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+    assert first + batches(resumed) == straight
+    with pytest.raises(ConfigError, match="a run with other data"):
+        make().load_state_dict({"epoch": 0})

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.schema import DataConfig
-from megatron_grpo.data.rows import FileReport, examine
+from megatron_grpo.config.schema import DataConfig, DatasetConfig
+from megatron_grpo.data.examine import SetReport, examined
 from tests.support.ordinary_user import as_ordinary_user
 
 ROW = b'{"prompt": "1?", "answer": "1"}\n'
 KINDS = {"math": "math"}
 
 
-def examined(path: Path, content: bytes, **data: str) -> FileReport:
-    path.write_bytes(content)
-    return examine(path, DataConfig(train_path=str(path), **data), KINDS)  # type: ignore[arg-type]
+def report_of(path: Path, content: bytes | None = None, **data: str) -> SetReport:
+    if content is not None:
+        path.write_bytes(content)
+    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS).report  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def examined(path: Path, content: bytes, **data: str) -> FileReport:
     ],
 )
 def test_a_file_of_another_kind_is_called_by_its_name(tmp_path: Path, content: bytes, text: str) -> None:
-    (problem,) = examined(tmp_path / "rows", content).problems
+    (problem,) = report_of(tmp_path / "rows", content).problems
     assert problem.subject == str(tmp_path / "rows")
     assert problem.text.startswith(text)
 
@@ -66,7 +67,7 @@ def test_a_file_of_another_kind_is_called_by_its_name(tmp_path: Path, content: b
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, line: bytes, text: str) -> None:
-    (problem,) = examined(tmp_path / "rows", ROW + line + b"\n" + ROW).problems
+    (problem,) = report_of(tmp_path / "rows", ROW + line + b"\n" + ROW).problems
     assert problem.subject == f"{tmp_path}/rows:2"
     assert text in problem.text
     assert ("truncated" in problem.text) == ("truncated" in text)
@@ -77,21 +78,21 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, line: bytes, tex
     "line", [b'{"prompt": "\\ud83d\\ude00\\u4e2d", "answer": "\\\\ud800"}\n', b"\xef\xbb\xbf" + ROW]
 )
 def test_whole_pairs_and_marks_are_text(tmp_path: Path, line: bytes) -> None:
-    assert examined(tmp_path / "rows", line).problems == []
+    assert report_of(tmp_path / "rows", line).problems == []
 
 
 def test_prompts_that_are_all_the_same(tmp_path: Path) -> None:
-    assert examined(tmp_path / "rows", ROW * 3).alike
-    assert not examined(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).alike
+    assert report_of(tmp_path / "rows", ROW * 3).alike
+    assert not report_of(tmp_path / "rows", ROW * 3 + ROW.replace(b"1?", b"2?")).alike
 
 
 def test_a_file_of_somebody_else() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path = Path(folder, "rows")
-        assert examined(path, ROW).problems == []
+        assert report_of(path, ROW).problems == []
         path.chmod(0)
-        texts = as_ordinary_user(lambda: [problem.text for problem in examine(path, DataConfig(), KINDS).problems])
+        texts = as_ordinary_user(lambda: [problem.text for problem in report_of(path, bad_rows="skip").problems])
         assert texts == ["cannot be read: Permission denied"]
 
 
@@ -102,7 +103,7 @@ def test_a_million_rows_take_seconds_and_little_memory(tmp_path: Path) -> None:
         path = tmp_path / "rows"
         path.write_bytes(b"".join(b'{"prompt": "%d?", "answer": "%d"}\n' % (n, n) for n in range(rows)))
         begin = time.process_time()
-        report = examine(path, DataConfig(), KINDS)
+        report = report_of(path)
         seconds.append(time.process_time() - begin)
         assert (report.rows, report.problems) == (rows, [])
     assert seconds[1] < 8 * seconds[0]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
-from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
 from megatron_grpo.environments.registry import check_environments, create_environment
-from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment, load_reward_function
+from megatron_grpo.environments.reward_call import load_reward_function
+from megatron_grpo.environments.reward_check import check_reward_functions
+from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 
 
 def length_reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -143,6 +149,8 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
 
     mixed = [request("a", "b", x=1, completion="z"), request("c", "d", y=2)]
     RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score(mixed)
+    for name in ("completion_ids", "trainer_state", "log_metric", "log_extra"):
+        del seen[name]
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
@@ -196,3 +204,130 @@ def test_functions_are_checked_before_anything_starts() -> None:
         "env.task.reward_funcs=no_such_module.reward",
         "env.task.reward_funcs=builtins.len",
     ]
+
+
+class Judge:
+    """An object whose call is a coroutine."""
+
+    async def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
+        await asyncio.sleep(0.3)
+        return [None if text == "?" else 2.0 for text in completions]
+
+
+async def slow(completions: list[str], **_: Any) -> list[float]:
+    await asyncio.sleep(0.3)
+    return [1.0] * len(completions)
+
+
+class Settings:
+    """A class with a method that rewards by length, and an object of it below."""
+
+    def by_length(self, completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+
+settings = Settings()
+
+
+def test_coroutine_functions_and_objects_are_awaited_together() -> None:
+    started = time.monotonic()
+    scores = environment("slow", "Judge", "length_reward").score([request("a", "?"), request("b", "xyz")])
+    assert time.monotonic() - started < 0.55, "one after the other they take 0.6 s"
+    assert [score.reward for score in scores] == [2.0, 6.0]
+    assert scores[0].parts == {"slow": 1.0, "length_reward": 1.0}, "a None is left out"
+    assert list(scores[1].parts) == ["slow", "Judge", "length_reward"], "in the order of the configuration"
+
+
+def test_a_method_of_an_object_is_found_and_given_only_what_it_takes() -> None:
+    function = load_reward_function(f"{__name__}.settings.by_length")
+    asked = RewardFunctionEnvironment({"by_length": function}, {"by_length": 0.5}, None)
+    assert asked.score([request("a", "four", level=3)])[0].reward == 2.0
+
+
+def test_functions_are_told_the_tokens_and_how_far_the_run_is() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(completions: list[str], completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+        seen.update(ids=completion_ids, step=trainer_state.global_step, of=trainer_state.max_steps)
+        return [0.0] * len(completions)
+
+    one = replace(request("a", "b"), response_ids=np.array([5, 6], np.int32), trainer_state=TrainerState(global_step=7))
+    RewardFunctionEnvironment({"spy": spy}, {"spy": 1.0}, None).score([one])
+    assert seen == {"ids": [[5, 6]], "step": 7, "of": 0}
+
+
+def test_what_functions_log_is_kept() -> None:
+    def logs(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        log_metric("parsed", 0.25)
+        log_metric("parsed", 0.75)
+        log_extra("words", [text.split() for text in completions])
+        return [0.0] * len(completions)
+
+    scores = RewardFunctionEnvironment({"logs": logs}, {"logs": 1.0}, None).score(
+        [request("a", "x y"), request("b", "")]
+    )
+    assert [score.metrics for score in scores] == [{"parsed": 0.5}] * 2
+    assert [score.notes for score in scores] == [{"words": '["x", "y"]'}, {"words": "[]"}]
+
+
+def test_a_failure_can_count_as_having_no_opinion() -> None:
+    functions = {"bad": raises_on_c, "good": length_reward}
+    tolerant = RewardFunctionEnvironment(functions, dict.fromkeys(functions, 1.0), None, tolerant=True)
+    scores = tolerant.score([request("a", "b"), request("a", "c")])
+    assert [(score.reward, score.errors) for score in scores] == [(2.0, 0), (1.0, 1)], "only the one it fails over"
+    assert scores[1].parts == {"good": 1.0}
+
+
+def stuck(completions: list[str], **_: Any) -> list[float]:
+    try:
+        time.sleep(30)
+    except Exception:  # noqa: BLE001 - as reward functions have it: they must not fail for what a model wrote
+        return [1.0] * len(completions)
+    return [0.0] * len(completions)
+
+
+async def stuck_coroutine(completions: list[str], **_: Any) -> list[float]:
+    await asyncio.sleep(30)
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("function", [stuck, stuck_coroutine])
+def test_a_function_that_is_late_is_ended(function: Any) -> None:
+    requests = [request("a", "b"), request("a", "c")]
+    limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1)
+    with pytest.raises(RunError, match=rf"{function.__name__} gave no rewards within reward_timeout_s=0\.1 s"):
+        limited.score(requests)
+    tolerant = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1, tolerant=True)
+    started = time.monotonic()
+    assert [(score.reward, score.errors) for score in tolerant.score(requests)] == [(None, 1), (None, 1)]
+    assert time.monotonic() - started < 5
+
+
+def needs_level(completions: list[str], level: list[int], bonus: float = 1.0) -> list[float]:
+    return [bonus * one for one in level]
+
+
+def test_columns_that_a_function_needs_are_looked_for_before_anything_starts() -> None:
+    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[f"{__name__}.needs_level"])}
+    check_reward_functions(config, lambda task: {"prompt", "level"})
+    check_reward_functions(config, lambda task: None)
+    with pytest.raises(ConfigError, match="takes level, and the data has no such column; it has answer, prompt"):
+        check_reward_functions(config, lambda task: {"prompt", "answer"})
+    given = {f"{__name__}.needs_level": length_reward}
+    check_reward_functions(config, lambda task: {"prompt"}, given)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "is no folder of a model"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "is of Qwen3ForCausalLM; a reward model is one for sequence"),
+        ('{"architectures": ["Qwen3ForSequenceClassification"]}', "has 2 labels; a reward model has one"),
+    ],
+)
+def test_a_folder_that_is_no_reward_model_is_one_clear_error(tmp_path: Any, content: str | None, text: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[str(tmp_path)])}
+    with pytest.raises(ConfigError, match=text):
+        check_reward_functions(config)

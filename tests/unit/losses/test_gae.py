@@ -111,13 +111,14 @@ def test_length_adaptive_lambda_by_hand() -> None:
         ({"gae_lambda": 0.3}, [0.3] * 5, [0.3] * 5),
         ({"gae_lambda": 0.3, "gae_lambda_value": 1.0}, [0.3] * 5, [1.0] * 5),
         ({"gae_lambda_policy": 0.0, "gae_gamma": 0.5}, [0.0] * 5, [0.95] * 5),
+        ({"length_adaptive_alpha": 0.0, "gae_lambda": 0.3}, [0.3] * 5, [0.3] * 5),
         (
             {"length_adaptive_alpha": 0.5, "gae_lambda_value": 1.0},
             [0.5, 0.0, 1 - 1 / 3.5, 0.0, 1 / 3],
             [1.0] * 5,
         ),
     ],
-    ids=["one lambda", "another", "value", "policy", "length"],
+    ids=["one lambda", "another", "value", "policy", "alpha 0 is off", "length"],
 )
 def test_policy_and_value_have_their_own_lambda(
     keys: dict[str, Any], lambda_policy: list[float], lambda_value: list[float]

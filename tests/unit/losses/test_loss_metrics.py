@@ -30,7 +30,8 @@ def test_metrics_match_a_loop_over_tokens() -> None:
     def mean(of: Callable[[SimpleNamespace], float]) -> float:
         return math.fsum(map(of, rows)) / len(rows)
 
-    low, high, dual = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c or 0.0
+    above = config.ratio_clip_min if config.ratio_clip_max is None else config.ratio_clip_max
+    low, high, dual = 1 - config.ratio_clip_min, 1 + above, config.ratio_clip_c or 0.0
     smallest = config.truncated_importance_sampling_ratio_min or 0.0
     largest = config.truncated_importance_sampling_ratio or 0.0
     assert actual == pytest.approx(

@@ -148,3 +148,17 @@ def test_returns_that_are_all_the_same_explain_nothing() -> None:
     metrics = {"return_mean": 0.3, "return_squared": 0.09 + 1e-12, "value_error": 0.1, "value_error_squared": 0.5}
     add_explained_variance(metrics)
     assert metrics["explained_variance"] == 0.0
+
+
+def test_a_scale_is_a_factor_of_the_loss_and_of_no_figure() -> None:
+    values, tokens, counts = make_batch()
+    plain, figures = MseValueLossFn(MseValueLossConfig())(values, tokens, counts)
+    scaled, same = MseValueLossFn(MseValueLossConfig(scale=0.5))(values, tokens, counts)
+    assert float(scaled) == pytest.approx(0.5 * float(plain))
+    assert same == figures
+
+
+def test_a_clip_of_0_is_off() -> None:
+    values, tokens, counts = make_batch()
+    off, _ = MseValueLossFn(MseValueLossConfig(value_clip=0.0))(values, tokens, counts)
+    assert float(off) == pytest.approx(by_hand(values, tokens, None)[0])

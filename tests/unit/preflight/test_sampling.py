@@ -93,12 +93,23 @@ def test_n_grams_need_a_single_stage(given: list[str]) -> None:
     assert text.endswith("use 1")
 
 
-def test_filters_beside_what_drops_for_a_difference_are_told_of(given: list[str]) -> None:
-    overrides = [*given, "generation.min_p=0.1", "generation.top_k=5", "generation.bad_words=[x]"]
-    assert not {one.key for one in remarks(compose_config(overrides))} & {"generation.min_p", "generation.top_k"}
-    told = {one.subject: one.text for one in remarks(compose_config([*overrides, *ICEPOP]))}
-    assert told.keys() >= {"generation.min_p=0.1", "generation.top_k=5", "generation.bad_words=['x']"}
-    assert "truncated_importance_sampling_type=icepop leaves tokens out" in told["generation.min_p=0.1"]
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (ICEPOP, "loss_fn.use_importance_sampling_correction=True"),
+        (["loss_fn.use_importance_sampling_correction=true"], "loss_fn.use_importance_sampling_correction=True"),
+        (["grpo.seq_logprob_error_threshold=1.5"], "grpo.seq_logprob_error_threshold=1.5"),
+    ],
+)
+def test_filters_are_refused_beside_what_compares_with_the_whole_distribution(
+    given: list[str], options: list[str], named: str
+) -> None:
+    overrides = [*given, "generation.top_p=0.9", "generation.top_k=5", "generation.bad_words=[x]"]
+    compose_config(overrides)
+    told = problems_of([*overrides, *options])
+    assert told.keys() == {"generation.top_p=0.9", "generation.top_k=5"}
+    assert f"{named} would take that for a difference" in told["generation.top_p=0.9"]
+    assert "; use null, or leave that option out" in told["generation.top_k=5"]
 
 
 def test_n_grams_of_no_speculation_are_idle(given: list[str]) -> None:
@@ -132,3 +143,10 @@ def test_responses_decoded_together_are_shared_out(given: list[str], size: int |
 def test_names_that_users_know(given: list[str], foreign: str, here: str) -> None:
     (text,) = problems_of([*given, f"+{foreign}"]).values()
     assert here in text
+
+
+def test_penalties_beside_what_drops_for_a_difference_are_told_of(given: list[str]) -> None:
+    overrides = [*given, "generation.bad_words=[x]"]
+    assert "generation.bad_words" not in {one.key for one in remarks(compose_config(overrides))}
+    told = {one.subject: one.text for one in remarks(compose_config([*overrides, *ICEPOP]))}
+    assert "truncated_importance_sampling_type=icepop leaves tokens out" in told["generation.bad_words=['x']"]

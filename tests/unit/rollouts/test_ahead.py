@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.loader import PromptLoader, prompt_batches
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timers import StepTimer
@@ -37,13 +38,17 @@ def answers(prompts: Sequence[Any], samples: int) -> list[list[Trajectory]]:
     return [[make_trajectory(prompt_idx=prompt["idx"], sample=i) for i in range(samples)] for prompt in prompts]
 
 
+def order_of(*, shuffle: bool) -> Visits:
+    return Visits([ROWS], [1.0], shuffle=shuffle, seed=3)
+
+
 class Process:
     """A driver from its start until it is killed: it takes batches, and saves its position as a checkpoint would."""
 
     def __init__(
         self, age: int, checkpoint: dict[str, Any] | None = None, steps: int = 99, shuffle: bool = True
     ) -> None:
-        self.loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=shuffle, seed=3)
+        self.loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, order=order_of(shuffle=shuffle))
         self.taken = 0
         if checkpoint is not None:
             self.loader.load_state_dict(checkpoint["position"])
@@ -76,7 +81,7 @@ class Process:
 
 def in_turn() -> list[list[int]]:
     """Rows by batch, as a loop takes them that samples when it needs to."""
-    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=True, seed=3)
+    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, order=order_of(shuffle=True))
     return [[prompt["idx"] for prompt in batch] for batch in prompt_batches(loader, EPOCHS)]
 
 

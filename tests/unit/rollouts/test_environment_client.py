@@ -31,7 +31,7 @@ class FakeProcess:
     async def _ready(self) -> dict[str, Any]:
         if not self.comes_up:
             raise RayTaskError("ready", "", RunError("reward function f is gone"))
-        return {"node": "here", "pid": self.pid, "multi_turn": True, "agent": False}
+        return {"node": "here", "pid": self.pid, "multi_turn": True, "agent": False, "reads_token_ids": False}
 
     async def _run(self, packed: Any) -> list[Any]:
         jobs: list[tuple[str, tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))

@@ -97,6 +97,7 @@ class FakeEnvironment:
     trouble: list[Any] = field(default_factory=list)
     jobs: list[ScoringJob] = field(default_factory=list)
     last_tokens: list[int] = field(default_factory=list)
+    reads_token_ids: bool = False
 
     async def reset(self, prompt: Any, extra_env_info: dict[str, Any]) -> Any:
         return (prompt, extra_env_info["answer"], ())

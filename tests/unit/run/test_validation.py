@@ -15,7 +15,7 @@ from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.placement import Placement
-from megatron_grpo.run.validation import validate
+from megatron_grpo.run.validation import held_out_metrics, validate
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_source
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain
@@ -123,3 +123,15 @@ def test_tasks_and_functions_by_hand(tmp_path: Path) -> None:
         "val_task_truncation_rate/odd": 0.0,
     }
     assert "generation" in timer.seconds
+
+
+def test_sets_that_have_names_have_figures_of_their_own() -> None:
+    prompts: list[Any] = [
+        {"idx": number, "task_name": "math", **({"dataset": name} if name else {})}
+        for number, name in enumerate(["a", "b", None, "a"])
+    ]
+    outcomes = [[make_trajectory(2, reward=float(number), correct=number == 3).outcome] for number in range(4)]
+    metrics = held_out_metrics(prompts, outcomes)
+    assert (metrics["reward"], metrics["set_reward/a"], metrics["set_reward/b"]) == (1.5, 1.5, 1.0)
+    assert (metrics["set_accuracy/a"], metrics["set_accuracy/b"]) == (0.5, 0.0)
+    assert not any(name.startswith("task_") for name in metrics), "they are of one task"

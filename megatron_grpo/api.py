@@ -1,0 +1,230 @@
+"""Runs for notebooks and scripts: `megatron_grpo.train`, with datasets, reward functions and callbacks as objects."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.algorithms.start import start
+from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.load import check_config, check_overrides
+from megatron_grpo.run.callbacks import Callback
+from megatron_grpo.run.given import Given
+
+DATA_FOLDER = "data"
+"""Folder of the run in which the datasets of a script are kept."""
+GIVEN = "given"
+"""Stands in the place of a module in the entries of functions that cannot be imported."""
+
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What is left of a run."""
+
+    run_dir: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A mapping for each step, as metrics.jsonl has it."""
+        return _lines(self.run_dir / "metrics.jsonl")
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        """A mapping for each validation."""
+        return _lines(self.run_dir / "validation.jsonl")
+
+
+def train(
+    config: Config | Overrides,
+    *,
+    train_dataset: Any = None,
+    val_dataset: Any = None,
+    rewards: Sequence[str | Callable[..., Any]] = (),
+    environments: Mapping[str, str | type] | None = None,
+    tokenizer: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> FinishedRun:
+    """Train as the command line does, from start (or resume) to end.
+
+    Args:
+        config: what would stand on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), or the same as a
+            mapping ({"+exp": "quickstart", "grpo.max_num_steps": 3}); or a Config.
+        train_dataset: training rows: a list of dicts, a `datasets.Dataset`, or a path or hub name; kept in the folder
+            of the run, so that it can be resumed. None: as the configuration says.
+        val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
+        rewards: reward functions, import paths of such, and folders of reward models, in place of the environment that
+            data.task_name names.
+        environments: by task name, classes of environments (`megatron_grpo.environments.interface.Environment`) that
+            can be imported, or their types.
+        tokenizer: tokenizer of the prompts; None: that of the model.
+        callbacks: told of steps, validations, checkpoints and the end.
+
+    Returns:
+        The folder of the run and what was logged there.
+
+    Raises:
+        ConfigError: something is wrong with the configuration or with what is given.
+        RunError: the run failed.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    if isinstance(config, Config):
+        if train_dataset is not None or val_dataset is not None or rewards or environments:
+            text = "has its data and environments already; give overrides instead to have others"
+            raise ConfigError([Problem("config", text)])
+        checked = check_config(config)
+    else:
+        overrides = _written(config)
+        task, run_dir = _found(overrides)
+        overrides.append(f"run_dir={run_dir}")
+        overrides += _reward_overrides(task, rewards, functions)
+        overrides += _environment_overrides(environments or {})
+        folder = Path(run_dir) / DATA_FOLDER
+        made = not folder.exists()
+        overrides += _data_overrides(folder, train_dataset, val_dataset, bool(rewards))
+        try:
+            checked = check_overrides(overrides)
+            checked.require()
+        except ConfigError:
+            if made:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    settled = checked.require()
+    for remark in checked.remarks:
+        print(f"{remark.subject} {remark.text}", flush=True)
+    start(settled, Given(rewards=functions, tokenizer=tokenizer, callbacks=callbacks))
+    return FinishedRun(Path(settled.run_dir))
+
+
+def _written(config: Overrides) -> list[str]:
+    """Overrides as they stand on a command line."""
+    if isinstance(config, Mapping):
+        return [f"{key}={_value(value)}" for key, value in config.items()]
+    return list(config)
+
+
+def _value(value: Any) -> str:
+    """A value in Hydra's syntax."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_value(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_value(one) for one in value) + "]"
+    return json.dumps(value)
+
+
+def _found(overrides: Sequence[str]) -> tuple[str, str]:
+    """Task name and folder of the run that overrides make; of what is wrong with them nothing is said yet."""
+    config = compose_typed(overrides).config
+    return (Config().data.task_name, "") if config is None else (config.data.task_name, config.run_dir)
+
+
+def _reward_overrides(
+    task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
+) -> list[str]:
+    """The environment of reward functions; those that cannot be imported are added to `functions`."""
+    if not rewards:
+        return []
+    entries = []
+    for reward in rewards:
+        if isinstance(reward, str):
+            entries.append(reward)
+            continue
+        entry = _import_path(reward)
+        if entry is None:
+            entry = f"{GIVEN}.{_name(reward)}"
+            if entry in functions:
+                text = f"has two functions called {_name(reward)}; their rewards could not be told apart"
+                raise ConfigError([Problem("rewards", text)])
+            functions[entry] = reward
+        entries.append(entry)
+    quoted = ",".join(json.dumps(entry) for entry in entries)
+    return [f"env.{task}.type=reward_functions", f"env.{task}.reward_funcs=[{quoted}]"]
+
+
+def _import_path(function: Callable[..., Any]) -> str | None:
+    """The path that leads to a function from anywhere; None: it is of a notebook or script, or inside another one."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or not name.isidentifier():
+        return None
+    found = getattr(inspect.getmodule(function), name, None)
+    return f"{module}.{name}" if found is function else None
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What a function is called in metrics; of an object, what its class is."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
+
+
+def _environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
+    written = []
+    for task, kind in environments.items():
+        if isinstance(kind, str):
+            written.append(f"env.{task}.type={kind}")
+            continue
+        if kind.__module__ == "__main__" or not kind.__qualname__.isidentifier():
+            text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
+            raise ConfigError([Problem(f"environments[{task!r}]", text)])
+        written.append(f"env.{task}.type={kind.__module__}:{kind.__qualname__}")
+    return written
+
+
+def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
+    """Where the datasets are, once those that are objects are written into the folder."""
+    written = []
+    columns: set[str] = set()
+    if training is not None:
+        path, columns = _kept(training, folder / "train", "train_dataset")
+        written.append(f"data.train_path={path}")
+    if isinstance(validation, Mapping):
+        for name, one in validation.items():
+            path, _ = _kept(one, folder / f"val_{name}", f"val_dataset[{name!r}]")
+            written.append(f"data.val_sets.{name}.path={path}")
+        written.append("data.val_path=null")
+    elif validation is not None:
+        written.append(f"data.val_path={_kept(validation, folder / 'val', 'val_dataset')[0]}")
+    elif training is not None:
+        written.append("data.val_path=null")  # the recipe's held-out rows are of its own task
+    if rewarded and columns and "answer" not in columns:
+        written.append("data.answer_key=null")
+    return written
+
+
+def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
+    """The path of a dataset, written there if it is an object, and the names of its columns as far as they are known.
+
+    Raises:
+        ConfigError: it is nothing that has rows.
+    """
+    if isinstance(dataset, str | Path):
+        return str(dataset), set()
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        file = path.with_suffix(".jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dataset), encoding="utf-8")
+        return str(file), {str(column) for row in dataset for column in row}
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
+        text = (
+            f"is {type(dataset).__name__}; give a list of dicts, a datasets.Dataset, or a path or hub name (of a large "
+            "hub set with data.streaming=true)"
+        )
+        raise ConfigError([Problem(subject, text)])
+    file = path.with_suffix(".parquet")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dataset.to_parquet(str(file))
+    return str(file), set(dataset.column_names)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

@@ -1,0 +1,265 @@
+"""Rows of a file, a folder or a hub set, read where they lie: by number, and one after the other with their places."""
+
+from __future__ import annotations
+
+import csv
+import mmap
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.hub import is_hub_name
+from megatron_grpo.data.file_kinds import HEAD_BYTES, packed_kind, wrong_kind
+from megatron_grpo.data.rows import Row, parse_line
+
+BATCH_ROWS = 1000
+"""Rows of a table that are made Python objects at a time."""
+
+
+class SourceError(ValueError):
+    """A set of rows cannot be read at all; the text says why, and does not name the set."""
+
+
+class Source(Protocol):
+    """A set of rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Row:
+        """A row, counted from 0; RunError when it cannot be read any more."""
+
+    def each(self) -> Iterator[Row | str]:
+        """All rows in order; for one that cannot be read, as text what is wrong with it."""
+
+    def place(self, number: int) -> str:
+        """Where a row is, for people: file:line."""
+
+
+class JsonLines:
+    """A JSONL file of any size: only where its lines begin is held in memory. Blank lines are no rows."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            SourceError: the file cannot be read, or is of another kind.
+        """
+        self._path = path
+        self._begins, self._numbers = array("q"), array("q")
+        try:
+            with path.open("rb") as file:
+                kind = wrong_kind(file.read(HEAD_BYTES))
+                if kind is not None:
+                    raise SourceError(kind)
+                file.seek(0)
+                self._end = 0
+                for number, line in enumerate(file, start=1):
+                    if not line.isspace():
+                        self._begins.append(self._end)
+                        self._numbers.append(number)
+                    self._end += len(line)
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._end else b""
+        except OSError as error:
+            raise SourceError(f"cannot be read: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, number: int, /) -> Row:
+        row = parse_line(self._line(number))
+        if isinstance(row, str):
+            raise RunError(f"{self.place(number)} has changed since the run began: the row {row}")
+        return row
+
+    def each(self) -> Iterator[Row | str]:
+        return (parse_line(self._line(number)) for number in range(len(self)))
+
+    def place(self, number: int) -> str:
+        return f"{self._path}:{self._numbers[number]}"
+
+    def _line(self, number: int) -> bytes:
+        begin = self._begins[number]
+        following = self._begins[number + 1] if number + 1 < len(self._begins) else self._end
+        return self._content[begin:following]
+
+
+class Table:
+    """Rows of a Hugging Face dataset, which is in memory or mapped from a file."""
+
+    def __init__(self, dataset: Any, name: str, lines: Sequence[int] = (), bad: Sequence[tuple[int, str]] = ()) -> None:
+        """
+        Args:
+            dataset: a `datasets.Dataset`.
+            name: what the set is called in messages.
+            lines: where each row is in a text file; empty: it is in none.
+            bad: lines that are no rows, and why; they count as rows after all others.
+        """
+        self._dataset, self._name, self._lines, self._bad = dataset, name, lines, bad
+
+    def __len__(self) -> int:
+        return len(self._dataset) + len(self._bad)
+
+    def __getitem__(self, number: int, /) -> Row:
+        return dict(self._dataset[number])
+
+    def each(self) -> Iterator[Row | str]:
+        for begin in range(0, len(self._dataset), BATCH_ROWS):
+            columns = self._dataset[begin : begin + BATCH_ROWS]
+            names = list(columns)
+            for values in zip(*columns.values(), strict=True):
+                yield dict(zip(names, values, strict=True))
+        for _, reason in self._bad:
+            yield reason
+
+    def place(self, number: int) -> str:
+        if number >= len(self._dataset):
+            return f"{self._name}:{self._bad[number - len(self._dataset)][0]}"
+        return f"{self._name}:{self._lines[number]}" if self._lines else f"{self._name}, row {number}"
+
+
+def open_source(config: DatasetConfig) -> Source:
+    """The rows of a set; a hub set is downloaded into the cache of `datasets` first, or taken from there.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    path = Path(config.path)
+    if os.path.isdir(path) or is_remote(config.path):
+        return _dataset(config)
+    if not os.path.exists(path) or path.suffix not in _READERS:
+        return JsonLines(path)
+    try:
+        return _READERS[path.suffix](path)
+    except SourceError:
+        raise
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror or _first_line(error)}") from None
+    except Exception as error:  # of whichever library reads it: pyarrow and `datasets` have many for a damaged file
+        raise SourceError(
+            f"is no {path.suffix} file that can be read: {_first_line(error.__cause__ or error)}"
+        ) from error
+
+
+def is_remote(path: str) -> bool:
+    """Whether a set is on the hub rather than in a file."""
+    known = (*_READERS, ".jsonl", ".json", ".gz", ".zst", ".txt")
+    return is_hub_name(path) and Path(path).suffix not in known
+
+
+def _dataset(config: DatasetConfig) -> Source:
+    from datasets import load_dataset, load_from_disk  # here: it takes a second to import
+
+    folder = os.path.isdir(config.path)
+    try:
+        if folder and os.path.exists(os.path.join(config.path, "state.json")):
+            found = load_from_disk(config.path)
+        elif folder and os.path.exists(os.path.join(config.path, "dataset_dict.json")):
+            found = load_from_disk(config.path)[config.split]
+        else:
+            found = load_dataset(config.path, config.subset, split=config.split)
+    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
+        raise SourceError(_reason(config, error)) from error
+    return Table(found, config.path)
+
+
+def _reason(config: DatasetConfig, error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"has no split {config.split!r}"
+    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+    return f"cannot be loaded (split {config.split}): {kind}{_first_line(error.__cause__ or error)}"
+
+
+def _parquet(path: Path) -> Source:
+    """A Parquet file, by way of the cache of `datasets`, which is mapped into memory."""
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+
+    pq.ParquetFile(path).close()  # quickly: one that is cut off has no end
+    return _validated(Dataset.from_parquet(str(path)), path)
+
+
+def _arrow(path: Path) -> Source:
+    """An Arrow file of either kind, mapped into memory."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    with pa.memory_map(str(path)) as file:
+        try:
+            table = pa.ipc.open_file(file).read_all()
+        except pa.ArrowInvalid:
+            file.seek(0)
+            table = pa.ipc.open_stream(file).read_all()
+    return _validated(Dataset(table), path)
+
+
+def _validated(dataset: Any, path: Path) -> Source:
+    """Rows whose texts and lengths are what they say they are: pyarrow reads past the end of others."""
+    dataset.data.table.validate(full=True)
+    return Table(dataset, str(path))
+
+
+def _csv(path: Path) -> Source:
+    """A table with a header line; every value is taken as text, so that 007 stays what it is."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    lines, bad = array("q"), list[tuple[int, str]]()
+    batches: list[pa.RecordBatch] = []
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with path.open("rb") as head:
+            kind = packed_kind(head.read(HEAD_BYTES))
+        if kind is not None:
+            raise SourceError(kind)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            names = next(reader, [])
+            _require_names(names)
+            schema = pa.schema([(name, pa.string()) for name in names])
+            for rows in _chunks(_good_rows(reader, len(names), lines, bad)):
+                columns = [pa.array(column, type=pa.string()) for column in zip(*rows, strict=True)]
+                batches.append(pa.record_batch(columns, schema=schema))
+    except UnicodeDecodeError:
+        raise SourceError("is not UTF-8 text") from None
+    except csv.Error as error:
+        raise SourceError(f"is no CSV: its header: {error}") from None
+    return Table(Dataset(pa.Table.from_batches(batches, schema=schema)), str(path), lines, bad)
+
+
+def _require_names(names: list[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if not names or not all(names) or twice:
+        raise SourceError("is no CSV with a header: its first line has to name every column, each once")
+
+
+def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
+    """The rows that have as many values as the header; notes in which line each ends, and what is wrong with others."""
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            bad.append((reader.line_num, f"is no CSV: {error}"))
+            continue
+        if len(row) == columns:
+            lines.append(reader.line_num)
+            yield row
+        elif row:  # an empty line is no row
+            bad.append((reader.line_num, f"has {len(row)} values, and the header names {columns} columns"))
+
+
+def _chunks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
+    while chunk := list(islice(rows, 10 * BATCH_ROWS)):
+        yield chunk
+
+
+_READERS = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".tsv": _csv}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

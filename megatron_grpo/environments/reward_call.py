@@ -1,0 +1,179 @@
+"""One reward function: finding it by its import path, what it can be called with, and calling it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.environments.time_limit import time_limit
+
+RewardFunction = Callable[..., Any]
+"""(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion; or
+a coroutine of that."""
+
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""What every function can take by name, beside the columns of the data."""
+
+
+class RewardError(RunError):
+    """A reward function raised, took too long, or gave something that is no list of rewards."""
+
+    late = False
+    """Whether it took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """A function, with what has to be known to call it."""
+
+    function: RewardFunction
+    path: str
+    """Module and name of the function, for messages."""
+    accepts: frozenset[str] | None
+    """Names that it takes; None: any."""
+    is_async: bool
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> RewardCall:
+        """A function or an object that can be called; a coroutine function if calling it makes a coroutine."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        path = f"{getattr(function, '__module__', '?')}.{name}"
+        is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        return cls(function, path, _accepted(function), is_async)
+
+    def attempt(
+        self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
+    ) -> list[float | None] | RewardError:
+        """The rewards of `count` completions, or how the function failed. Main thread only."""
+        try:
+            with time_limit(timeout_s):
+                given = self.function(**self._taken(arguments))
+            return self._rewards(given, count)
+        except TimeoutError as error:
+            return self._late(error, timeout_s)
+        except RewardError as failure:
+            return failure
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises; whoever asked is told of it
+            return self._raised(error)
+
+    async def attempt_async(
+        self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
+    ) -> list[float | None] | RewardError:
+        """`attempt` of a coroutine function, which is cancelled when it takes too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                given = await self.function(**self._taken(arguments))
+            return self._rewards(given, count)
+        except TimeoutError as error:
+            return self._late(error, timeout_s)
+        except RewardError as failure:
+            return failure
+        except Exception as error:  # noqa: BLE001 - as in `attempt`
+            return self._raised(error)
+
+    def _taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
+
+    def _rewards(self, given: Any, count: int) -> list[float | None]:
+        rewards = list(given)
+        if len(rewards) != count:
+            raise RewardError(f"{self.path} gave {len(rewards)} rewards for {count} completions")
+        try:
+            return [None if reward is None else float(reward) for reward in rewards]
+        except (TypeError, ValueError) as error:
+            text = f"{self.path} gave something that is neither a number nor None: {error}"
+            raise RewardError(text) from error
+
+    def _late(self, error: TimeoutError, timeout_s: float | None) -> RewardError:
+        if timeout_s is None or error.args:  # one of its own, of a server that it asked
+            return self._raised(error)
+        failure = RewardError(f"{self.path} gave no rewards within reward_timeout_s={timeout_s:g} s")
+        failure.late = True
+        return failure
+
+    def _raised(self, error: Exception) -> RewardError:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        failure = RewardError(f"{self.path} raised {type(error).__name__}: {error} ({where})")
+        failure.__cause__ = error
+        return failure
+
+
+def load_reward_function(path: str) -> RewardFunction:
+    """The function or object that an import path (package.module.name) leads to; of a class, an object of it.
+
+    Raises:
+        RunError: there is no such module or name, its module fails, or it cannot be called with prompts and
+            completions by name.
+    """
+    try:
+        function = _found(path)
+        function = function() if inspect.isclass(function) else function
+    except Exception as error:  # whatever the user's module raises while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise RunError(f"reward function {path} cannot be imported: {reason}") from error
+    if not callable(function):
+        raise RunError(f"reward function {path} is {type(function).__name__}, which cannot be called")
+    loaded: RewardFunction = function
+    accepts = _accepted(loaded)
+    if accepts is not None and not accepts & {"prompts", "completions", "completion_ids"}:
+        text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
+        raise RunError(f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}")
+    return loaded
+
+
+def missing_columns(path: str, function: RewardFunction, columns: Collection[str]) -> str | None:
+    """What to say of a function that asks for a column which the data do not have; None: it does not.
+
+    Args:
+        path: the function's import path, for the message.
+        function: the function.
+        columns: names of all columns of the rows that it will score.
+    """
+    lacking = [name for name in _required(function) if name not in PASSED and name not in columns]
+    if not lacking:
+        return None
+    there = ", ".join(sorted(columns)) or "none"
+    return f"reward function {path} takes {', '.join(lacking)}, and the data has no such column; it has {there}"
+
+
+def _found(path: str) -> Any:
+    """The object that a path leads to; an attribute of an object in a module too."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        outer, _, holder = module.rpartition(".")
+        if not outer or error.name != module:
+            raise
+        return getattr(getattr(importlib.import_module(outer), holder), name)
+
+
+def _parameters(function: RewardFunction) -> Sequence[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+
+
+def _accepted(function: RewardFunction) -> frozenset[str] | None:
+    """Names that a function takes; None: any, or nobody knows."""
+    parameters = _parameters(function)
+    if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(one.name for one in parameters if one.kind in by_name)
+
+
+def _required(function: RewardFunction) -> Iterator[str]:
+    for one in _parameters(function) or ():
+        variadic = one.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if not variadic and one.default is inspect.Parameter.empty:
+            yield one.name

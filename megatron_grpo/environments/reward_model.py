@@ -1,0 +1,159 @@
+"""A reward model: a Hugging Face folder for sequence classification, served by torch in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megatron_grpo.cluster.futures import explain
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.errors import RunError
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.data_schema import RewardModelConfig
+
+RESTARTS = 3
+"""How often Ray starts a process of a reward model again that died."""
+
+
+def model_problem(path: str) -> str | None:
+    """Why a folder is no reward model; None: it is one, as far as its config.json says."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kinds, labels = config["architectures"], config.get("num_labels", len(config.get("id2label") or (0, 1)))
+    except OSError:
+        return f"is no folder of a model: {file} cannot be read"
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return f"is no folder of a model: {file} does not say what architectures it is for"
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+        return f"is of {', '.join(map(str, kinds))}; a reward model is one for sequence classification"
+    return None if labels == 1 else f"has {labels} labels; a reward model has one (num_labels, id2label)"
+
+
+class RewardModel:
+    """The model and its tokenizer in this process."""
+
+    def __init__(self, path: str, config: RewardModelConfig) -> None:
+        """
+        Args:
+            path: the folder.
+            config: precision and tokens of a batch. On a GPU when torch has one here, else on the CPU.
+        """
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._config = config
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        dtype = getattr(torch, config.precision)
+        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self._model.to(self._device).eval()
+
+    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """The score of each conversation, rendered by the model's own chat template; of texts, of one after the other.
+
+        Raises:
+            RunError: the prompts are conversations, and the model's tokenizer has no chat template.
+        """
+        import torch
+
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        token_ids = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        if self._config.max_tokens is not None:
+            token_ids = [ids[-self._config.max_tokens :] for ids in token_ids]
+        scores = [0.0] * len(texts)
+        for batch in _batches([len(ids) for ids in token_ids], self._config.batch_tokens):
+            padded = self._tokenizer.pad(
+                {"input_ids": [token_ids[number] for number in batch]}, padding_side="right", return_tensors="pt"
+            )
+            with torch.inference_mode():
+                logits = self._model(**padded.to(self._device)).logits[:, 0].float().tolist()
+            for number, score in zip(batch, logits, strict=True):
+                scores[number] = score
+        return scores
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return f"{prompt}{completion}"
+        if self._tokenizer.chat_template is None:
+            raise RunError("the reward model's tokenizer has no chat template, and the prompts are conversations")
+        return str(self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+
+
+def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Numbers of texts, alike in length, that make at most so many tokens with their padding, or one text alone."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # the first is the longest
+        if batch and (len(batch) + 1) * max(lengths[batch[0]], 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+class RewardModelWorker:
+    """Ray actor: one copy of a reward model."""
+
+    def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
+        begin_process_log(f"reward model {Path(path).name} worker {number}")
+        self._model = RewardModel(path, config)
+
+    def ready(self) -> None:
+        """Return when the model is loaded, which the constructor does."""
+
+    @phase("reward model")
+    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """`RewardModel.rewards`."""
+        return self._model.rewards(prompts, completions)
+
+
+class RewardModelClient:
+    """A reward model as a reward function: an object that can be awaited with prompts and completions."""
+
+    def __init__(self, path: str, workers: Sequence[Any]) -> None:
+        """
+        Args:
+            path: the model's folder, for messages.
+            workers: its processes (`RewardModelWorker`).
+        """
+        self.path, self._workers = path, list(workers)
+
+    async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """The rewards, shared out over the model's processes."""
+        share = -(-len(prompts) // len(self._workers))
+        begins = range(0, len(prompts), share)
+        calls = [
+            worker.rewards.remote(prompts[begin : begin + share], completions[begin : begin + share])
+            for worker, begin in zip(self._workers, begins, strict=False)
+        ]
+        return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every process has the model.
+
+        Raises:
+            RunError: one does not get it within timeout_s seconds.
+        """
+        try:
+            ray.get([worker.ready.remote() for worker in self._workers], timeout=timeout_s)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"reward model {self.path}: a process {explain(error)} as it started") from error
+
+
+def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
+    """Begin to start the processes of a reward model; its client, and the processes for whoever ends them."""
+    options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
+    actor = ray.remote(**options)(RewardModelWorker)
+    workers = [actor.remote(path, config, number) for number in range(config.num_workers)]
+    return RewardModelClient(path, workers), workers

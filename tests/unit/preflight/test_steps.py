@@ -1,0 +1,58 @@
+"""max_num_steps=-1: as many steps as the epochs have, once the rows are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.schema import OptimizerConfig
+from megatron_grpo.preflight.load import compose_config, load_config
+from tests.support.config_problems import problems_of
+
+
+@pytest.fixture
+def sized(given: list[str], tmp_path: Path) -> list[str]:
+    """100 rows, 8 prompts a step."""
+    rows = tmp_path / "hundred.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": str(n)}) + "\n" for n in range(100)))
+    others = [one for one in given if not one.startswith("data.train_path")]
+    return [*others, f"data.train_path={rows}", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=2"]
+
+
+def test_the_steps_are_those_of_the_epochs(sized: list[str]) -> None:
+    config = load_config([*sized, "grpo.max_num_steps=-1", "grpo.max_num_epochs=3"])
+    assert config.grpo.max_num_steps == 36, "12 whole batches of 8 in each epoch"
+    assert config.decay_steps == 36
+
+
+def test_mixed_sets_count_by_their_weights(sized: list[str]) -> None:
+    path = next(one for one in sized if one.startswith("data.train_path")).partition("=")[2]
+    others = [one for one in sized if not one.startswith("data.train_path")]
+    sets = [f"data.train_sets.a.path={path}", f"data.train_sets.b.path={path}", "data.train_sets.b.weight=0.5"]
+    assert load_config([*others, *sets, "grpo.max_num_steps=-1"]).grpo.max_num_steps == 150 // 8
+
+
+def test_a_stream_needs_a_number(given: list[str]) -> None:
+    others = [one for one in given if not one.startswith("data.train_path")]
+    stream = ["data.train_path=some/name", "data.streaming=true"]
+    assert problems_of([*others, *stream, "grpo.max_num_steps=-1"]) == {
+        "grpo.max_num_steps=-1": "needs rows that can be counted, and they are streamed; give a number of steps"
+    }
+
+
+def test_other_negative_numbers_are_none(given: list[str]) -> None:
+    assert problems_of([*given, "grpo.max_num_steps=-2"]) == {"grpo.max_num_steps=-2": "must be int > 0 or -1"}
+
+
+@pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.1, 100, 10), (0.1, 101, 11), (0.0, 9, 0), (1.0, 7, 7)])
+def test_a_warm_up_is_a_share_of_the_schedule(ratio: float, steps: int, warmup: int) -> None:
+    assert OptimizerConfig(warmup_ratio=ratio).warmup(steps) == warmup
+    assert OptimizerConfig(warmup_steps=5).warmup(steps) == 5
+
+
+def test_two_ways_to_say_how_long_the_warm_up_is(given: list[str]) -> None:
+    given = [*given, "policy.optimizer.warmup_ratio=0.1"]
+    compose_config(given)
+    assert problems_of([*given, "policy.optimizer.warmup_steps=3"]).keys() == {"policy.optimizer.warmup_steps=3"}
