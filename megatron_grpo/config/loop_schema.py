@@ -136,7 +136,7 @@ class LoopConfig(Section):
     max_val_samples: Positive = 256
     """Most validation prompts used."""
 
-    val_temperature: Annotated[float, Field(ge=0)] = 0.0
+    val_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
 
     seed: Seed = 42
