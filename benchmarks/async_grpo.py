@@ -1,11 +1,11 @@
 """Compares asynchronous GRPO with the loop that samples and trains in turn, on long-tailed lengths; prints JSON.
 
-    python benchmarks/async_grpo.py [--steps 20] [--rounds 1] [--ages 1] [override ...]
+    python benchmarks/async_grpo.py [--steps 20] [--rounds 1] [--sides age_1 age_2_oversampling_1.5] [override ...]
 
-The quickstart's model is asked for sums at a temperature at which it hardly knows them: every token ends a response
-with nearly equal probability, so lengths are geometric, and the longest of a step is many times the mean. The weights
-hardly move, so that both sides sample such lengths to the end. Sides take turns, a process of its own each.
-`samples_per_s` is that of all steps but the first ones; `ratio` is a side over the loop in turn, median over rounds.
+A small model with random weights is asked for responses, each token of which ends it with nearly the same probability:
+lengths are geometric, and the longest of a step is many times the mean. The weights hardly move, so that all sides
+sample such lengths to the end. Sides take turns, a process of its own each. `samples_per_s` is that of all steps but
+the first ones; `ratio` is a side over the loop in turn, median over rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,27 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from header import header
+from small_model import make_model, run, settings_of_a_run, steps_of_a_run
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_STEPS = 4
 IN_TURN = "in_turn"
-WORKLOAD = (
-    "checkpointing=none",
-    "logger.progress=false",
-    "logger.rollouts=off",
-    "logger.tensorboard=false",
-    "grpo.val_at_start=false",
-    "grpo.val_at_end=false",
-    "grpo.val_period=0",
-    "generation.max_new_tokens=240",
-    "generation.temperature=4",
-    "generation.parallel.pipeline=1",
-    "policy.parallel.pipeline=1",
-    "policy.max_total_sequence_length=256",
-    "policy.microbatch_tokens=2048",
-    "policy.optimizer.lr=1e-9",
-    "policy.optimizer.min_lr=1e-9",
-)
+WORDS, TOKENS, PROMPTS = 32, 240, 32
 CORRECTION = (
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=tis",
@@ -52,19 +35,24 @@ CORRECTION = (
 
 def measure(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     """One run of a side."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        run_dir = Path(folder) / "run"
-        given = [*WORKLOAD, *CORRECTION, f"grpo.max_num_steps={steps}", f"run_dir={run_dir}", *overrides]
-        command = [sys.executable, "-m", "megatron_grpo.train", "+exp=quickstart", *given]
-        load = os.getloadavg()[0]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"the run failed:\n{done.stdout}\n{done.stderr}")
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        make_model(folder / "model", WORDS, hidden=128, layers=2)
+        settings = settings_of_a_run(folder, words=WORDS, tokens=TOKENS, prompts_per_step=PROMPTS, steps=steps)
+        run([sys.executable, "-m", "megatron_grpo.train", *settings, *CORRECTION, *overrides])
+        rows = steps_of_a_run(folder, WARM_UP_STEPS)
     samples = sum(row["throughput"]["samples_per_s"] * row["timing"]["total"] for row in rows)
     seconds = sum(row["timing"]["total"] for row in rows)
     named = ("response_length", "response_length_p50", "response_length_p99", "response_length_max")
-    of_async = ("exposed_generation_s", "trajectory_age", "trajectory_age_max", "trajectory_versions")
+    of_async = (
+        "exposed_generation_s",
+        "trajectory_age",
+        "trajectory_age_max",
+        "trajectory_versions",
+        "oversampling_left_over",
+        "oversampling_resumed",
+    )
     phases = sorted({name for row in rows for name in row["timing"]})
     return {
         "samples_per_s": samples / seconds,
@@ -75,12 +63,18 @@ def measure(overrides: Sequence[str], steps: int) -> dict[str, Any]:
     }
 
 
-def compare(steps: int, rounds: int, ages: Sequence[int], overrides: Sequence[str]) -> dict[str, Any]:
+def options_of(side: str) -> list[str]:
+    """What a side adds: `age_A`, `age_A_oversampling_F`, or nothing for the loop in turn."""
+    if side == IN_TURN:
+        return []
+    age, _, factor = side.removeprefix("age_").partition("_oversampling_")
+    options = ["grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={age}"]
+    return options + ([f"grpo.async_grpo.oversampling_factor={factor}"] if factor else [])
+
+
+def compare(steps: int, rounds: int, chosen: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
     """All sides, in turn."""
-    sides = {IN_TURN: list(overrides)}
-    for age in ages:
-        options = ["grpo.async_grpo.enabled=true", f"grpo.async_grpo.max_trajectory_age_steps={age}"]
-        sides[f"age_{age}"] = [*overrides, *options]
+    sides = {side: [*overrides, *options_of(side)] for side in (IN_TURN, *chosen)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, given in sides.items():
@@ -99,7 +93,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--ages", type=int, nargs="+", default=[1])
+    parser.add_argument("--sides", nargs="+", default=["age_1", "age_2_oversampling_1.5"])
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    print(json.dumps(compare(arguments.steps, arguments.rounds, arguments.ages, arguments.overrides), indent=2))
+    print(json.dumps(compare(arguments.steps, arguments.rounds, arguments.sides, arguments.overrides), indent=2))

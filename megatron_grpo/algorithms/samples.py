@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.scoring import Scores, score
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.engine_counts import engine_figures
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.trajectory import Outcome, SampledGroup
+from megatron_grpo.data.trajectory import Outcome, SampledGroup, renumbered
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import age_metrics
 from megatron_grpo.run.sample_source import SampleSource
@@ -74,7 +74,7 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
         surplus += outcome.surplus
         if outcome.is_batch_complete:
             of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in outcome.groups]
-            samples.groups, samples.scores = _renumbered(outcome.groups), Scores.joined(of_groups)
+            samples.groups, samples.scores = renumbered(outcome.groups), Scores.joined(of_groups)
             samples.metrics = {
                 "dynamic_sampling_gen_batches": float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),
@@ -126,14 +126,6 @@ def _metrics_of_async(source: SampleSource, outcomes: list[Outcome], timer: Step
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
     ages = age_metrics(outcomes, source.state["total_steps"])
     return {**ages, **source.ahead.metrics(), "exposed_generation_s": waited}
-
-
-def _renumbered(groups: list[SampledGroup]) -> list[SampledGroup]:
-    """The groups, numbered by their place in the step: they come from several generation batches."""
-    return [
-        SampledGroup([replace(outcome, group=number) for outcome in group.outcomes], group.payload)
-        for number, group in enumerate(groups)
-    ]
 
 
 def _require_within_limit(source: SampleSource, gen_batches: int) -> None:

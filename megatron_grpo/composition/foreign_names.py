@@ -225,6 +225,7 @@ VERL = {
     "actor_rollout_ref.rollout.max_num_batched_tokens": "generation.engine.max_num_batched_tokens",
     "actor_rollout_ref.rollout.max_num_seqs": "generation.engine.max_num_seqs",
     "actor_rollout_ref.rollout.n": "grpo.num_generations_per_prompt",
+    "actor_rollout_ref.rollout.over_sample_rate": "grpo.async_grpo.oversampling_factor",
     "actor_rollout_ref.rollout.prompt_length": "data.max_input_seq_length",
     "actor_rollout_ref.rollout.response_length": "generation.max_new_tokens",
     "actor_rollout_ref.rollout.temperature": "generation.temperature",

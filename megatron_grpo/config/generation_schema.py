@@ -152,8 +152,9 @@ class GenerationConfig(Section):
     max_new_tokens: Positive = 1024
     """Longest response in tokens."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Logits are divided by this, in sampling and in training alike; 0 is greedy, and otherwise at least 0.01."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Logits are divided by this, in sampling and in training alike; 0 is greedy, and otherwise at least 0.01. vLLM
+    takes none above 2."""
 
     top_p: Fraction = 1.0
     """Sample from the smallest set of tokens with at least this probability; 1 is no filter. Training looks at the

@@ -51,6 +51,11 @@ class AsyncGRPOConfig(Section):
     """Most steps between the weights that drew a token and those that learn from it, and with it how many steps are
     sampled ahead: nothing is ever sampled that would become older. 0 samples only when a step asks."""
 
+    oversampling_factor: Annotated[float, Field(gt=1)] | None = None
+    """Prompts under way when a step takes its own = num_prompts_per_step * this, rounded down; below
+    max_trajectory_age_steps + 1. The step learns from the first ones that are complete. The others go on under the new
+    weights, and later steps take them. Null: a step waits for the next prompts of the data, however long they take."""
+
     recompute_kv_cache_after_weight_updates: bool = True
     """Whether responses that are under way when the weights change go on from a cache of the new weights: each later
     token is then drawn as the new weights alone would. False keeps the old cache, which costs nothing."""
@@ -131,7 +136,7 @@ class LoopConfig(Section):
     max_val_samples: Positive | None = 256
     """Most prompts used of each validation set; null: all."""
 
-    val_temperature: Annotated[float, Field(ge=0)] = 0.0
+    val_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature of validation; 0 is greedy, so that accuracies of different steps compare."""
 
     seed: Seed = 42

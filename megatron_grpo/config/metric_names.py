@@ -44,6 +44,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
         lambda config: config.loop.async_grpo.enabled,
         "it needs async_grpo.enabled",
     ),
+    (
+        "oversampling_left_over oversampling_resumed",
+        lambda config: config.loop.async_grpo.enabled and config.loop.async_grpo.oversampling_factor is not None,
+        "it needs async_grpo.enabled and async_grpo.oversampling_factor",
+    ),
     ("kl_penalty", lambda config: config.uses_reference, "it needs loss_fn.reference_policy_kl_penalty above 0"),
     (
         "is_oob_ratio",

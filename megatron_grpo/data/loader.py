@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ class PromptLoader:
         while loader.epoch < max_epochs:
             for prompts in loader:
                 ...
+
+    A position may name rows that were given before it and are to be given once more; those come first
+    (`waiting_batches`, and what does not fill a batch of them with the next `iter()`).
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: Visits) -> None:
@@ -44,8 +48,11 @@ class PromptLoader:
         """Epochs completed."""
         self.left_out = 0
         """Rows of the current epoch (after its end: of the last one) left out so far because they are too long."""
+        self._dataset = dataset
         self._rows = len(order)
         self._batches = 0
+        self._waiting: list[int] = []
+        """Rows that come before those at the position."""
         self._order = order
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
@@ -65,7 +72,7 @@ class PromptLoader:
         rows = iter(self._loader)
         if self._batches == 0:
             self.left_out = 0
-        batch: list[DatumSpec] = []
+        batch = self._first_waiting(len(self._waiting))
         for datum in _prompts(rows):
             if datum["loss_multiplier"] == 0:
                 self.left_out += 1
@@ -83,6 +90,15 @@ class PromptLoader:
         self.epoch += 1
         self._batches = 0
 
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """Whole batches of the rows that were given before this position and are to be given once more."""
+        while len(self._waiting) >= self.prompts_per_batch:
+            yield self._first_waiting(self.prompts_per_batch)
+
+    def _first_waiting(self, number: int) -> list[DatumSpec]:
+        rows, self._waiting = self._waiting[:number], self._waiting[number:]
+        return [self._dataset[row] for row in rows]
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was yielded; JSON-serialisable."""
         return {
@@ -90,6 +106,7 @@ class PromptLoader:
             "left_out": self.left_out,
             "batches": self._batches,
             "rows": self._rows,
+            "waiting": list(self._waiting),
             "loader": self._loader.state_dict(),
         }
 
@@ -105,6 +122,7 @@ class PromptLoader:
         self.epoch = state["epoch"]
         self.left_out = state["left_out"]
         self._batches = state["batches"]
+        self._waiting = list(state.get("waiting", []))  # earlier versions have none
         self._order.epoch = self.epoch
         self._loader.load_state_dict(state["loader"])
 
@@ -121,6 +139,11 @@ def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
         raise RunError(f"{error}; data.bad_rows=skip leaves such rows out") from error
 
 
+def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """The position of a loader from which these rows are given first, before everything that comes after it."""
+    return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
+
+
 def _as_it_is(datum: DatumSpec) -> DatumSpec:
     return datum
 
@@ -130,8 +153,11 @@ class Batches(Protocol):
 
     epoch: int
     left_out: int
+    prompts_per_batch: int
 
     def __iter__(self) -> Iterator[list[DatumSpec]]: ...
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -140,5 +166,6 @@ class Batches(Protocol):
 
 def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
     """Batches of prompts from where the loader stands to the end of the last epoch."""
+    yield from loader.waiting_batches()
     while loader.epoch < max_num_epochs:
         yield from loader

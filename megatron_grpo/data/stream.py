@@ -63,7 +63,7 @@ class StreamLoader:
         """Rows of the current epoch (after its end: of the last one) left out so far."""
         self._rows, self._config, self._data = rows, config, data
         self._check = row_check(config, data, environments)
-        self._process, self._size, self._seed = process, prompts_per_batch, seed
+        self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
         self._drawn = 0
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
@@ -80,16 +80,20 @@ class StreamLoader:
             prompt = self._prompt(number, row)
             if prompt is not None:
                 batch.append(prompt)
-            if len(batch) == self._size:
+            if len(batch) == self.prompts_per_batch:
                 self._drawn, first = drawn, False
                 yield batch
                 batch = []
         if first:
             raise RunError(
-                f"not one batch of {self._size} prompts in {self._config.path}: {self.left_out} were left out"
+                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left out"
             )
         self.epoch += 1
         self._drawn = 0
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """None: what a stream gave is not given once more."""
+        return iter(())
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was yielded; JSON-serialisable."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -177,3 +177,11 @@ class SampledGroup:
     outcomes: list[Outcome]
     payload: Any
     """Where the group's trajectories are, in the order of the outcomes; for `RolloutPool.fetch` and its neighbours."""
+
+
+def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
+    """The groups, numbered by their place, where they do not come from one generation batch."""
+    return [
+        SampledGroup([replace(outcome, group=number) for outcome in group.outcomes], group.payload)
+        for number, group in enumerate(groups)
+    ]

@@ -11,7 +11,7 @@ import ray
 from numpy.typing import NDArray
 
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 
 BUNDLE_BYTES = 2**20
 """Token data that share an object. An object lives as long as any of its groups is referred to."""
@@ -72,6 +72,12 @@ class Collected:
     """Sent as Packed."""
     remarks: list[str]
     """What somebody who watches the run should hear of."""
+
+
+def groups_of(collected: Collected) -> list[SampledGroup]:
+    """The groups of a worker's answer, in its order."""
+    pairs = zip(collected.outcomes, collected.payloads.each(), strict=True)
+    return [SampledGroup(outcomes, payload) for outcomes, payload in pairs]
 
 
 class Bundler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.trajectory import Outcome
+from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom, dump
 from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
@@ -26,6 +26,9 @@ from megatron_grpo.rollouts.environment_client import EnvironmentClient, Environ
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
 from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, shard_fields, split_by_shard
+
+PACE_S = 0.02
+"""Groups that are complete within this time of each other are told of together: few messages instead of many."""
 
 ShardRefs = dict[str, Any]
 """By name, a reference (Ray's) to an array of one number per token of a shard."""
@@ -64,6 +67,8 @@ class RolloutWorker:
         self._environments: dict[str, EnvironmentClient] = {}
         self._endpoint = None if settings.endpoint is None else Endpoint(settings.endpoint)
         self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._complete: dict[int, list[Trajectory]] = {}
+        """Groups by number that `hand_over` has not been asked for."""
 
     @phase("start")
     async def ready(self) -> None:
@@ -87,22 +92,85 @@ class RolloutWorker:
             SamplingError: an engine failed, or an environment cannot be kept up.
         """
         generated = self._generated[batch]
+        bundler = Bundler(len(prompts))
+        outcomes: list[list[Outcome]] = [[] for _ in prompts]
+        try:
+            async for place, trajectories in self._groups(plan, prompts, generated):
+                bundler.add(place, trajectories)
+                outcomes[place] = [one.outcome for one in trajectories]
+        finally:
+            generated.set()
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+
+    async def collect_each(self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> AsyncIterator[list[int]]:
+        """As `collect`, but each group is kept until `hand_over` asks for it; a streaming generator of Ray.
+
+        Args:
+            plan: samples of each prompt, sampling settings, seeds and deadlines.
+            prompts: each with a number that none of this worker's other groups has.
+
+        Yields:
+            Numbers of some prompts whose groups are complete.
+        """
+        arrived: list[int] = []
+        some = asyncio.Event()
+
+        async def follow() -> None:
+            async for place, trajectories in self._groups(plan, prompts, asyncio.Event()):
+                number = prompts[place][0]
+                self._complete[number] = trajectories
+                arrived.append(number)
+                some.set()
+
+        following = asyncio.create_task(follow())
+        following.add_done_callback(lambda _: some.set())
+        with phase("rollouts"):
+            try:
+                while not following.done() or arrived:
+                    await some.wait()
+                    if not following.done():
+                        await asyncio.sleep(PACE_S)
+                    some.clear()
+                    numbers, arrived = arrived, []
+                    if numbers:
+                        yield numbers
+                await following
+            finally:
+                following.cancel()
+
+    async def hand_over(self, numbers: list[int]) -> Collected:
+        """Groups that are complete, in the order of these numbers; they are forgotten here.
+
+        Not what `collect_each` yields: references within what a generator yields do not keep objects alive.
+        """
+        groups = [self._complete.pop(number) for number in numbers]
+        bundler = Bundler(len(groups))
+        for place, trajectories in enumerate(groups):
+            bundler.add(place, trajectories)
+        outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+
+    async def _groups(
+        self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event
+    ) -> AsyncIterator[tuple[int, list[Trajectory]]]:
+        """The groups as they are complete, each with the place of its prompt; `generated` is set when all are sampled.
+
+        Raises:
+            SamplingError: an engine failed, or an environment cannot be kept up.
+        """
         deadline = asyncio.create_task(self._engines.lose_late(self._settings.generation_timeout_s))
         left = len(prompts)
-        bundler = Bundler(len(prompts))
 
-        async def through(place: int, group: GroupRollout, engine: EngineClient) -> list[Outcome]:
+        async def through(place: int, group: GroupRollout, engine: EngineClient) -> tuple[int, list[Trajectory]]:
             nonlocal left
             await group.sample(engine)
             left -= 1
             if not left:
                 deadline.cancel()
                 generated.set()
-            trajectories = await group.score()
-            bundler.add(place, trajectories)
-            return [one.outcome for one in trajectories]
+            return place, await group.score()
 
-        tasks: list[asyncio.Task[list[Outcome]]] = []
+        tasks: list[asyncio.Task[tuple[int, list[Trajectory]]]] = []
         try:
             engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
             for place, ((number, datum), engine) in enumerate(zip(prompts, engines, strict=True)):
@@ -110,16 +178,19 @@ class RolloutWorker:
                 agents = self._endpoint if environment.agent else None
                 group = GroupRollout(number, datum, plan, self._engines, environment, agents)
                 tasks.append(asyncio.create_task(through(place, group, engine)))
-            outcomes = await asyncio.gather(*tasks)
+            for complete in asyncio.as_completed(tasks):
+                yield await complete
         finally:
             deadline.cancel()
             for task in tasks:
                 task.cancel()
-            generated.set()
+
+    def _take_remarks(self) -> list[str]:
+        """What became of environments' processes since it was last asked."""
         remarks = [text for client in self._environments.values() for text in client.remarks]
         for client in self._environments.values():
             client.remarks.clear()
-        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), remarks)
+        return remarks
 
     async def generated(self, batch: int) -> None:
         """Return when the sampling of this call of `collect` is over, or it has failed."""

@@ -8,6 +8,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.rollouts.ahead import SamplingAhead
+from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.save_state import GRPOSaveState
@@ -25,5 +26,5 @@ class SampleSource:
     """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
-    ahead: SamplingAhead | None = None
+    ahead: SamplingAhead | Oversampling | None = None
     """What samples while steps train; None: a step samples when it asks."""

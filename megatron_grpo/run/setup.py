@@ -28,6 +28,7 @@ from megatron_grpo.prepare.by_name import prepare
 from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.callbacks import Callbacks
 from megatron_grpo.run.checkpointer import Checkpointer
@@ -188,12 +189,13 @@ def _placement(
 
 def _ahead(
     config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
-) -> SamplingAhead | None:
+) -> SamplingAhead | Oversampling | None:
     """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
     loop = config.loop
     if not loop.async_grpo.enabled:
         return None
-    return SamplingAhead(
+    kind = SamplingAhead if loop.async_grpo.oversampling_factor is None else Oversampling
+    return kind(
         rollouts,
         loader,
         loop.async_grpo,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron_grpo.preflight.load import compose_config
+from megatron_grpo.prepare.addition import prepare
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 from tests.support.documented import undocumented
 
@@ -20,6 +23,7 @@ SHORT = (
     "checkpointing.save_period=2",
     "checkpointing.keep_top_k=null",
 )
+OVERSAMPLED = ("grpo.async_grpo.oversampling_factor=1.5", "grpo.async_grpo.max_trajectory_age_steps=2")
 OF_ASYNC = ("trajectory_", "buffer_", "exposed_generation_s")
 
 
@@ -65,20 +69,53 @@ def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
 def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     moments: list[float], straight: TrainingRun, tmp_path: Path
 ) -> None:
-    """Moments in steps: after so many whole ones have been reported, and that part of the time of the last one."""
     for moment in moments:
-        run = async_run(tmp_path / "run")
-        run.start()
-        steps, part = int(moment), moment % 1
-        run.wait_for(partial(has_reported, run, steps))
-        if part:
-            time.sleep(part * straight.metrics()[-1]["timing"]["total"])
-        run.kill()
-        run.assert_nothing_left()
+        kill_at(async_run(tmp_path / "run"), moment)
     last = async_run(tmp_path / "run")
     assert last.finish(timeout_s=600) == 0, last.log()
     assert prompts_of(last) == prompts_of(straight)
     assert [row["step"] for row in last.metrics()] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    "moments", [pytest.param([2.5], id="once"), pytest.param([0.1, 1.0, 2.2, 3.5, 5.2], marks=pytest.mark.slow)]
+)
+def test_oversampling_trains_on_every_prompt_once_whatever_is_killed(moments: list[float], tmp_path: Path) -> None:
+    """Data for as many steps as there are, so that a prompt that is lost or repeated is missing or left over."""
+    settings = [f"data.train_path={some_rows(tmp_path / 'train.jsonl', PROMPTS * STEPS)}", "grpo.max_num_epochs=1"]
+    settings += ["generation.temperature=2", "generation.max_new_tokens=40", "policy.max_total_sequence_length=64"]
+    for moment in moments:
+        kill_at(async_run(tmp_path / "run", *OVERSAMPLED, *settings), moment)
+    last = async_run(tmp_path / "run", *OVERSAMPLED, *settings)
+    assert last.finish(timeout_s=600) == 0, last.log()
+    assert sorted(row for step in prompts_of(last) for row in step) == list(range(PROMPTS * STEPS))
+    rows = last.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert undocumented(name for name in rows[0] if name not in ("step", "timing", "throughput")) == set()
+    assert all(row["trajectory_age_max"] <= 2 for row in rows)
+    assert all(row["oversampling_resumed"] <= PROMPTS for row in rows)
+    assert sum(row["oversampling_left_over"] for row in rows) > 0
+    assert rows[-1]["buffer_depth"] + rows[-1]["buffer_in_flight"] == 0
+
+
+def some_rows(file: Path, number: int) -> Path:
+    """The first rows of the recipe's training data."""
+    folder = Path(compose_config(["+exp=quickstart", "run_dir=unused"]).prepare.folder)
+    prepare("addition", folder)
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    file.write_text("\n".join(lines[:number]) + "\n")
+    return file
+
+
+def kill_at(run: TrainingRun, moment: float) -> None:
+    """Let a run report so many whole steps, and go on for that part of the time of the last one."""
+    run.start()
+    steps, part = int(moment), moment % 1
+    run.wait_for(partial(has_reported, run, steps))
+    if part and steps:
+        time.sleep(part * run.metrics()[-1]["timing"]["total"])
+    run.kill()
+    run.assert_nothing_left()
 
 
 def has_reported(run: TrainingRun, steps: int) -> bool:
@@ -131,9 +168,11 @@ def test_dynamic_sampling_two_engines_and_older_trajectories(straight: TrainingR
 
 
 @pytest.mark.slow
-def test_ppo_samples_ahead_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], OVERSAMPLED], ids=["in order", "oversampled"])
+def test_ppo_samples_ahead_too(options: Sequence[str], tmp_path: Path) -> None:
     run = TrainingRun(
         tmp_path / "run",
+        *(option.replace("grpo.", "ppo.", 1) for option in options),
         "ppo.async_grpo.enabled=true",
         "loss_fn.use_importance_sampling_correction=true",
         "loss_fn.truncated_importance_sampling_type=tis",
@@ -147,6 +186,7 @@ def test_ppo_samples_ahead_too(tmp_path: Path) -> None:
     )
     assert run.finish() == 0, run.log()
     rows = run.metrics()
-    assert [row["trajectory_age_max"] for row in rows][:2] == [0, 1]
-    assert all(row["trajectory_age_max"] <= 1 for row in rows)
+    ages = [row["trajectory_age_max"] for row in rows]
+    assert ages[0] == 0
+    assert 1 <= max(ages) <= (2 if options else 1)
     assert all(row["value_grad_norm"] > 0 for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from megatron_grpo.data.rollout_files import read_rollouts
 from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
 from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.group_stream import Complete
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.rollouts.rollout import sample_seed
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
@@ -157,6 +159,49 @@ def test_fewer_prompts_than_workers() -> None:
     with pool(engines=[{}, {}, {}], num_workers=3) as rollouts:
         groups = collect(rollouts, [prompt(4)])
         assert [[one.prompt_idx for one in group.outcomes] for group in groups] == [[4] * SAMPLES]
+
+
+def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Complete]:
+    """Prompts numbered from 10, in the order in which they are complete."""
+    stream = rollouts.begin_each(
+        {10 + number: one for number, one in enumerate(prompts)},
+        samples_per_prompt=SAMPLES,
+        settings=SETTINGS,
+        run_seed=SEED,
+        step=STEP,
+    )
+    came: list[Complete] = []
+    since = time.monotonic()
+    while stream.calls:
+        rollouts.wait_for_groups([stream], since)
+        came += rollouts.arrived([stream])
+    return came
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 2)])
+def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int, workers: int) -> None:
+    slow = sample_seed(SEED, STEP, 2, 1)
+    with pool(engines=[{"stuck": [slow]}] * engines, num_workers=workers, timeout_s=8.0) as rollouts:
+        came = arrivals(rollouts, [prompt(idx) for idx in range(PROMPTS)])
+        first, second = rollouts.take(came[3:]), rollouts.take(came[:3])
+        gc.collect()
+        time.sleep(1.0)  # for what nobody refers to to go
+        trajectories = rollouts.fetch([*second, *first])
+    numbers = [one.number for one in came]
+    assert sorted(numbers) == list(range(10, 10 + PROMPTS))
+    assert numbers[-1] == 12, "the one whose engine was stuck at the first attempt"
+    for number, group, found in zip(numbers, [*second, *first], trajectories, strict=True):
+        expected = [expected_trajectory(prompt(number - 10), number, sample) for sample in range(SAMPLES)]
+        assert group.outcomes == [one.outcome for one in expected]
+        assert [one.to_row() for one in found] == [one.to_row() for one in expected]
+
+
+def test_an_engine_that_dies_ends_the_stream_with_one_clear_error() -> None:
+    with (
+        pool(engines=[{}, {"dies_after": 1}]) as rollouts,
+        pytest.raises(SamplingError, match=r"^generation: generation engine 1 died \(its process is gone\)$"),
+    ):
+        arrivals(rollouts, [prompt(idx) for idx in range(PROMPTS)])
 
 
 def shift(lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], by: int) -> tuple[dict[str, NDArray[Any]], int]:
@@ -374,7 +419,7 @@ def test_a_late_engine_is_replaced_until_none_is_left() -> None:
 
 def test_a_stopped_environment_process_is_replaced() -> None:
     with pool(failing("raises_on_bad", timeout_s=2.0)) as rollouts:
-        handles = rollouts._environments["task"]._processes  # type: ignore[attr-defined]
+        handles = rollouts._workers._environments["task"]._processes  # type: ignore[attr-defined]
         pid = ray.get(handles[0].ready.remote())["pid"]
         os.kill(pid, signal.SIGSTOP)
         groups = collect(rollouts, [prompt(idx) for idx in range(2)])

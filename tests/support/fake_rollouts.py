@@ -5,7 +5,7 @@ References are opaque, and arrays behind them read-only, as Ray's are: code that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.group_stream import Complete
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
 """(prompts, samples of each) -> the samples of each prompt."""
@@ -70,6 +71,10 @@ class FakeRollouts:
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers
         self.remarks: list[str] = []
+        self.next_complete: Callable[[int], int] = lambda left: 0
+        """(prompts that are not complete) -> which of them is next."""
+        self.complete: dict[int, SampledGroup] = {}
+        """Groups by number that have arrived and are not taken."""
         self.asked: list[dict[str, Any]] = []
         """Of every call of collect: the rows of the prompts, and everything else it was given."""
         self.fetched: list[SampledGroup] = []
@@ -111,6 +116,35 @@ class FakeRollouts:
     def finish(self, under_way: SimpleNamespace, timer: StepTimer) -> list[SampledGroup]:
         with timer.phase("generation"):
             return self.put(under_way.answers)
+
+    def begin_each(
+        self,
+        prompts: Mapping[int, DatumSpec],
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        step: int,
+    ) -> SimpleNamespace:
+        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
+        under_way = self.begin(list(prompts.values()), samples_per_prompt=samples_per_prompt, **drawn)
+        return SimpleNamespace(calls=dict(zip(prompts, self.put(under_way.answers), strict=True)), complete=[])
+
+    def arrived(self, streams: Sequence[SimpleNamespace]) -> list[Complete]:
+        found = [number for stream in streams for number in stream.complete]
+        for stream in streams:
+            self.complete |= {number: stream.calls.pop(number) for number in stream.complete}
+            stream.complete = []
+        return [Complete(number, worker=0) for number in found]
+
+    def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
+        return [self.complete.pop(one.number) for one in complete]
+
+    def wait_for_groups(self, streams: Sequence[SimpleNamespace], since: float) -> None:
+        """One more prompt is complete, whichever `next_complete` chooses of those that are left."""
+        left = [(number, stream) for stream in streams for number in stream.calls]
+        number, stream = left[self.next_complete(len(left))]
+        stream.complete.append(number)
 
     def take_engine_counts(self) -> list[EngineCounts]:
         return [EngineCounts(running=1)]

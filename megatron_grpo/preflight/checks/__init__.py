@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.checks.async_grpo import async_problems
+from megatron_grpo.preflight.checks.async_grpo import async_problems, oversampling_problems
 from megatron_grpo.preflight.checks.loop import loop_problems
 from megatron_grpo.preflight.checks.loss import loss_problems
 from megatron_grpo.preflight.checks.ppo import ppo_problems
@@ -27,6 +27,7 @@ def config_problems(config: Config) -> list[Problem]:
         *server_problems(config),
         *loop_problems(config),
         *async_problems(config),
+        *oversampling_problems(config),
         *reward_problems(config),
         *loss_problems(config),
         *ppo_problems(config),

@@ -29,6 +29,28 @@ def async_problems(config: Config) -> Iterator[Problem]:
         yield Problem(subject, text)
 
 
+def oversampling_problems(config: Config) -> Iterator[Problem]:
+    """What stands against taking the first prompts that are complete."""
+    options = config.loop.async_grpo
+    factor, age = options.oversampling_factor, options.max_trajectory_age_steps
+    if not options.enabled or factor is None:
+        return
+    subject = f"{config.algorithm}.async_grpo.oversampling_factor={factor:g}"
+    if config.data.streaming:
+        yield Problem(subject, "gives prompts back to the data, which a stream does not take; use data.streaming=false")
+    if factor >= age + 1:
+        text = (
+            f"leaves no prompt time beyond its turn: with {config.algorithm}.async_grpo.max_trajectory_age_steps={age} "
+            f"a step has to take the oldest ones; "
+        )
+        below = f"give a factor below {age + 1}, for instance {(age + 2) / 2:g}, or " if age else "give "
+        raised = f"{config.algorithm}.async_grpo.max_trajectory_age_steps={int(factor)} or more"
+        yield Problem(subject, text + below + raised)
+    prompts = config.prompts_per_generation_batch
+    if int(factor * prompts) == prompts:
+        yield Problem(subject, f"adds no whole prompt to the {prompts} of a step; give at least {1 + 1 / prompts:g}")
+
+
 def async_cautions(config: Config) -> Iterator[Problem]:
     """What is right with samples of earlier weights and may not be meant."""
     options, loss = config.loop.async_grpo, config.loss_fn

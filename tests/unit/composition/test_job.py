@@ -143,7 +143,7 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
     assert problems == {
         "job.yaml: generation_top_p=0.0": "must be float > 0 and <= 1 (it sets generation.top_p)",
         "job.yaml: ratio_clip_c=1.0": "must be float > 1 or null (it sets loss_fn.ratio_clip_c)",
-        "job.yaml: generation_temperature=-0.5": "must be float >= 0 (it sets generation.temperature)",
+        "job.yaml: generation_temperature=-0.5": "must be float >= 0 and <= 2 (it sets generation.temperature)",
         "job.yaml: num_prompts_per_step=0": "must be int > 0 (it sets grpo.num_prompts_per_step)",
         "job.yaml: max_grad_norm=high": "must be float >= 0 (it sets policy.max_grad_norm)",
         "job.yaml: use_rloo=perhaps": "must be true or false (it sets grpo.use_leave_one_out_baseline)",

@@ -80,3 +80,26 @@ def test_a_run_that_was_set_up_to_sample_in_turn_is_not_trained_asynchronously(t
     run = make_run(config, tmp_path, FakeRollouts(), SHAPE, [])
     with pytest.raises(ValueError, match=r"set it up with grpo\.async_grpo\.enabled=true"):
         async_grpo_train(run)
+
+
+@pytest.mark.parametrize(
+    ("factor", "age", "text"),
+    [
+        (2.0, 1, "give a factor below 2, for instance 1.5, or grpo.async_grpo.max_trajectory_age_steps=2 or more"),
+        (1.5, 0, "give grpo.async_grpo.max_trajectory_age_steps=1 or more"),
+        (1.01, 1, "adds no whole prompt to the 32 of a step; give at least 1.03125"),
+    ],
+)
+def test_a_factor_that_leaves_no_choice(factor: float, age: int, text: str) -> None:
+    name = "grpo.async_grpo.oversampling_factor"
+    given = ["+exp=quickstart_async", f"{name}={factor}", f"grpo.async_grpo.max_trajectory_age_steps={age}"]
+    problems = problems_of(given)
+    assert problems.keys() == {f"{name}={factor:g}"}
+    assert problems[f"{name}={factor:g}"].endswith(text)
+
+
+def test_oversampling_has_metrics_of_its_own() -> None:
+    config = compose_config(["+exp=quickstart_async", "grpo.async_grpo.oversampling_factor=1.5"])
+    assert list(remarks(config)) == []
+    assert "oversampling_resumed" in step_metrics(config)
+    assert "oversampling_resumed" not in step_metrics(compose_config(["+exp=quickstart_async"]))

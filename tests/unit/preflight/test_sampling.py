@@ -20,6 +20,7 @@ ICEPOP = (
 @pytest.mark.parametrize(
     ("overrides", "subject", "text"),
     [
+        (["generation.temperature=4"], "generation.temperature=4", "must be float >= 0 and <= 2"),
         (["generation.min_p=1.5"], "generation.min_p=1.5", "must be float >= 0 and <= 1"),
         (["generation.presence_penalty=3"], "generation.presence_penalty=3", "must be float >= -2 and <= 2"),
         (["generation.repetition_penalty=0"], "generation.repetition_penalty=0", "must be float > 0"),

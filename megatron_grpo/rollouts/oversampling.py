@@ -1,0 +1,129 @@
+"""More prompts under way than a step takes: it learns from the first that are complete, and the others go on.
+
+Nothing of a long response is thrown away: it goes on under the weights that are published meanwhile, as every response
+does that is under way, and a later step takes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.loader import Batches, with_waiting
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup, renumbered
+from megatron_grpo.rollouts.first_complete import FirstComplete, Taken
+from megatron_grpo.rollouts.group_stream import Complete, GroupStream
+from megatron_grpo.rollouts.pool import RolloutPool, Timer
+
+
+class Oversampling:
+    """Prompts that are begun in the order of the data, and taken as they are complete (`FirstComplete`)."""
+
+    def __init__(
+        self,
+        rollouts: RolloutPool,
+        loader: Batches,
+        config: AsyncGRPOConfig,
+        *,
+        samples_per_prompt: int,
+        settings: SamplingSettings,
+        run_seed: int,
+        begun: int,
+        max_num_steps: int,
+    ) -> None:
+        """
+        Args:
+            rollouts: what samples.
+            loader: of the prompts that `take` is given, for its position and the size of its batches.
+            config: how many are under way, and how old a trajectory may become.
+            samples_per_prompt: responses to each prompt.
+            settings: how tokens are drawn.
+            run_seed: seed of the run, from which those of the responses follow.
+            begun: generation batches that steps have taken so far.
+            max_num_steps: steps after which nothing is needed any more.
+        """
+        assert config.oversampling_factor is not None, "without it samples come in the order of the data"
+        self._rollouts, self._loader = rollouts, loader
+        self._samples_per_prompt, self._settings, self._run_seed = samples_per_prompt, settings, run_seed
+        self._number, self._max_num_steps = begun, max_num_steps
+        self._per_take = loader.prompts_per_batch
+        self._under_way = int(config.oversampling_factor * self._per_take)
+        self._buffer: FirstComplete[Complete] = FirstComplete(self._per_take, config.max_trajectory_age_steps)
+        self._next: deque[DatumSpec] = deque()
+        """What remains of the generation batch that was begun last."""
+        self._streams: list[GroupStream] = []
+        self._taken: Taken[Complete] = Taken([], 0, 0)
+        self.position = copy.deepcopy(loader.state_dict())
+        """State of the loader from which all prompts follow that no step has taken: a run that resumes here samples
+        those again that were under way, before any other."""
+
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: Timer) -> list[SampledGroup] | None:
+        """The prompts that are complete first, as many as a generation batch has; None: none are left.
+
+        Args:
+            batches: prompts of generation batches, in the order of the data; the same iterator each time.
+            version: of the weights that the step begins with, which generation has.
+            timer: counts what is waited for as "generation".
+
+        Raises:
+            SamplingError: an engine or an environment failed, or too many rollouts did.
+        """
+        self._begin(batches, version)
+        if not len(self._buffer):
+            return None
+        with timer.phase("generation"):
+            self._taken = self._first_complete(version)
+            groups = self._rollouts.take(self._taken.groups)
+        waiting = [*self._buffer.rows, *(datum["idx"] for datum in self._next)]
+        self.position = with_waiting(self._loader.state_dict(), waiting)
+        return renumbered(groups)
+
+    def metrics(self) -> dict[str, float]:
+        """When the step got its samples: what was complete and under way beyond them, and which it took out of turn."""
+        return {
+            "buffer_depth": float(self._buffer.complete),
+            "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
+            "oversampling_left_over": float(self._taken.left_over),
+            "oversampling_resumed": float(self._taken.resumed),
+        }
+
+    def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
+        """Begin as many prompts as are missing, with the seeds of the generation batches that they are in."""
+        needed = self._per_take * (self._max_num_steps - version)
+        missing = min(self._under_way, needed) - len(self._buffer)
+        while missing > 0:
+            if not self._next:
+                self._next.extend(next(batches, []))
+                self._number += 1
+            if not self._next:
+                return
+            data = [self._next.popleft() for _ in range(min(missing, len(self._next)))]
+            missing -= len(data)
+            stream = self._rollouts.begin_each(
+                {self._buffer.add(datum["idx"], version): datum for datum in data},
+                samples_per_prompt=self._samples_per_prompt,
+                settings=self._settings,
+                run_seed=self._run_seed,
+                step=self._number,
+            )
+            self._streams.append(stream)
+
+    def _first_complete(self, version: int) -> Taken[Complete]:
+        since = time.monotonic()
+        while True:
+            self._look()
+            taken = self._buffer.take(version)
+            if taken is not None:
+                return taken
+            self._rollouts.wait_for_groups(self._streams, since)
+
+    def _look(self) -> None:
+        """See what has become complete."""
+        for complete in self._rollouts.arrived(self._streams):
+            self._buffer.put(complete.number, complete)
+        self._streams = [stream for stream in self._streams if stream.calls]
