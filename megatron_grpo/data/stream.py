@@ -86,7 +86,8 @@ class StreamLoader:
                 batch = []
         if first:
             raise RunError(
-                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left out"
+                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left "
+                "out"
             )
         self.epoch += 1
         self._drawn = 0

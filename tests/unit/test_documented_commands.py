@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,10 @@ def test_jobs_of_slurm_compose(command: Command) -> None:
 @pytest.mark.parametrize(
     "command", [one for one in SHOWN if re.match(r"megatron_grpo\.(?!train$|refit_plan$)", one.words[0])], ids=str
 )
-def test_other_programs_know_their_options(command: Command) -> None:
-    usage = importlib.import_module(command.words[0]).USAGE
+def test_other_programs_know_their_options(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        importlib.import_module(command.words[0]).main(["--help"])
+    usage = capsys.readouterr().out
     for word in command.words[1:]:
         name = word.partition("=")[0]
         assert re.search(rf"(?<![\w-]){re.escape(name)}\b", usage), f"{word} is not in the usage"

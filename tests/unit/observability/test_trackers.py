@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,27 @@ def datum(idx: int, prompt: str | list[dict[str, str]] = "2 + 2 =") -> DatumSpec
 def log_two_steps(folder: Path, config: Config, resume_step: int | None = None) -> None:
     logger = RunLogger(folder, config, resume_step)
     first = (resume_step or 0) + 1
-    for step in (first, first + 1):
-        logger.log_step(step, {"reward": step / 3, "reward/my.fn:x": 1.0}, TIMING, {"samples_per_s": 4.0})
+    log_step(logger, first)
     config.policy.model.path = str(folder / "model")
     tokenizer = byte_tokenizer(folder / "model") if resume_step is None else None
     ids = [*tokenizer.encode("2 + 2 =").ids, 0, 0] if tokenizer else [0, 0]
     response = make_trajectory(2, prompt_tokens=len(ids) - 2, token_ids=ids, response=HOSTILE, reward=0.5).to_row()
     logger.show_completions(first, [response, response | {"reward": None}])
+    log_step(logger, first + 1)
     logger.close()
     logger.close()
+
+
+def log_step(logger: RunLogger, step: int) -> None:
+    logger.log_step(step, {"reward": step / 3, "reward/my.fn:x": 1.0}, TIMING, {"samples_per_s": 4.0})
+
+
+def content_when_written(store: Path, name: bytes) -> bytes:
+    """What a file has once the name is in it, which another process writes; after a minute, whatever it has."""
+    deadline = time.monotonic() + 60
+    while name not in store.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return store.read_bytes()
 
 
 @pytest.fixture
@@ -73,7 +86,7 @@ def test_wandb_keeps_figures_and_tables_offline(
     log_two_steps(tmp_path, config)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (store,) = folder.glob("*.wandb")
-    content = store.read_bytes()
+    content = content_when_written(store, b"train/reward")
     for name in (b"train/reward", b"train/completions", b"timing/total"):
         assert name in content
     (table,) = folder.glob("files/media/table/train/completions_*.table.json")
