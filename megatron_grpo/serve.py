@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except (RunError, OSError) as error:
         print(f"megatron_grpo.serve: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    # Not vLLM's command: that asks for a package called vllm, and its CPU build is called otherwise.
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}", *_for_this_device(), *given, *_for_runs()]
     environment = {
         "VLLM_NO_USAGE_STATS": "1",

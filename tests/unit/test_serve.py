@@ -35,7 +35,8 @@ def test_it_listens_on_loopback_and_can_be_refitted(became: dict[str, Any]) -> N
     with pytest.raises(Became):
         serve.main([str(became["model"]), "--port=8123", "--max-model-len", "64"])
     arguments = became["arguments"]
-    assert arguments[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(became["model"])]
+    module = "vllm.entrypoints.launchers.api_server.entry"
+    assert arguments[:4] == [sys.executable, "-m", module, f"--model={became['model']}"]
     assert {"--host=127.0.0.1", "--port=8123", "--logprobs-mode=processed_logprobs"} <= set(arguments)
     assert arguments[arguments.index("--max-model-len") + 1] == "64"
     assert became["environment"][SERVER_MARKER] == became["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
