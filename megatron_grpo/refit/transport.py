@@ -128,9 +128,11 @@ class EngineTransport(WeightTransport):
     def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
         return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
 
-    @staticmethod
+    def _let_go(self) -> None:
+        """After a failure: whoever waits for others to come, waits no longer."""
+
     def _complete(
-        sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
+        self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
         """Wait for both sides; what the senders returned.
 
@@ -144,6 +146,7 @@ class EngineTransport(WeightTransport):
         try:
             return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
         except RunError as error:
+            self._let_go()
             raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
 
 
@@ -159,6 +162,9 @@ class GroupTransport(EngineTransport):
     @abstractmethod
     def _send(self, version: int) -> list[ray.ObjectRef]:
         """Let every rank of the policy send: of each what it sent, or None."""
+
+    def _let_go(self) -> None:
+        self._store = None  # it closes with the driver's end, and who looks for a lost engine in it fails at once
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Make links between the policy and some engines, and none to others."""

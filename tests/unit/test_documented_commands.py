@@ -15,7 +15,7 @@ from megatron_grpo.preflight.load import compose_config
 from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, broken_links, commands, yaml_blocks
 
 SHOWN = [command for document in DOCUMENTS for command in commands(document)]
-OF_THE_READER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|<\w+>")
+OF_THE_READER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|<\w+>|recipes|exp=mine")
 """What stands for something that the reader has."""
 RECIPES_ALONE = {"--cfg", "job", "--check", "--help", "--version", "--json"}
 

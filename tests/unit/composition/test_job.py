@@ -163,7 +163,11 @@ def test_all_mistakes_come_under_the_fields_names(tmp_path: Path) -> None:
         ({"environment": {"name": "math", "tipe": "math"}}, "job.yaml: environment.tipe", "mean environment.type?"),
         ({"environment": {"name": "x", "type": "maths"}}, "job.yaml: environment.type=maths", "one of math, addition"),
         ({"zzz": 1}, "job.yaml: zzz", "unknown field; there is generation_batch_size"),
-        ({"environment": "maths"}, "job.yaml: environment=maths", "no such environment; there is addition, calculator, math, two_tasks"),
+        (
+            {"environment": "maths"},
+            "job.yaml: environment=maths",
+            "no such environment; there is addition, calculator, math, two_tasks",
+        ),
         ({"ratio_clip_max": date(2026, 1, 2)}, "job.yaml: ratio_clip_max=2026-01-02", "must be float >= 0"),
         ({"ratio_clip_max": "${"}, "job.yaml: ratio_clip_max=${", "must be float >= 0"),
         ("ratio_clip_max: !!set {a}", "job.yaml: ratio_clip_max={'a'}", "must be float >= 0"),

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.schema import Config, EnvironmentConfig
+from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
-from megatron_grpo.environments.registry import check_environments, create_environment
+from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_call import load_reward_function
 from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
@@ -197,9 +197,8 @@ def test_a_function_that_is_not_there_is_one_clear_error(path: str, text: str) -
 
 def test_functions_are_checked_before_anything_starts() -> None:
     given = [f"{__name__}.length_reward", "no_such_module.reward", "builtins.len"]
-    config = Config(env={"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)})
     with pytest.raises(ConfigError) as caught:
-        check_environments(config)
+        check_reward_functions({"task": EnvironmentConfig(type="reward_functions", reward_funcs=given)})
     assert [problem.subject for problem in caught.value.problems] == [
         "env.task.reward_funcs=no_such_module.reward",
         "env.task.reward_funcs=builtins.len",

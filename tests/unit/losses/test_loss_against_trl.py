@@ -39,8 +39,14 @@ CASES: dict[str, tuple[LossConfig, dict[str, Any]]] = {
         {"loss_type": "dr_grpo", "max_completion_length": 20},
     ),
     "gspo": (
-        LossConfig(token_level_loss=False, sequence_level_importance_ratios=True, ratio_clip_min=0.05, **NO_KL),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05},
+        LossConfig(
+            token_level_loss=False,
+            sequence_level_importance_ratios=True,
+            ratio_clip_min=0.05,
+            ratio_clip_max=0.2,
+            **NO_KL,
+        ),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.2},
     ),
     # TRL's epsilon_high is the bound itself, and it has no lower one.
     "cispo": (

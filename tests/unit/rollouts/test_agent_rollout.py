@@ -49,6 +49,8 @@ class Host:
 
 
 class Environment:
+    reads_token_ids = False
+
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.jobs: list[ScoringJob] = []

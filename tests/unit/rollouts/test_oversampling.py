@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.loader import PromptLoader, prompt_batches
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timers import StepTimer
@@ -40,6 +41,10 @@ def answers(prompts: Sequence[Any], samples: int) -> list[list[Trajectory]]:
     return [[make_trajectory(prompt_idx=prompt["idx"], sample=i) for i in range(samples)] for prompt in prompts]
 
 
+def visits() -> Visits:
+    return Visits([ROWS], [1.0], shuffle=True, seed=3)
+
+
 class Process:
     """A driver from its start until it is killed: it takes prompts, and saves its position as a checkpoint would."""
 
@@ -52,7 +57,7 @@ class Process:
         checkpoint: dict[str, Any] | None = None,
         steps: int = 99,
     ) -> None:
-        self.loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=True, seed=3)
+        self.loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, order=visits())
         self.taken = 0
         if checkpoint is not None:
             self.loader.load_state_dict(checkpoint["position"])
@@ -95,7 +100,7 @@ class Process:
 
 def in_turn() -> list[list[int]]:
     """Rows by batch, as a loop takes them that samples when it needs to."""
-    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=True, seed=3)
+    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, order=visits())
     return [[prompt["idx"] for prompt in batch] for batch in prompt_batches(loader, EPOCHS)]
 
 
@@ -125,7 +130,7 @@ def test_killed_at_any_moment_no_prompt_is_lost_or_repeated(
 def test_a_run_that_goes_on_in_turn_begins_with_what_was_left_over() -> None:
     process = Process(LAST_FIRST)
     trained = [*(process.take() or []), *(process.take() or [])]
-    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, shuffle=True, seed=3)
+    loader = PromptLoader(Rows(), prompts_per_batch=PER_BATCH, order=visits())
     loader.load_state_dict(process.checkpoint()["position"])
     rest = [[prompt["idx"] for prompt in batch] for batch in prompt_batches(loader, EPOCHS)]
     assert [len(batch) for batch in rest] == [PER_BATCH] * (BATCHES - 2)
