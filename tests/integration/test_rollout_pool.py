@@ -398,7 +398,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
     assert [[one.to_row() for one in group] for group in trajectories] == expected
     assert len(histories[0][0]) == 1, "the engine that works is not asked again"
     ((left,),) = [calls for calls, _ in histories][1:]
-    assert left == seeds[: len(left)], "it answers the last ones first, so that some of these are not asked for again"
+    assert set(left) <= set(seeds), "nothing is asked for but what the engines before it owed"
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
 
 
