@@ -49,12 +49,14 @@ def test_a_server_serves_what_the_policy_is_however_weights_come_and_after_it_wa
         # Another process in its place, with the weights that it was started with.
         server.kill()
         server.start()
+        server.wait_until_up()
         assert_serves(generation, oracle, version=3)
         assert transport.publish(4).retries == 0
         assert_serves(generation, oracle, version=4)
         # It may also go while nobody asks it anything, just before a refit.
         server.kill()
         server.start()
+        server.wait_until_up()
         assert transport.publish(5).retries <= 1
         assert_serves(generation, oracle, version=5)
     finally:

@@ -54,6 +54,10 @@ class FilesTransport(EngineTransport):
         self._payload: Counter[str] = Counter()
         """Bytes of tensors that were written to each file that is still there."""
 
+    def connect(self) -> None:
+        self._linked = ()  # engines may have been connected in another way since
+        super().connect()
+
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 

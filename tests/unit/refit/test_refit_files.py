@@ -233,6 +233,16 @@ def test_an_engine_that_was_replaced_gets_the_version_alone(made: Any) -> None:
     _serve(generation, policy, version=3)
 
 
+def test_connecting_again_begins_anew(made: Any) -> None:
+    transport, policy, generation = made
+    transport.publish(1)
+    generation.connected.clear()
+    transport.connect()
+    assert generation.connected == [0, 1]
+    assert transport.publish(2).tensors == 4
+    _serve(generation, policy, version=2)
+
+
 def test_what_is_superseded_goes_and_does_not_pile_up(made: Any) -> None:
     transport, policy, _ = made
     transport._bucket_bytes = 10**6  # a stage in one file, of which a part lives on
