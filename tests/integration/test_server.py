@@ -26,6 +26,7 @@ REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0, retries=1)
 PROMPT = [2, 3, 5, 7]
 
 
+@pytest.mark.slow  # tests/unit/generation/test_server_engine.py asks a made-up server with every `make test`
 def test_a_server_serves_what_the_policy_is_however_weights_come_and_after_it_was_killed(
     server: ServerProcess, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

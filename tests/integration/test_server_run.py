@@ -13,6 +13,7 @@ from tests.integration.server_process import serving
 AGENT = "tests.integration.example_agent"
 
 
+@pytest.mark.slow
 def test_a_run_trains_against_a_server_through_a_folder(tmp_path: Path) -> None:
     prepare("addition", str(tmp_path / "prepared"))
     with serving(tmp_path / "prepared" / "model", tmp_path / "server.log") as server:
