@@ -29,7 +29,7 @@ def make_model(folder: Path, words: int = WORDS, hidden: int = 384, layers: int 
         folder: where.
         words: size of the vocabulary.
         hidden: size of a token's state, a multiple of 128.
-        layers: of the model.
+        layers: transformer layers of the model.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -87,7 +87,7 @@ def settings_of_a_run(folder: Path, *, words: int, tokens: int, prompts_per_step
         words: size of the model's vocabulary.
         tokens: longest response.
         prompts_per_step: prompts of a step, each with 8 samples.
-        steps: of the run.
+        steps: optimizer steps that the run makes.
     """
     data = write_data(folder / "train.jsonl", prompts_per_step * steps, words)
     return [

@@ -21,7 +21,7 @@ class Visits(Sampler[int]):
             sizes: rows of each set.
             weights: visits of each row of the set.
             shuffle: draw a new order each epoch.
-            seed: of the order, and of the parts.
+            seed: decides the order of an epoch, and which rows are the part of a set that it visits.
         """
         self.sizes, self.weights = list(sizes), list(weights)
         self.shuffle, self.seed = shuffle, seed

@@ -25,15 +25,15 @@ def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     """
     own = data.tasks.get(task, TaskConfig())
     form = processor_name(data, task) in ROW_FORMS
-    system = _first(own.system_prompt, _read(own.system_prompt_file))
+    system = _first(own.system_prompt, _read(own.system_prompt_file, str))
     return TaskDataSpec(
         task_name=task,
         prompt_key="prompt" if form else _first(own.prompt_key, data.prompt_key) or "",
         answer_key=_answer_key(data, own, form),
         apply_chat_template=bool(_first(own.apply_chat_template, data.apply_chat_template)),
-        system_prompt=_first(system, _first(data.system_prompt, _read(data.system_prompt_file))),
-        prompt=_read(own.prompt_file or data.prompt_file),
-        chat_template=_read(own.chat_template or data.chat_template),
+        system_prompt=_first(system, _first(data.system_prompt, _read(data.system_prompt_file, str))),
+        prompt=_read(own.prompt_file or data.prompt_file, str),
+        chat_template=_read(own.chat_template or data.chat_template, str),
         chat_template_kwargs={**data.chat_template_kwargs, **own.chat_template_kwargs},
         tools=_read(own.tools or data.tools, _definitions),
         long_prompts=data.long_prompts,
@@ -81,7 +81,7 @@ def _first(value: T | None, otherwise: T | None) -> T | None:
     return otherwise if value is None else value
 
 
-def _read(file: str | None, form: Callable[[str], T] = str) -> T | None:  # type: ignore[assignment]
+def _read(file: str | None, form: Callable[[str], T]) -> T | None:
     """What a file holds; None where there is none.
 
     Raises:

@@ -55,7 +55,7 @@ class StreamLoader:
             environments: type of each environment, by task name.
             process: makes prompts of rows.
             prompts_per_batch: prompts of each batch; those at the end of an epoch that do not fill one are dropped.
-            seed: of the order.
+            seed: decides which row is drawn from the buffer.
         """
         self.epoch = 0
         """Epochs completed."""

@@ -40,7 +40,7 @@ class JudgeEnvironment(Environment):
 
     Args:
         model: name of the judge at its endpoint.
-        url: of the endpoint, up to the version: /chat/completions is appended.
+        url: the judge's OpenAI-compatible endpoint, up to the version: /chat/completions is appended.
         question: what the judge is asked; {prompt}, {response}, {answer}, {lowest} and {highest} are filled in.
         lowest: score that becomes reward 0.
         highest: score that becomes reward 1.

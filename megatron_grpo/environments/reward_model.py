@@ -125,7 +125,7 @@ class RewardModelClient:
         """
         Args:
             path: the model's folder, for messages.
-            workers: its processes (`RewardModelWorker`).
+            workers: Ray actors that hold the reward model (`RewardModelWorker`).
         """
         self.path, self._workers = path, list(workers)
 

@@ -34,7 +34,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
 
     Args:
-        samples: of the prompt, n; at least k.
+        samples: responses drawn for the prompt, n; at least k.
         right: of these, c.
         k: how many are drawn.
 

@@ -66,7 +66,7 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
     """The figures of one set.
 
     Args:
-        answered: its prompts and responses.
+        answered: prompts of the set, and the responses to them.
         ks: for pass@k and cons@k.
 
     Returns:

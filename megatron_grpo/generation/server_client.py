@@ -22,7 +22,7 @@ class ServerClient:
 
     Args:
         url: "http://HOST:PORT".
-        bearer: its token; None: it wants none.
+        bearer: token that the server wants of whoever asks; None: it wants none.
     """
 
     def __init__(self, url: str, bearer: str | None) -> None:

@@ -147,8 +147,8 @@ class VllmGeneration(GenerationInterface):
         """Call a method of engine actors without waiting.
 
         Args:
-            method: its name.
-            args: its arguments.
+            method: name of the actors' method.
+            args: arguments of the method, the same for every engine.
             engines: numbers of the engines; None: all.
 
         Returns:
@@ -163,7 +163,7 @@ class VllmGeneration(GenerationInterface):
         """Call a method of engine actors with arguments of their own, without waiting; results in their order.
 
         Args:
-            method: its name.
+            method: name of the actors' method.
             arguments: its arguments, by engine.
             engines: numbers of the engines.
         """

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from megatron_grpo.data.rollout_files import read_rollouts
@@ -75,9 +76,11 @@ class TrainingRun:
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a step in plain types, so that rows compare with ==."""
-        arrays = ("token_ids", "logprobs")
         rows = read_rollouts(self.run_dir, step)
-        return [{name: value.tolist() if name in arrays else value for name, value in row.items()} for row in rows]
+        return [
+            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+            for row in rows
+        ]
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run, the driver included.

@@ -21,7 +21,7 @@ class CallParser:
     """One of vLLM's tool parsers: `vllm serve --tool-call-parser` takes the same names.
 
     Args:
-        name: of the parser, for instance "hermes" (Qwen), "llama3_json", "pythonic".
+        name: what vLLM calls the parser of tool calls, for instance "hermes" (Qwen), "llama3_json", "pythonic".
         tokenizer: the policy's.
 
     Raises:
