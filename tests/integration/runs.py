@@ -21,6 +21,16 @@ from megatron_grpo.data.rollout_files import read_rollouts
 MARK = "MEGATRON_GRPO_TEST_RUN"
 """Environment variable that every process of a run inherits."""
 
+SHORT = (
+    "grpo.max_num_steps=6",
+    "grpo.val_period=3",
+    "grpo.max_val_samples=64",
+    "grpo.num_prompts_per_step=16",
+    "checkpointing.save_period=3",
+    "checkpointing.keep_top_k=null",
+)
+"""Six steps with a validation and a checkpoint in the middle and at the end."""
+
 
 class TrainingRun:
     """`python -m megatron_grpo.train` with a recipe that needs no download."""

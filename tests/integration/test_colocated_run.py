@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
 
 COLOCATED = "generation.placement=colocated"
-SHORT = (
-    "grpo.max_num_steps=4",
-    "grpo.val_period=2",
-    "grpo.max_val_samples=64",
-    "grpo.num_prompts_per_step=16",
-    "checkpointing.save_period=2",
-    "checkpointing.keep_top_k=null",
-)
 EVENTS = {"sleep", "wake", "offload", "onload"}
 
 
@@ -26,22 +18,20 @@ def numbers(run: TrainingRun) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "refit_bytes"} for row in without_timing(run.metrics())]
 
 
+def validations(run: TrainingRun) -> list[dict[str, Any]]:
+    """All that a run validated, but for the clock's figures."""
+    return without_timing(read_jsonl(run.run_dir / "validation.jsonl"))
+
+
 def same_numbers(one: TrainingRun, other: TrainingRun) -> None:
     """In all steps and in all validations."""
     assert numbers(one) == numbers(other)
-    rows = [without_timing(read_jsonl(run.run_dir / "validation.jsonl")) for run in (one, other)]
-    assert rows[0] == rows[1]
+    assert validations(one) == validations(other)
 
 
 def phases(run: TrainingRun) -> list[set[str]]:
     """Of each step, the names of its phases."""
     return [set(row["timing"]) for row in run.metrics()]
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """Four steps with engines that never sleep, a validation and a checkpoint in the middle."""
-    return finished(TrainingRun(tmp_path_factory.mktemp("separate") / "run", *SHORT))
 
 
 def finished(run: TrainingRun) -> TrainingRun:
@@ -50,19 +40,26 @@ def finished(run: TrainingRun) -> TrainingRun:
     return run
 
 
-def test_in_turn_on_the_same_devices_a_run_has_the_same_numbers(separate: TrainingRun, tmp_path: Path) -> None:
-    """Killed after its second step and continued."""
+def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
+    resume = f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3"
+    together = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))
+    assert numbers(together) == numbers(straight_run)[3:]
+    assert validations(together) == validations(straight_run)[-1:]
+    assert together.rollouts(6) == straight_run.rollouts(6)
+    assert all(names.isdisjoint(EVENTS) for names in phases(straight_run))
+    assert all(names >= EVENTS for names in phases(together))
+
+
+@pytest.mark.slow
+def test_killed_and_continued_in_turn_a_run_has_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     first = TrainingRun(tmp_path / "run", *SHORT, COLOCATED)
     first.start()
-    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_2").exists())
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
     first.kill()
     first.assert_nothing_left()
     second = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED))
-    assert "resumed after step 2" in second.log()
-    same_numbers(second, separate)
-    assert second.rollouts(4) == separate.rollouts(4)
-    assert all(names.isdisjoint(EVENTS) for names in phases(separate))
-    assert all(names >= EVENTS for names in phases(second))
+    assert "resumed after step 3" in second.log()
+    same_numbers(second, straight_run)
 
 
 @pytest.mark.slow
@@ -85,10 +82,10 @@ def test_a_value_model_shares_the_devices_too(tmp_path: Path) -> None:
         tmp_path / "again",
         *options,
         COLOCATED,
-        f"checkpointing.resume={together.run_dir}/checkpoints/step_2",
+        f"checkpointing.resume={together.run_dir}/checkpoints/step_3",
         recipe="quickstart_ppo",
     )
-    assert numbers(finished(again)) == numbers(apart)[2:]
+    assert numbers(finished(again)) == numbers(apart)[3:]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "environments.md"
 
 
+@pytest.mark.slow  # tests/unit/environments/test_documented_environment.py runs the page's code with every `make test`
 def test_an_environment_of_the_working_folder_runs_under_the_launcher(tmp_path: Path) -> None:
     """The page's own, on the quickstart's sums: each prompt has a number to guess."""
     (shown,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)

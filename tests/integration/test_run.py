@@ -16,44 +16,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
-from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
 
-SHORT = (
-    "grpo.max_num_steps=6",
-    "grpo.val_period=3",
-    "grpo.max_val_samples=64",
-    "grpo.num_prompts_per_step=16",
-    "checkpointing.save_period=3",
-    "checkpointing.keep_top_k=null",
-)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
-    """Six steps without interruption."""
-    run = TrainingRun(tmp_path_factory.mktemp("straight") / "run", *SHORT)
-    assert run.finish() == 0, run.log()
-    run.assert_nothing_left()
-    return run
-
-
-def test_a_run_writes_everything_that_explains_it(straight: TrainingRun) -> None:
-    rows = straight.metrics()
+def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> None:
+    rows = straight_run.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["weight_version"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert all(row["token_mult_prob_error_max"] < 1.001 for row in rows)
-    assert [row["step"] for row in read_jsonl(straight.run_dir / "validation.jsonl")] == [0, 3, 6]
-    summary = json.loads((straight.run_dir / "summary.json").read_text())
+    assert [row["step"] for row in read_jsonl(straight_run.run_dir / "validation.jsonl")] == [0, 3, 6]
+    summary = json.loads((straight_run.run_dir / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["token_mult_prob_error_max"] <= 1.001
     for name in ("config.yaml", "curves.png", "checkpoints/step_3", "checkpoints/step_6", "tensorboard"):
-        assert (straight.run_dir / name).exists(), name
-    rollouts = straight.rollouts(1)
+        assert (straight_run.run_dir / name).exists(), name
+    rollouts = straight_run.rollouts(1)
     assert len(rollouts) == 16 * 8
     assert len({tuple(row["token_ids"]) for row in rollouts[:8]}) > 1, "samples of a prompt are all the same"
 
 
-def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: TrainingRun, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight_run: TrainingRun, tmp_path: Path) -> None:
     first = TrainingRun(tmp_path / "run", *SHORT)
     first.start()
     first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_3").exists())
@@ -66,24 +47,24 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(straight: T
     second = TrainingRun(tmp_path / "run", *SHORT)
     assert second.finish() == 0, second.log()
     assert "resumed after step 3" in second.log()
-    assert without_timing(second.metrics()) == without_timing(straight.metrics())
+    assert without_timing(second.metrics()) == without_timing(straight_run.metrics())
     name = "validation.jsonl"
-    validations = [read_jsonl(run.run_dir / name) for run in (second, straight)]
+    validations = [read_jsonl(run.run_dir / name) for run in (second, straight_run)]
     assert without_timing(validations[0]) == without_timing(validations[1])
     starts = read_jsonl(second.run_dir / "starts.jsonl")
     assert [start["resumed_after"] for start in starts] == [None, 3]
     assert f"report in {second.run_dir / 'report.html'}" in second.log()
-    assert second.rollouts(6) == straight.rollouts(6)
+    assert second.rollouts(6) == straight_run.rollouts(6)
     assert not (first.run_dir / "checkpoints" / ".writing_step_5").exists()
 
 
 @pytest.mark.slow  # tests/parity/test_training.py loads checkpoints in other layouts with every `make test`
-def test_another_layout_continues_the_run(straight: TrainingRun, tmp_path: Path) -> None:
+def test_another_layout_continues_the_run(straight_run: TrainingRun, tmp_path: Path) -> None:
     """From the PP2 run's third step on, TP2 and two generation engines: the same numbers up to rounding."""
     run = TrainingRun(
         tmp_path / "run",
         *SHORT,
-        f"checkpointing.resume={straight.run_dir}/checkpoints/step_3",
+        f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3",
         "policy.parallel.pipeline=1",
         "policy.parallel.tensor=2",
         "generation.parallel.pipeline=1",
@@ -91,11 +72,12 @@ def test_another_layout_continues_the_run(straight: TrainingRun, tmp_path: Path)
     )
     assert run.finish() == 0, run.log()
     assert [row["step"] for row in run.metrics()] == [4, 5, 6]
-    for ours, theirs in zip(run.metrics(), straight.metrics()[3:], strict=True):
+    for ours, theirs in zip(run.metrics(), straight_run.metrics()[3:], strict=True):
         for name in ("reward", "loss", "grad_norm", "approx_entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), f"step {ours['step']}: {name}"
 
 
+@pytest.mark.slow
 def test_kl_penalty_with_an_offloaded_reference_and_two_replicas(tmp_path: Path) -> None:
     run = TrainingRun(
         tmp_path / "run",
@@ -115,12 +97,12 @@ def test_kl_penalty_with_an_offloaded_reference_and_two_replicas(tmp_path: Path)
     assert all("logprobs" in row["timing"] for row in run.metrics())
 
 
-def test_an_exported_checkpoint_answers_as_the_run_did(straight: TrainingRun, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_answers_as_the_run_did(straight_run: TrainingRun, tmp_path: Path) -> None:
     """Greedy decoding by transformers from the exported folder gives the accuracy that the run validated."""
-    checkpoint, output = straight.run_dir / "checkpoints" / "step_6", tmp_path / "exported"
+    checkpoint, output = straight_run.run_dir / "checkpoints" / "step_6", tmp_path / "exported"
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
     subprocess.run(command, check=True, timeout=120)
-    data = Path(yaml.safe_load((straight.run_dir / "config.yaml").read_text())["data"]["val_path"])
+    data = Path(yaml.safe_load((straight_run.run_dir / "config.yaml").read_text())["data"]["val_path"])
     tokenizer = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output)
     rows = read_jsonl(data)[:64]
@@ -128,7 +110,7 @@ def test_an_exported_checkpoint_answers_as_the_run_did(straight: TrainingRun, tm
     answers = model.generate(prompts, max_new_tokens=5, do_sample=False)[:, prompts.shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     right = sum(text == row["answer"] for text, row in zip(texts, rows, strict=True))
-    validated = read_jsonl(straight.run_dir / "validation.jsonl")[-1]
+    validated = read_jsonl(straight_run.run_dir / "validation.jsonl")[-1]
     assert validated["step"] == 6
     assert right / len(rows) == validated["val_accuracy"]
 
@@ -144,6 +126,7 @@ def heartbeat(run: TrainingRun, name: str) -> Heartbeat:
     return read_heartbeats(run.run_dir / LOGS_FOLDER / FOLDER)[name]
 
 
+@pytest.mark.slow
 def test_a_killed_vllm_process_ends_the_run_with_one_message(tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", *ENDLESS, "generation.engine_restarts=0")
     run.start()
@@ -160,7 +143,7 @@ def test_a_killed_vllm_process_ends_the_run_with_one_message(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("when", ["generate", pytest.param("receive weights", marks=pytest.mark.slow)])
 def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
-    when: str, straight: TrainingRun, tmp_path: Path
+    when: str, straight_run: TrainingRun, tmp_path: Path
 ) -> None:
     """Over a response, and in a refit: it learns what it would have learnt."""
     run = TrainingRun(tmp_path / "run", *SHORT)
@@ -174,7 +157,7 @@ def test_a_killed_vllm_process_is_replaced_and_the_run_goes_on(
     assert sum(row["engine_restarts"] for row in run.metrics()) == 1
     assert "generation engine 0 was replaced: " in run.log()
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4, 5, 6]
-    for ours, theirs in zip(run.metrics(), straight.metrics(), strict=True):
+    for ours, theirs in zip(run.metrics(), straight_run.metrics(), strict=True):
         assert ours["failed_rollouts"] == 0
         assert ours["token_mult_prob_error_max"] < 1.001, "what is sampled is sampled from the policy's weights"
         for name in ("reward", "loss", "grad_norm", "approx_entropy"):
@@ -187,6 +170,7 @@ def _is_of_engine(run: TrainingRun, process: psutil.Process) -> bool:
     return process.pid in [beat.pid for beat in beats if beat.name.startswith("generation engine 0")]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", *ENDLESS, "checkpointing.save_period=2")
     run.start()
@@ -203,7 +187,7 @@ def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_
     assert f"checkpoints/step_{saved[-1]} is the last one" in message
 
 
-@pytest.mark.parametrize("when", ["starting", "training"])
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "training"])
 def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
     driver = run.start()
@@ -217,7 +201,7 @@ def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     run.assert_nothing_left()
 
 
-def test_a_run_directory_is_for_one_run_at_a_time(straight: TrainingRun) -> None:
-    other = TrainingRun(straight.run_dir, *SHORT, "grpo.seed=7")
+def test_a_run_directory_is_for_one_run_at_a_time(straight_run: TrainingRun) -> None:
+    other = TrainingRun(straight_run.run_dir, *SHORT, "grpo.seed=7")
     assert other.finish() == 2
     assert "holds another run: its grpo.seed is 42, this one's is 7" in other.log()

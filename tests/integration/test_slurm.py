@@ -159,6 +159,7 @@ def test_quickstart_runs_under_slurm_and_leaves_nothing_behind(slurm: Slurm, tmp
     assert traces(job) == []
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.val_at_start=false")
     deadline = time.monotonic() + 120
