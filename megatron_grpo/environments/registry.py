@@ -146,6 +146,9 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
         return
     for name, text in fitted_options(kind, environment.options)[1]:
         yield Problem(f"{section}.options.{name}", text)
+    if kind.agent and not config.generation.endpoint.enabled:
+        text = "has an agent, which asks the model where nobody answers; give generation.endpoint.enabled=true"
+        yield Problem(f"{section}.type={environment.type}", text)
     if kind.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)

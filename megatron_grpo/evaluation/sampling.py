@@ -17,6 +17,7 @@ from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
@@ -65,6 +66,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
             max_total_sequence_length=config.policy.max_total_sequence_length,
             max_turns=config.loop.max_rollout_turns,
             generation_timeout_s=config.generation.timeout_s,
+            endpoint=endpoint_settings(config.generation.endpoint, model),
         )
         stack.callback(rollouts.shutdown)
         rollouts.start()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_grpo.cluster.addresses import token
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import load_prompt_data
 from megatron_grpo.data.loader import Batches
@@ -27,7 +26,7 @@ from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.by_name import prepare
 from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
-from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.callbacks import Callbacks
@@ -89,7 +88,7 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
         max_turns=config.loop.max_rollout_turns,
         generation_timeout_s=config.generation.timeout_s,
         routed=routed_form(config, folder),
-        endpoint=_endpoint(config, folder),
+        endpoint=endpoint_settings(config.generation.endpoint, folder),
         restore=transport.restore,
     )
     stack.callback(rollouts.shutdown)
@@ -168,14 +167,6 @@ def _resume(
     # Those of another size cannot be trained on beside the groups of this run.
     waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
     return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
-
-
-def _endpoint(config: Config, folder: Path) -> EndpointSettings | None:
-    """Where agents ask the model; None: the run has no such place."""
-    endpoint = config.generation.endpoint
-    if not endpoint.enabled:
-        return None
-    return EndpointSettings(host=endpoint.host, port=endpoint.port, token=token(), model_path=str(folder))
 
 
 def _placement(
