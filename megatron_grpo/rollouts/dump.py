@@ -22,7 +22,7 @@ DUMPED_GROUPS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntFrom:
-    """What a step knows of its sequences before it learns from them, for a message: arrays, and references to arrays.
+    """What a step knows of its sequences by now, for a message: arrays, and references to arrays.
 
     Not the step's batch itself, whose module would have every worker import torch.
     """
@@ -34,7 +34,7 @@ class LearntFrom:
     shards: Sequence[Mapping[str, Any]]
     """Per shard, by name of an entry, a reference to an array [tokens of the shard]."""
     advantages: NDArray[np.float32] | None
-    """[sequences], float32; None: advantages differ by token and are an entry of the shards."""
+    """[sequences], float32; None: advantages differ by token and are an entry of the shards, or are not known yet."""
 
     def learnt(self) -> _Learnt:
         """Everything that is written of it, fetched."""
@@ -57,11 +57,12 @@ class _Learnt:
         spans = [np.arange(span.start, span.end) for span in trajectory.spans]
         places = self.starts[number] + (np.concatenate(spans) if spans else np.empty(0, dtype=np.int64))
         prev = self.arrays.get("prev_logprobs")
-        if self.by_response is None:
-            advantages = self.arrays["advantages"][places]
+        advantages = self.arrays.get("advantages")
+        if self.by_response is not None:
+            of_tokens = np.full(len(places), self.by_response[number], dtype=np.float32)
         else:
-            advantages = np.full(len(places), self.by_response[number], dtype=np.float32)
-        return Learnt(advantages, None if prev is None else prev[places])
+            of_tokens = None if advantages is None else advantages[places]
+        return Learnt(of_tokens, None if prev is None else prev[places])
 
 
 def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:

@@ -297,6 +297,27 @@ def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
     ]
 
 
+@pytest.mark.parametrize("error", [RunError("the loss is not finite"), ModelLostError("rank 0 is gone")], ids=str)
+def test_a_step_that_fails_leaves_its_rollouts(error: RunError, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.dumps.hold(1, [], None)
+    with pytest.raises(type(error), match=str(error)):
+        run.train(steps=0, error=error)
+    assert "dump 1 is left" in run.logged
+
+
+def test_the_failure_that_came_first_is_told_when_the_rollouts_cannot_be_written_either(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail() -> None:
+        raise RunError("the disk is full")
+
+    run.dumps.leave = fail
+    with pytest.raises(RunError, match="the loss is not finite"):
+        run.train(steps=0, error=RunError("the loss is not finite"))
+    assert "the rollouts of the step that failed could not be written: the disk is full" in run.logged
+
+
 def test_a_step_whose_rollouts_cannot_be_written_is_saved_before_the_run_ends(tmp_path: Path) -> None:
     run = Run(tmp_path)
 
