@@ -44,16 +44,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
-        cluster.reserve(None, alone.parallel)
-        generation = VllmGeneration(
-            str(model),
-            alone,
-            precision=config.policy.precision,
-            max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=cluster.engine_options,
-            startup_timeout_s=config.cluster.startup_timeout_s,
-        )
+        generation = _engines(config, model, cluster)
         stack.callback(generation.shutdown)
         generation.start()
         environments = build_environments(config.env, environment_settings(config, model))
@@ -73,3 +64,17 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         generation.wait_ready()
         rollouts.wait_ready()
         yield rollouts
+
+
+def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
+    """Engines that no policy shares devices with, which are not started yet."""
+    alone = replace(config.generation, placement="separate")
+    cluster.reserve(None, alone.parallel)
+    return VllmGeneration(
+        str(model),
+        alone,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        actor_options=cluster.engine_options,
+        startup_timeout_s=config.cluster.startup_timeout_s,
+    )
