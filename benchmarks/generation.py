@@ -125,7 +125,7 @@ def measure_plain(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.rollouts.rollout import sample_seed
+    from megatron_grpo.rollouts.plan import sample_seed
 
     llm = LLM(
         folder,

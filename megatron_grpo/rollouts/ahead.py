@@ -11,7 +11,8 @@ from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
-from megatron_grpo.rollouts.pool import RolloutPool, Timer, UnderWay
+from megatron_grpo.rollouts.group_stream import UnderWay
+from megatron_grpo.rollouts.pool import RolloutPool, Timer
 from megatron_grpo.rollouts.replay_buffer import ReplayBuffer
 
 

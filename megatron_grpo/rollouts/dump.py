@@ -58,6 +58,7 @@ class _Learnt:
         places = self.starts[number] + (np.concatenate(spans) if spans else np.empty(0, dtype=np.int64))
         prev = self.arrays.get("prev_logprobs")
         advantages = self.arrays.get("advantages")
+        of_tokens: NDArray[np.float32] | None
         if self.by_response is not None:
             of_tokens = np.full(len(places), self.by_response[number], dtype=np.float32)
         else:

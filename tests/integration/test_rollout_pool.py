@@ -29,8 +29,8 @@ from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
 from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.group_stream import Complete
+from megatron_grpo.rollouts.plan import sample_seed
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout import sample_seed
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
