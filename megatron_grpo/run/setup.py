@@ -23,6 +23,7 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.by_name import prepare
 from megatron_grpo.rollouts.ahead import SamplingAhead
+from megatron_grpo.rollouts.coming_steps import ComingSteps
 from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.callbacks import Callbacks
@@ -179,13 +180,11 @@ def _ahead(
     if not loop.async_grpo.enabled:
         return None
     kind = SamplingAhead if loop.async_grpo.oversampling_factor is None else Oversampling
-    return kind(
-        rollouts,
-        loader,
-        loop.async_grpo,
+    coming = ComingSteps(
         samples_per_prompt=loop.num_generations_per_prompt,
         settings=settings,
         run_seed=loop.seed,
         begun=state["generation_batches"],
         max_num_steps=loop.max_num_steps,
     )
+    return kind(rollouts, loader, loop.async_grpo, coming)
