@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 
 from megatron_grpo.data.rollout_files import Learnt, write_rollouts
 from megatron_grpo.data.trajectory import Trajectory
@@ -37,10 +39,13 @@ class LearntFrom:
     """[sequences], float32; None: advantages differ by token and are an entry of the shards, or are not known yet."""
 
     def learnt(self) -> _Learnt:
-        """Everything that is written of it, fetched."""
-        names = [name for name in ("advantages", "prev_logprobs") if name in self.shards[0]]
-        stored = [dict(zip(names, ray.get([shard[name] for name in names]), strict=True)) for shard in self.shards]
-        arrays = gather_shards(stored, self.sequences, self.lengths, names)
+        """Everything that is written of it, fetched; what is lost with the process that held it counts as not known."""
+        arrays: dict[str, NDArray[np.float32]] = {}
+        for name in ("advantages", "prev_logprobs"):
+            if name in self.shards[0]:
+                with suppress(RayError):
+                    stored = [{name: array} for array in ray.get([shard[name] for shard in self.shards])]
+                    arrays |= gather_shards(stored, self.sequences, self.lengths, [name])
         return _Learnt(np.cumsum(self.lengths) - self.lengths, self.advantages, arrays)
 
 
