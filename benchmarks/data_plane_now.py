@@ -149,32 +149,7 @@ def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float
 def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
     """Bring up a run like `run.setup`, but for the two ends, which are made up."""
     run_dir = Path(config.run_dir)
-    settings = PolicySettings(
-        config=config.policy,
-        shape=shape_of_folder(config.policy.model.path),
-        folder=config.policy.model.path,
-        reference=None,
-        temperature=config.generation.temperature,
-        decay_steps=config.decay_steps,
-        seed=config.loop.seed,
-    )
-    with patch.object(rank_group, "RankActor", IdleRank):
-        policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
-    stack.callback(policy.shutdown)
-    policy.start()
-    environments = build_environments(config.env)
-    for environment in environments.values():
-        stack.callback(environment.shutdown)
-    engine = ray.remote(num_cpus=0)(MadeUpEngine)
-    rollouts = RolloutPool(
-        config.rollouts,
-        [engine.remote() for _ in range(config.generation.parallel.data)],
-        environments,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        generation_timeout_s=config.generation.timeout_s,
-    )
-    stack.callback(rollouts.shutdown)
-    rollouts.start()
+    policy, rollouts = _policy(config, stack), _rollouts(config, stack)
     policy.wait_ready()
     rollouts.wait_ready()
     logger = RunLogger(run_dir, config)
@@ -203,6 +178,42 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         checkpointer=Checkpointer(run_dir, config.checkpointing),
         state=state,
     )
+
+
+def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
+    """A policy of idle ranks, which begin to start."""
+    settings = PolicySettings(
+        config=config.policy,
+        shape=shape_of_folder(config.policy.model.path),
+        folder=config.policy.model.path,
+        reference=None,
+        temperature=config.generation.temperature,
+        decay_steps=config.decay_steps,
+        seed=config.loop.seed,
+    )
+    with patch.object(rank_group, "RankActor", IdleRank):
+        policy = MegatronPolicy(settings, lambda rank: {"num_cpus": 0}, config.cluster.startup_timeout_s)
+    stack.callback(policy.shutdown)
+    policy.start()
+    return policy
+
+
+def _rollouts(config: Config, stack: ExitStack) -> RolloutPool:
+    """Rollout workers before made-up engines, which begin to start."""
+    environments = build_environments(config.env)
+    for environment in environments.values():
+        stack.callback(environment.shutdown)
+    engine = ray.remote(num_cpus=0)(MadeUpEngine)
+    rollouts = RolloutPool(
+        config.rollouts,
+        [engine.remote() for _ in range(config.generation.parallel.data)],
+        environments,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        generation_timeout_s=config.generation.timeout_s,
+    )
+    stack.callback(rollouts.shutdown)
+    rollouts.start()
+    return rollouts
 
 
 if __name__ == "__main__":

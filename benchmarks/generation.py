@@ -19,12 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from header import header
 from small_model import PROMPT_WORDS, make_model, prompts
+
+if TYPE_CHECKING:
+    from megatron_grpo.rollouts.pool import RolloutPool
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("ours", "plain")
@@ -35,46 +39,73 @@ MAX_BATCH_TOKENS = 4096
 
 def measure_ours(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each repeat, and the tokens of the last one."""
-    from megatron_grpo.cluster.ray_cluster import RayCluster
-    from megatron_grpo.config.schema import (
-        ClusterConfig,
-        EngineConfig,
-        EnvironmentConfig,
-        GenerationConfig,
-        RolloutsConfig,
-    )
-    from megatron_grpo.data.interfaces import REFERENCE
     from megatron_grpo.data.responses import SamplingSettings
+    from megatron_grpo.observability.timers import StepTimer
+
+    settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
+    rows, seconds = data(asked.prompts), []
+    with rollout_workers(folder, asked) as pool:
+        for _ in range(1 + asked.repeats):
+            began = time.perf_counter()
+            groups = pool.collect(
+                rows,
+                samples_per_prompt=asked.samples,
+                settings=settings,
+                run_seed=SEED,
+                step=STEP,
+                timer=StepTimer(),
+            )
+            seconds.append(time.perf_counter() - began)
+        tokens = [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group]
+    return {"seconds": seconds[1:], "token_ids": tokens}
+
+
+@contextmanager
+def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutPool]:
+    """Rollout workers over one engine of a model, on a Ray of their own; all end with the body."""
+    from megatron_grpo.cluster.ray_cluster import RayCluster
+    from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig
+    from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
     from megatron_grpo.environments.pool import build_environments
     from megatron_grpo.generation.vllm_generation import VllmGeneration
-    from megatron_grpo.observability.timers import StepTimer
     from megatron_grpo.rollouts.pool import RolloutPool
 
-    cluster = RayCluster(ClusterConfig())
-    cluster.start()
-    environments = build_environments({"task": EnvironmentConfig(type="addition")})
-    engine = EngineConfig(enforce_eager=not asked.compiled, kv_cache_gib=KV_CACHE_GIB)
-    generation = VllmGeneration(
-        folder,
-        GenerationConfig(engine=engine),
-        precision="float32",
-        max_total_sequence_length=PROMPT_WORDS + asked.tokens,
-        actor_options=lambda index: {"num_cpus": 0},
-        startup_timeout_s=300.0,
-    )
-    generation.start()
-    generation.wait_ready()
-    pool = RolloutPool(
-        RolloutsConfig(),
-        generation.engines,
-        environments,
-        max_total_sequence_length=PROMPT_WORDS + asked.tokens,
-        generation_timeout_s=300.0,
-    )
-    pool.start()
-    pool.wait_ready()
-    settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
-    data: list[Any] = [
+    longest = PROMPT_WORDS + asked.tokens
+    with ExitStack() as stack:
+        cluster = RayCluster(ClusterConfig())
+        stack.callback(cluster.shutdown)
+        cluster.start()
+        engine = EngineConfig(enforce_eager=not asked.compiled, kv_cache_gib=KV_CACHE_GIB)
+        generation = VllmGeneration(
+            folder,
+            GenerationConfig(engine=engine),
+            precision="float32",
+            max_total_sequence_length=longest,
+            actor_options=lambda index: {"num_cpus": 0},
+            startup_timeout_s=300.0,
+        )
+        stack.callback(generation.shutdown)
+        generation.start()
+        generation.wait_ready()
+        environments = build_environments({"task": EnvironmentConfig(type="addition")})
+        pool = RolloutPool(
+            RolloutsConfig(),
+            generation.engines,
+            environments,
+            max_total_sequence_length=longest,
+            generation_timeout_s=300.0,
+        )
+        stack.callback(pool.shutdown)
+        pool.start()
+        pool.wait_ready()
+        yield pool
+
+
+def data(count: int) -> list[Any]:
+    """So many prompts, as a run has them."""
+    from megatron_grpo.data.interfaces import REFERENCE
+
+    return [
         {
             "message_log": [{"role": "user", "content": "", "token_ids": ids}],
             "length": len(ids),
@@ -84,27 +115,8 @@ def measure_ours(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
             "task_name": "task",
             "prompt": "",
         }
-        for number, ids in enumerate(token_ids(asked.prompts))
+        for number, ids in enumerate(token_ids(count))
     ]
-    seconds = []
-    try:
-        for _ in range(1 + asked.repeats):
-            began = time.perf_counter()
-            groups = pool.collect(
-                data,
-                samples_per_prompt=asked.samples,
-                settings=settings,
-                run_seed=SEED,
-                step=STEP,
-                timer=StepTimer(),
-            )
-            seconds.append(time.perf_counter() - began)
-        tokens = [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group]
-    finally:
-        pool.shutdown()
-        generation.shutdown()
-        cluster.shutdown()
-    return {"seconds": seconds[1:], "token_ids": tokens}
 
 
 def measure_plain(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +125,7 @@ def measure_plain(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.rollouts.rollout import sample_seed
+    from megatron_grpo.rollouts.plan import sample_seed
 
     llm = LLM(
         folder,

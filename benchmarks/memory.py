@@ -20,9 +20,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from header import header
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.schema import ParallelConfig
+    from megatron_grpo.models.shape import ModelShape
 
 LOOK_S = 0.0005
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -84,8 +88,6 @@ def measure_rank(rank: int, layout: dict[str, int], folder: str, port: int, resu
     from megatron_grpo.cluster.rendezvous import reach_store
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_grpo.models.families import shape_of_config
-    from megatron_grpo.models.hf_weights import load_hf_weights
-    from megatron_grpo.policy.modeling.build import build_model
     from megatron_grpo.policy.rank.checkpoint import save_rank
     from megatron_grpo.policy.rank.parallel import initialize_parallel
     from megatron_grpo.policy.rank.policy_rank import PolicyRank
@@ -95,13 +97,8 @@ def measure_rank(rank: int, layout: dict[str, int], folder: str, port: int, resu
     store = reach_store("127.0.0.1", port, 60.0)
     initialize_parallel(parallel, rank=rank, world_size=2, store=store, seed=0, timeout_s=300.0)
     shape = shape_of_config(json.loads(Path(folder, "config.json").read_text()))
-    for _ in range(2):  # what is allocated once, at the first time, belongs to nobody's import
-        chunks: Any = None
-        with Peak() as importing:
-            chunks = build_model(shape, parallel, precision="float32")
-            load_hf_weights(chunks, shape, folder)
-        sizes = [parameter.nbytes for chunk in chunks for parameter in chunk.parameters()]
-    del chunks
+    measure_import(shape, parallel, folder)  # what is allocated once, at the first time, belongs to nobody's import
+    sizes, importing = measure_import(shape, parallel, folder)
     config = PolicyConfig(model=ModelConfig(path=folder), parallel=parallel, precision="float32")
     engine = PolicyRank(config, shape, folder, reference=None, temperature=1.0, decay_steps=1)
     engine.optimizer.optimizer.state_dict()  # makes the moments
@@ -121,13 +118,24 @@ def measure_rank(rank: int, layout: dict[str, int], folder: str, port: int, resu
         "import": {
             "shard_mb": sum(sizes) / MB,
             "largest_tensor_mb": max(sizes) / MB,
-            "peak_mb": importing.bytes / MB,
-            "held_beyond_shard_mb": (importing.bytes - sum(sizes)) / MB,
+            "peak_mb": importing / MB,
+            "held_beyond_shard_mb": (importing - sum(sizes)) / MB,
         },
         "save": {"own_shard_mb": (sum(sizes) + moments) / MB, "held_mb": saving.bytes / MB},
     }
     results.put(found)
     time.sleep(1)
+
+
+def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> tuple[list[int], int]:
+    """Bytes of each parameter of this rank's part of a model, and the most that were held while it was loaded."""
+    from megatron_grpo.models.hf_weights import load_hf_weights
+    from megatron_grpo.policy.modeling.build import build_model
+
+    with Peak() as importing:
+        chunks = build_model(shape, parallel, precision="float32")
+        load_hf_weights(chunks, shape, folder)
+    return [parameter.nbytes for chunk in chunks for parameter in chunk.parameters()], importing.bytes
 
 
 def measure(layout: dict[str, int], folder: Path) -> list[dict[str, Any]]:

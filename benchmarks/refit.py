@@ -10,15 +10,12 @@ python benchmarks/refit.py --mode reshard --policy-tensor 2 --generation-pipelin
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,8 @@ import psutil
 import ray
 import torch
 from header import header
+from raw_transfer import HOST, packing, raw_broadcasts, raw_links
 
-from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.config.schema import (
     EngineConfig,
     GenerationConfig,
@@ -39,21 +36,13 @@ from megatron_grpo.config.schema import (
     RefitConfig,
 )
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder, weight_entries
-from megatron_grpo.models.fp8_matrices import in_fp8_blocks
-from megatron_grpo.models.places import engine_places
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.vllm_weights import landings
-from megatron_grpo.platform.freed_memory import keep_freed_memory
+from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.broadcast.channel import join_stage
-from megatron_grpo.refit.groups import Rendezvous, join
 from megatron_grpo.refit.interface import TransferReport
 from megatron_grpo.refit.reshard.outlook import RefitOutlook, refit_outlook
 from megatron_grpo.refit.select import transport_between
 
 START_S = 600.0
-HOST = "127.0.0.1"
 MODES = {
     "reshard": {"mode": "reshard"},
     "network": {"mode": "reshard", "shared_memory": False},
@@ -71,11 +60,14 @@ def main() -> None:
         shape = shape_of_folder(folder)
         outlook = refit_outlook(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
-    links, packing = _raw_links(options, outlook), _packing(options, shape)
+    repeats, engine = options.warmup + options.repeats, _layouts(options)[1]
+    links, packed = raw_links(outlook, repeats), packing(engine, shape, repeats)
     results = {}
     for mode, one in measured.items():
-        raw = _raw_broadcasts(options, one.reports[-1].bytes_sent) if mode == "broadcast" else links
-        results[mode] = _result(options, mode, one, raw[options.warmup :], packing[options.warmup :], outlook)
+        raw = links
+        if mode == "broadcast":
+            raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, one.reports[-1].bytes_sent, repeats)
+        results[mode] = _result(options, mode, one, raw[options.warmup :], packed[options.warmup :], outlook)
     mode, *beside = results
     result = {
         **header("refit"),
@@ -104,7 +96,7 @@ def _result(
     mode: str,
     measured: Measured,
     raw: list[float],
-    packing: list[float],
+    packed: list[float],
     outlook: RefitOutlook,
 ) -> dict[str, Any]:
     last = measured.reports[-1]
@@ -117,7 +109,7 @@ def _result(
         "buckets": last.buckets,
         "refit_ms": _summary(seconds),
         "raw_ms": _summary(raw),
-        "vllm_packing_ms": _summary(packing),
+        "vllm_packing_ms": _summary(packed),
         "ratio": round(statistics.median(seconds) / statistics.median(raw), 2),
         "extra_memory_mib": measured.extra_mib,
     }
@@ -259,133 +251,6 @@ class Memory:
         """A number of KiB."""
         lines = (self._folder / "status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
-
-
-def _raw_links(options: argparse.Namespace, outlook: RefitOutlook) -> list[float]:
-    """Seconds of each transfer of the plan's bytes, link by link, between as many processes."""
-    sources, targets = outlook.sending.ranks, outlook.receiving.ranks
-    store = open_store(HOST, 60.0)
-    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=targets, timeout_s=60.0)
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    common = (outlook.links, sources, sources + targets, rendezvous, options.warmup + options.repeats, results)
-    processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
-    for process in processes:
-        process.start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
-
-
-def _raw_member(
-    rank: int,
-    links: dict[tuple[int, int], int],
-    sources: int,
-    size: int,
-    rendezvous: Rendezvous,
-    repeats: int,
-    results: Any,
-) -> None:
-    group = join(rendezvous, "raw", rank, size, torch.device("cpu"))
-    mine = {
-        sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
-        for (source, target), nbytes in links.items()
-        if rank in (source, sources + target)
-    }
-
-    def transfer() -> None:
-        begin = group.send if rank < sources else group.recv
-        for work in [begin([buffer], peer, 0) for peer, buffer in mine.items()]:
-            work.wait()
-
-    results.put(_timed(transfer, repeats))
-
-
-def _raw_broadcasts(options: argparse.Namespace, total_bytes: int) -> list[float]:
-    """Seconds of each broadcast of the refit's bytes, split over as many senders, to as many receivers."""
-    stages = options.policy_pipeline
-    receivers = options.generation_tensor * options.generation_pipeline
-    store = open_store(HOST, 60.0)
-    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=receivers, timeout_s=60.0)
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    common = (rendezvous, total_bytes // stages, options.warmup + options.repeats, results)
-    processes = [context.Process(target=_raw_sender, args=(stage, *common)) for stage in range(stages)]
-    processes += [context.Process(target=_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)]
-    for process in processes:
-        process.start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    # A broadcast has ended when its last member has.
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
-
-
-def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    group = join_stage(rendezvous, stage, 0, torch.device("cpu"))
-    buffer = torch.ones(size, dtype=torch.uint8)
-    results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
-
-
-def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    groups = [join_stage(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
-    buffer = torch.empty(size, dtype=torch.uint8)
-
-    def receive() -> None:
-        for group in groups:
-            group.broadcast(buffer, root=0).wait()
-
-    results.put(_timed(receive, repeats))
-
-
-def _packing(options: argparse.Namespace, shape: ModelShape) -> list[float]:
-    """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
-    context = multiprocessing.get_context("spawn")
-    results, together = context.SimpleQueue(), context.Barrier(len(engine_places(_layouts(options)[1], shape)))
-    processes = []
-    for place in engine_places(_layouts(options)[1], shape):
-        sizes: dict[str, tuple[int, int]] = {}
-        for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
-            for one in landings(entry, shape, place, layer):
-                rows, columns = one.part.local_shape
-                sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
-        if place.end:
-            sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
-        arguments = list(sizes.values()), together, options.warmup + options.repeats, results
-        processes.append(context.Process(target=_packing_member, args=arguments))
-        processes[-1].start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
-
-
-def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
-    from vllm import _custom_ops
-
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    packed: dict[int, Any] = {}
-    matrices = [torch.ones(size) for size in sizes]
-
-    def pack() -> None:
-        together.wait()
-        for number, matrix in enumerate(matrices):
-            packed.pop(number, None)
-            packed[number] = _custom_ops.create_onednn_mm(matrix.t(), 32)
-
-    results.put(_timed(pack, repeats))
-
-
-def _timed(action: Callable[[], Any], repeats: int) -> list[float]:
-    seconds = []
-    for _ in range(repeats):
-        time.sleep(0.02)  # a refit also begins when the last one is long over
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return seconds
 
 
 def _summary(seconds: list[float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.composition.help import COMMANDS, commands_text, version
+from megatron_grpo.composition.help import COMMANDS, answered, commands_text
 
 MISTAKE = 2
 """Exit code of a command line that names no command."""
@@ -14,11 +14,7 @@ MISTAKE = 2
 
 def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the version; a command is run by its own module."""
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
-        return 0
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(commands_text(), end="")
+    if answered(arguments or ["--help"], commands_text()):
         return 0
     close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
     hint = f"; did you mean python -m megatron_grpo.{close[0]}?" if close else ""

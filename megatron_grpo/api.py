@@ -15,7 +15,7 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.composition.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.load import check_config, check_overrides
+from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 from megatron_grpo.run.callbacks import Callback
 from megatron_grpo.run.given import Given
 
@@ -83,26 +83,49 @@ def train(
             raise ConfigError([Problem("config", text)])
         checked = check_config(config)
     else:
-        overrides = _written(config)
-        task, run_dir = _found(overrides)
-        overrides.append(f"run_dir={run_dir}")
-        overrides += _reward_overrides(task, rewards, functions)
-        overrides += _environment_overrides(environments or {})
-        folder = Path(run_dir) / DATA_FOLDER
-        made = not folder.exists()
-        overrides += _data_overrides(folder, train_dataset, val_dataset, bool(rewards))
-        try:
-            checked = check_overrides(overrides)
-            checked.require()
-        except ConfigError:
-            if made:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        checked = _checked(config, (train_dataset, val_dataset), rewards, environments or {}, functions)
     settled = checked.require()
     for remark in checked.remarks:
         print(f"{remark.subject} {remark.text}", flush=True)
     start(settled, Given(rewards=functions, tokenizer=tokenizer, callbacks=callbacks))
     return FinishedRun(Path(settled.run_dir))
+
+
+def _checked(
+    config: Overrides,
+    datasets: tuple[Any, Any],
+    rewards: Sequence[str | Callable[..., Any]],
+    environments: Mapping[str, str | type],
+    functions: dict[str, Callable[..., Any]],
+) -> Checked:
+    """Overrides with what was given beside them, checked; rows are written into the run's folder, where it is right.
+
+    Args:
+        config: the overrides.
+        datasets: of training and of validation, as `train` takes them.
+        rewards: as `train` takes them.
+        environments: as `train` takes them.
+        functions: gets the reward functions among `rewards`, by their names in the configuration.
+
+    Raises:
+        ConfigError: something is wrong; nothing is left in the run's folder then that was not there.
+    """
+    overrides = _written(config)
+    task, run_dir = _found(overrides)
+    overrides.append(f"run_dir={run_dir}")
+    overrides += _reward_overrides(task, rewards, functions)
+    overrides += _environment_overrides(environments)
+    folder = Path(run_dir) / DATA_FOLDER
+    made = not folder.exists()
+    overrides += _data_overrides(folder, *datasets, bool(rewards))
+    try:
+        checked = check_overrides(overrides)
+        checked.require()
+    except ConfigError:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return checked
 
 
 def _written(config: Overrides) -> list[str]:

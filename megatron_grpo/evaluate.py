@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.cluster.ray_settings import prepare_ray_environment
-from megatron_grpo.composition.help import version
+from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.evaluation.request import read_request
 
@@ -32,11 +32,7 @@ _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+    if answered(arguments, USAGE):
         return 0
     try:
         request = read_request(arguments)

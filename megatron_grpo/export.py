@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_grpo.composition.help import version
+from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
 from megatron_grpo.models.families import shape_of_folder
@@ -58,11 +58,7 @@ class ExportPlan:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+    if answered(arguments, USAGE):
         return 0
     try:
         plan = plan_export(arguments)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.composition.help import version
+from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.models.source import known_shape
@@ -32,11 +32,7 @@ _LINKS_SHOWN = 32
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+    if answered(arguments, USAGE):
         return 0
     try:
         speed, as_json, overrides = _options(arguments)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.composition.help import version
+from megatron_grpo.composition.help import answered
 from megatron_grpo.observability.page.write import REPORT_FILE, write_report
 
 USAGE = f"""\
@@ -22,11 +22,7 @@ MISTAKE, INTERRUPTED = 2, 130
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+    if answered(arguments, USAGE):
         return 0
     try:
         page = write_report(read_folders(arguments))

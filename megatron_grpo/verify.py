@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_grpo.composition.help import version
+from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_folder
@@ -57,11 +57,7 @@ FAILED, MISTAKE = 1, 2
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_grpo {version()}")
+    if answered(arguments, USAGE):
         return 0
     try:
         request = read_request(arguments)

@@ -87,6 +87,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
+        run.dumps.hold(number, samples.groups, batch)
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)

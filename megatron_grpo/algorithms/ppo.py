@@ -62,6 +62,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
+        run.dumps.hold(number, samples.groups, batch)
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)

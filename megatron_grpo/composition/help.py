@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from importlib import resources
 
 from megatron_grpo.composition.overrides import RECIPES, config_groups
@@ -11,8 +12,12 @@ from megatron_grpo.config.keys import keys
 
 COMMANDS = {
     "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
+    "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
     "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
     "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]",
+    "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
+    "serve": "start a vLLM server that runs can train against: MODEL",
 }
 """Modules that are run, with what they do."""
 
@@ -74,6 +79,17 @@ def version() -> str:
         return importlib.metadata.version("megatron_grpo")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def answered(arguments: Sequence[str], usage: str) -> bool:
+    """Whether a command line only asks for the usage or the version, which is printed then."""
+    if {"-h", "--help"} & set(arguments):
+        print(usage, end="")
+    elif "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+    else:
+        return False
+    return True
 
 
 def commands_text() -> str:

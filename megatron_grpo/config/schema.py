@@ -16,13 +16,13 @@ from megatron_grpo.config.data_schema import (
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
+from megatron_grpo.config.optimizer_schema import OptimizerConfig
 from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
     MoeConfig,
-    OptimizerConfig,
     PolicyConfig,
     QuantizationFormat,
     ReferenceConfig,

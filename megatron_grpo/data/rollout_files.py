@@ -29,11 +29,11 @@ ROW_GROUP_TOKENS = 4 * 2**20
 class Learnt:
     """What a step knows of a rollout's sampled tokens when it learns from them, in the order of the spans."""
 
-    advantages: NDArray[np.float32]
-    """[sampled tokens], float32: advantage of each."""
+    advantages: NDArray[np.float32] | None
+    """[sampled tokens], float32: advantage of each; None: the step failed before it had them."""
     prev_logprobs: NDArray[np.float32] | None = None
     """[sampled tokens], float32: log-probability under the policy at the start of the step, as the training framework
-    computes it; None: the step did not need them."""
+    computes it; None: the step did not need them, or failed before it had them."""
 
 
 def rollouts_file(run_dir: Path, step: int) -> Path:
@@ -134,15 +134,19 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
         ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
         return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
 
+    def known(arrays: list[NDArray[Any] | None]) -> pa.ListArray | list[None]:
+        """`lists` of what the step has for all rollouts or for none."""
+        present = [one for one in arrays if one is not None]
+        return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
+
     schema = _schema()
     trajectories, learnt = [one for _, one, _ in rows], [one for _, _, one in rows]
-    prev = [one.prev_logprobs for one in learnt if one.prev_logprobs is not None]
     columns: dict[str, Any] = {
         "group": [number for number, _, _ in rows],
         "token_ids": lists([one.token_ids for one in trajectories]),
         "logprobs": lists([one.logprobs for one in trajectories]),
-        "prev_logprobs": lists(prev) if len(prev) == len(rows) else [None] * len(rows),
-        "advantages": lists([one.advantages for one in learnt]),
+        "prev_logprobs": known([one.prev_logprobs for one in learnt]),
+        "advantages": known([one.advantages for one in learnt]),
         "spans": [[[span.start, span.end, span.version] for span in one.spans] for one in trajectories],
         "reward_parts": [list(one.reward_parts.items()) for one in trajectories],
         "reward_metrics": [list(one.reward_metrics.items()) for one in trajectories],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_grpo.config.importing import imported
 from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec
 from megatron_grpo.data.processors import math_data_processor
 
@@ -92,10 +92,7 @@ def processor_of(name: str | None) -> DataProcessor:
     if name in ROW_FORMS:
         return _Formed(ROW_FORMS[name])
     module, _, function = name.rpartition(".")
-    try:
-        found: DataProcessor = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
+    found: DataProcessor = imported(module, function)
     if not callable(found):
         raise ValueError(f"is {type(found).__name__}, which cannot be called")
     return found

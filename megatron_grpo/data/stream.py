@@ -24,7 +24,7 @@ def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
     try:
         stream: Iterable[dict[str, Any]] = load_dataset(config.path, config.subset, split=config.split, streaming=True)
         next(iter(stream), None)
-    except Exception as error:
+    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
         raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
     return stream
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.importing import imported
 from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
@@ -64,9 +64,9 @@ def load_agent_function(path: str) -> AgentFunction:
     """
     module, _, name = path.rpartition(".")
     try:
-        function: AgentFunction = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise RunError(f"agent {path} cannot be imported: {type(error).__name__}: {error}") from error
+        function: AgentFunction = imported(module, name)
+    except ValueError as error:
+        raise RunError(f"agent {path} {error}") from error
     if not callable(function):
         raise RunError(f"agent {path} is {type(function).__name__}, which cannot be called")
     try:

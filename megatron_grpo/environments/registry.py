@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import typing
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
+from megatron_grpo.config.importing import imported
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
@@ -66,9 +66,9 @@ def environment_class(kind: str) -> type[Environment]:
     path = BUILT_IN.get(kind, kind)
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise RunError(f"cannot be imported: {type(error).__name__}: {error}") from error
+        found = imported(module, name)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         raise RunError("is no subclass of megatron_grpo.environments.interface.Environment")
     if inspect.isabstract(found):
@@ -146,6 +146,9 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
         return
     for name, text in fitted_options(kind, environment.options)[1]:
         yield Problem(f"{section}.options.{name}", text)
+    if kind.agent and not config.generation.endpoint.enabled:
+        text = "has an agent, which asks the model where nobody answers; give generation.endpoint.enabled=true"
+        yield Problem(f"{section}.type={environment.type}", text)
     if kind.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)

@@ -15,8 +15,9 @@ import yaml
 from megatron_grpo.cluster.gpus import find_gpus
 from megatron_grpo.composition.compose import compose_typed
 from megatron_grpo.composition.typed import typed
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.checks.servers import server_problems
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 
 _OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
@@ -64,6 +65,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
     config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides, files)
+    _require_engines(config)
     find_gpus(config.cluster)
     sets = _named(files or ([config.data.val_path] if config.data.val_path else []))
     samples = _whole("samples", own.get("samples", "1"))
@@ -133,6 +135,24 @@ def _of_command_line(folder: Path, overrides: Sequence[str], files: Sequence[str
     if composed.problems or composed.config is None:
         raise ConfigError(composed.named(composed.problems))
     return composed.config
+
+
+def _require_engines(config: Config) -> None:
+    """Whether an evaluation can answer with engines of its own, and agents of the environments ask them.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    urls = config.generation.server.urls
+    if urls:
+        text = (
+            "serve the weights that a run gave them last, and an evaluation starts engines of its own for the "
+            "checkpoint; add generation.server.urls=[]"
+        )
+        raise ConfigError([Problem(f"generation.server.urls={shown(urls)}", text)])
+    problems = list(server_problems(config))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _named(files: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
@@ -43,16 +44,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
-        cluster.reserve(None, alone.parallel)
-        generation = VllmGeneration(
-            str(model),
-            alone,
-            precision=config.policy.precision,
-            max_total_sequence_length=config.policy.max_total_sequence_length,
-            actor_options=cluster.engine_options,
-            startup_timeout_s=config.cluster.startup_timeout_s,
-        )
+        generation = _engines(config, model, cluster)
         stack.callback(generation.shutdown)
         generation.start()
         environments = build_environments(config.env, environment_settings(config, model))
@@ -65,9 +57,24 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
             max_total_sequence_length=config.policy.max_total_sequence_length,
             max_turns=config.loop.max_rollout_turns,
             generation_timeout_s=config.generation.timeout_s,
+            endpoint=endpoint_settings(config.generation.endpoint, model),
         )
         stack.callback(rollouts.shutdown)
         rollouts.start()
         generation.wait_ready()
         rollouts.wait_ready()
         yield rollouts
+
+
+def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
+    """Engines that no policy shares devices with, which are not started yet."""
+    alone = replace(config.generation, placement="separate")
+    cluster.reserve(None, alone.parallel)
+    return VllmGeneration(
+        str(model),
+        alone,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        actor_options=cluster.engine_options,
+        startup_timeout_s=config.cluster.startup_timeout_s,
+    )

@@ -1,4 +1,4 @@
-"""Ending every process of an engine, from outside: its actor may be gone, stopped or stuck, and the others with it."""
+"""Ending every process of an engine: by its actor, or from outside, since that may be gone, stopped or stuck."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import ray
 
+from megatron_grpo.cluster.signals import kill_stopped
 from megatron_grpo.generation.shared_memory import free, queue_segments
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 END_S = 20.0
 """Time that killed processes have to disappear: one that is in a driver's call does so when that returns."""
 LOOK_S = 0.05
+GRACE_S = 5.0
+"""Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,16 @@ def own_processes() -> EngineProcesses:
         with suppress(psutil.NoSuchProcess):
             started.append((process.pid, process.create_time()))
     return EngineProcesses(ray.get_runtime_context().get_node_id(), tuple(started))
+
+
+def end_own(llm: AsyncLLM) -> None:
+    """End those that the calling actor has started for its engine, and free the memory that they shared."""
+    own = psutil.Process()
+    children = own.children(recursive=True)
+    segments = set().union(*(queue_segments(process) for process in [own, *children]))
+    llm.shutdown(timeout=GRACE_S)
+    kill_stopped(children)
+    free(segments)
 
 
 def end_processes(engine: EngineProcesses) -> list[int]:

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import psutil
-from numpy.typing import NDArray
-
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
-from megatron_grpo.cluster.signals import kill_stopped
+from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.responses import GenerationRequest, SamplingSettings, structure_of
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
 from megatron_grpo.generation.interface import EngineInterface
-from megatron_grpo.generation.routed_experts import chosen_experts
-from megatron_grpo.generation.shared_memory import free, queue_segments
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
 from megatron_grpo.generation.vllm_arrivals import Arrivals, drain
-from megatron_grpo.generation.vllm_cores import prepare_cpu_processes
-from megatron_grpo.generation.vllm_ending import EngineProcesses, own_processes
+from megatron_grpo.generation.vllm_ending import EngineProcesses, end_own, own_processes
 from megatron_grpo.generation.vllm_fork import forget_socket
 from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
-from megatron_grpo.generation.vllm_plugin import ENGINE_MARKER
-from megatron_grpo.generation.vllm_requests import responses, sampling_params
+from megatron_grpo.generation.vllm_processes import prepare_processes
+from megatron_grpo.generation.vllm_requests import responses, sampling_params, warm_up_call
 from megatron_grpo.generation.vllm_statistics import EngineStatistics
-from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -46,9 +35,6 @@ FIRST_VERSION = 0
 
 WEIGHTS_TO_HOST = 1
 """vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
-
-GRACE_S = 5.0
-"""Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
 
 
 class VllmEngine(EngineInterface):
@@ -85,14 +71,7 @@ class VllmEngine(EngineInterface):
             "warm_up": the batch.
         """
         times = [time.monotonic()]
-        os.environ[ENGINE_MARKER] = self._name
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
-        if self._settings.config.engine.batch_invariant:
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        if current_platform().name == "cpu":
-            prepare_cpu_processes(self._settings)
+        prepare_processes(self._settings, self._name)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -139,6 +118,7 @@ class VllmEngine(EngineInterface):
             raise RuntimeError(self._unusable)
         if self._asleep:
             raise RuntimeError("the engine sleeps: its devices are those of the models in training for now")
+        assert self._llm is not None, "start() comes first"
         waiting: dict[int, RequestOutputCollector] = {}
         arrivals = Arrivals(len(requests))
         with phase("generate"), deaths_explained():
@@ -153,7 +133,7 @@ class VllmEngine(EngineInterface):
                     finals = drain(waiting)
                     self._left(len(finals))
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
-                    yield Packed(responses(finals, self._texts(finals), await self._routed(finals)))
+                    yield Packed(await responses(self._llm, finals, self._settings.routed))
             finally:
                 self._left(len(waiting))
 
@@ -234,13 +214,8 @@ class VllmEngine(EngineInterface):
     def shutdown(self) -> None:
         """End the engine's processes."""
         if self._llm is not None:
-            own = psutil.Process()
-            children = own.children(recursive=True)
-            segments = set().union(*(queue_segments(process) for process in [own, *children]))
-            self._llm.shutdown(timeout=GRACE_S)
-            kill_stopped(children)
+            end_own(self._llm)
             self._llm = None
-            free(segments)
 
     async def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
@@ -256,7 +231,7 @@ class VllmEngine(EngineInterface):
         """Give the scheduler all requests, in their order and before it runs, if it is idle."""
         from vllm.inputs.engine import tokens_input
 
-        assert self._llm is not None, "start() comes first"
+        assert self._llm is not None
         longest = self._settings.max_total_sequence_length
         prepared = [
             (f"{call}.{index}", request.prompt_ids.tolist(), sampling_params(request, settings, longest))
@@ -307,21 +282,6 @@ class VllmEngine(EngineInterface):
         if count and not self._in_flight and self._parking is None:
             self._parking = asyncio.create_task(self._park())
 
-    def _texts(self, finals: dict[int, RequestOutput]) -> list[str]:
-        """The text of each response, without special tokens."""
-        assert self._llm is not None
-        token_ids = [final.outputs[0].token_ids for final in finals.values()]
-        return self._llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
-
-    async def _routed(self, finals: dict[int, RequestOutput]) -> dict[int, NDArray[Any]]:
-        """By request, [prompt and response tokens but the last, numbers of a token]; empty when nobody asks."""
-        form = self._settings.routed
-        if form is None:
-            return {}
-        assert self._llm is not None
-        found = await while_alive(self._llm, chosen_experts(self._llm, list(finals.values()), form))
-        return dict(zip(finals, found, strict=True))
-
     async def _parked(self) -> AsyncLLM:
         if self._parking is None:
             raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
@@ -336,10 +296,5 @@ class VllmEngine(EngineInterface):
             await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
 
     async def _warm_up(self) -> None:
-        # The first batch allocates and compiles; a full one, so that the first real one does not. With the structure of
-        # the real ones, so that vLLM says here what it cannot make of it.
-        config = self._settings.config
-        settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
-        request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
+        async for _ in self.generate(*warm_up_call(self._settings.config), "warm-up"):
             pass

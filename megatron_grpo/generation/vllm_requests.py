@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings, Structure
+from megatron_grpo.config.generation_schema import GenerationConfig
+from megatron_grpo.data.responses import (
+    GenerationOutput,
+    GenerationRequest,
+    SamplingSettings,
+    Structure,
+    structure_of,
+)
 from megatron_grpo.data.trajectory import Span
+from megatron_grpo.generation.routed_experts import chosen_experts
+from megatron_grpo.generation.vllm_liveness import while_alive
+from megatron_grpo.models.routed import RoutedForm
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 def sampling_params(request: GenerationRequest, settings: SamplingSettings, longest: int) -> SamplingParams:
@@ -75,23 +86,37 @@ def _form(structure: Structure) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def responses(
-    finals: Mapping[int, RequestOutput], texts: Sequence[str], routed: Mapping[int, NDArray[Any]]
+def warm_up_call(config: GenerationConfig) -> tuple[list[GenerationRequest], SamplingSettings]:
+    """What an engine samples first, which allocates and compiles: a full batch, so that the first real one does not.
+
+    With the structure of the real ones, so that vLLM says at the start what it cannot make of it.
+    """
+    settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
+    request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
+    return [request] * config.sequences_per_engine, settings
+
+
+async def responses(
+    llm: AsyncLLM, finals: Mapping[int, RequestOutput], form: RoutedForm | None
 ) -> list[tuple[int, GenerationOutput | str]]:
-    """The responses of finished requests.
+    """The responses of finished requests, their texts without special tokens.
 
     Args:
+        llm: the engine.
         finals: the last output of each request, by the request's number in its call.
-        texts: the text of each, in the same order.
-        routed: by number, [prompt and response tokens but the last, numbers of a token]; empty: nobody asked.
+        form: what the experts look like that each comes with; None: nobody asked.
 
     Returns:
         Each request's number, with its response or the reason why there is none.
     """
-    return [
-        (index, _response(final, text, routed.get(index)))
-        for (index, final), text in zip(finals.items(), texts, strict=True)
-    ]
+    outputs = list(finals.values())
+    token_ids = [final.outputs[0].token_ids for final in outputs]
+    texts = llm.get_tokenizer().batch_decode(token_ids, skip_special_tokens=True)
+    routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
+    if form is not None:
+        routed = await while_alive(llm, chosen_experts(llm, outputs, form))
+    answers = map(_response, outputs, texts, routed)
+    return list(zip(finals, answers, strict=True))
 
 
 def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:

@@ -7,15 +7,13 @@ GPU. A name costs tens of nanoseconds more to look up there; operators are not i
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_grpo.platform.cpu_torch import compiling_nothing, cpu_torch
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.results_file import ResultsFile
 from megatron_grpo.platform.uneven_gloo import allow_uneven_parts
@@ -53,9 +51,6 @@ CUDA_MODULES = {
     "megatron.core.utils": 'device="cuda" for norms and current_device of buffers',
 }
 """Modules that get their own `torch`, and what they would otherwise ask of a GPU."""
-
-FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
-"""Functions of `torch` that these modules call with device="cuda"."""
 
 PATCHED_NAMES = (
     ("torch", "Tensor.cuda", "language_module, optimizer and exchange_utils move tensors with .cuda()"),
@@ -106,48 +101,14 @@ PATCHED_NAMES = (
 _patched = False
 
 
-class _Stream:
-    """Stands in for torch.cuda.Stream and Event: on a CPU everything has happened when the call returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def wait_event(self, event: _Stream) -> None: ...
-
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or self
-
-    def record(self, stream: _Stream | None = None) -> None: ...
-
-    def wait(self, stream: _Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Overlay(ModuleType):
-    """A module with some names replaced. What the original gains later (lazy imports) is found too."""
-
-    def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
-        super().__init__(original.__name__)
-        self.__dict__.update({**vars(original), **replaced})
-        self.__dict__["_original"] = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
-
-
 def apply_patches() -> None:
     """Make Megatron-Core run on this process's CPU; does nothing with CUDA, nor when called again."""
     global _patched
     if _patched or current_platform().name == "cuda":
         return
     _patched = True
-    overlay = _cpu_torch()
-    with _compiling_nothing():
+    overlay = cpu_torch()
+    with compiling_nothing():
         for name in CUDA_MODULES:
             _module(name).torch = overlay
     _patch_tensor_methods()
@@ -158,62 +119,8 @@ def apply_patches() -> None:
     allow_uneven_parts()
 
 
-@contextlib.contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """torch.compile as the identity, in the body and then for Megatron-Core's fused functions.
-
-    No run on a CPU calls one of them, but each that is defined makes torch import its compiler: seconds of a core.
-    """
-    compile_function = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment]  # as Megatron-Core calls it
-    try:
-        yield
-    finally:
-        torch.compile = compile_function
-    _module("megatron.core.jit").disable_jit_fuser()
-
-
 def _module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-def _cpu_torch() -> ModuleType:
-    """`torch` as the modules above see it."""
-    stream = _Stream()
-
-    @contextlib.contextmanager
-    def on_stream(_: _Stream | None) -> Iterator[None]:
-        yield
-
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
-    cuda = _Overlay(
-        torch.cuda,
-        {
-            "current_device": lambda: torch.device("cpu"),
-            "synchronize": nothing,
-            "empty_cache": nothing,
-            "Stream": _Stream,
-            "Event": _Stream,
-            "stream": on_stream,
-            "current_stream": lambda device=None: stream,
-            "default_stream": lambda device=None: stream,
-            "get_rng_state": lambda device=None: torch.get_rng_state(),
-            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-            "manual_seed": torch.manual_seed,
-        },
-    )
-    return _Overlay(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
-
-
-def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def make(*args: Any, **kwargs: Any) -> Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return make
 
 
 def _patch_tensor_methods() -> None:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
-from megatron_grpo.rollouts.pool import RolloutPool, Timer, UnderWay
+from megatron_grpo.rollouts.coming_steps import ComingSteps
+from megatron_grpo.rollouts.group_stream import UnderWay
+from megatron_grpo.rollouts.pool import RolloutPool, Timer
 from megatron_grpo.rollouts.replay_buffer import ReplayBuffer
 
 
@@ -39,27 +40,17 @@ class SamplingAhead:
         rollouts: RolloutPool,
         loader: Loader,
         config: AsyncGRPOConfig,
-        *,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        run_seed: int,
-        begun: int,
-        max_num_steps: int,
+        coming: ComingSteps,
     ) -> None:
         """
         Args:
             rollouts: what samples.
             loader: of the prompts that `take` is given, for its position.
             config: how old a trajectory may become.
-            samples_per_prompt: responses to each prompt.
-            settings: how tokens are drawn.
-            run_seed: seed of the run, from which those of the responses follow.
-            begun: generation batches that steps have taken so far.
-            max_num_steps: steps after which nothing is needed any more.
+            coming: what is asked of the prompts, and for how many steps.
         """
         self._rollouts, self._loader = rollouts, loader
-        self._samples_per_prompt, self._settings, self._run_seed = samples_per_prompt, settings, run_seed
-        self._number, self._max_num_steps = begun, max_num_steps
+        self._coming, self._number = coming, coming.begun
         self._buffer: ReplayBuffer[_Begun] = ReplayBuffer(config.max_trajectory_age_steps)
         self.position = copy.deepcopy(loader.state_dict())
         """State of the loader after the last prompts that a step has taken: those of the buffer come after it, so a run
@@ -78,7 +69,7 @@ class SamplingAhead:
         Raises:
             SamplingError: an engine or an environment failed, or too many rollouts did.
         """
-        while self._buffer.has_room and version + len(self._buffer) < self._max_num_steps:
+        while self._buffer.has_room and version + len(self._buffer) < self._coming.max_num_steps:
             prompts = next(batches, None)
             if prompts is None:
                 break
@@ -100,9 +91,9 @@ class SamplingAhead:
         self._number += 1
         under_way = self._rollouts.begin(
             prompts,
-            samples_per_prompt=self._samples_per_prompt,
-            settings=self._settings,
-            run_seed=self._run_seed,
+            samples_per_prompt=self._coming.samples_per_prompt,
+            settings=self._coming.settings,
+            run_seed=self._coming.run_seed,
             step=self._number,
         )
         return _Begun(under_way, len(prompts), copy.deepcopy(self._loader.state_dict()))

@@ -168,7 +168,7 @@ class Conversation:
             if self._over:
                 raise BadCallError(OVER) from None
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the rollout has to fail with it: the agent may well go on
             self.failure = error
             raise
         self.pieces += [given, output.token_ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayError
 
 from megatron_grpo.data.rollout_files import Learnt, write_rollouts
 from megatron_grpo.data.trajectory import Trajectory
@@ -22,7 +24,7 @@ DUMPED_GROUPS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntFrom:
-    """What a step knows of its sequences before it learns from them, for a message: arrays, and references to arrays.
+    """What a step knows of its sequences by now, for a message: arrays, and references to arrays.
 
     Not the step's batch itself, whose module would have every worker import torch.
     """
@@ -34,13 +36,16 @@ class LearntFrom:
     shards: Sequence[Mapping[str, Any]]
     """Per shard, by name of an entry, a reference to an array [tokens of the shard]."""
     advantages: NDArray[np.float32] | None
-    """[sequences], float32; None: advantages differ by token and are an entry of the shards."""
+    """[sequences], float32; None: advantages differ by token and are an entry of the shards, or are not known yet."""
 
     def learnt(self) -> _Learnt:
-        """Everything that is written of it, fetched."""
-        names = [name for name in ("advantages", "prev_logprobs") if name in self.shards[0]]
-        stored = [dict(zip(names, ray.get([shard[name] for name in names]), strict=True)) for shard in self.shards]
-        arrays = gather_shards(stored, self.sequences, self.lengths, names)
+        """Everything that is written of it, fetched; what is lost with the process that held it counts as not known."""
+        arrays: dict[str, NDArray[np.float32]] = {}
+        for name in ("advantages", "prev_logprobs"):
+            if name in self.shards[0]:
+                with suppress(RayError):
+                    stored = [{name: array} for array in ray.get([shard[name] for shard in self.shards])]
+                    arrays |= gather_shards(stored, self.sequences, self.lengths, [name])
         return _Learnt(np.cumsum(self.lengths) - self.lengths, self.advantages, arrays)
 
 
@@ -57,11 +62,13 @@ class _Learnt:
         spans = [np.arange(span.start, span.end) for span in trajectory.spans]
         places = self.starts[number] + (np.concatenate(spans) if spans else np.empty(0, dtype=np.int64))
         prev = self.arrays.get("prev_logprobs")
-        if self.by_response is None:
-            advantages = self.arrays["advantages"][places]
+        advantages = self.arrays.get("advantages")
+        of_tokens: NDArray[np.float32] | None
+        if self.by_response is not None:
+            of_tokens = np.full(len(places), self.by_response[number], dtype=np.float32)
         else:
-            advantages = np.full(len(places), self.by_response[number], dtype=np.float32)
-        return Learnt(advantages, None if prev is None else prev[places])
+            of_tokens = None if advantages is None else advantages[places]
+        return Learnt(of_tokens, None if prev is None else prev[places])
 
 
 def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:

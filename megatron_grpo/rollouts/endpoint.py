@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from megatron_grpo.cluster.addresses import token
 from megatron_grpo.cluster.rendezvous import node_address
 from megatron_grpo.cluster.token_guard import is_let_through
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.data.agents import ModelAccess
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
@@ -46,6 +49,18 @@ class EndpointSettings:
     def of_worker(self, index: int) -> EndpointSettings:
         """Those of one of the workers, which listen on ports one after the other."""
         return replace(self, port=self.port + index) if self.port else self
+
+
+def endpoint_settings(config: EndpointConfig, model: Path) -> EndpointSettings | None:
+    """The settings of the endpoints before a model; None: nobody can ask the model there.
+
+    Args:
+        config: the section generation.endpoint.
+        model: folder with the tokenizer.
+    """
+    if not config.enabled:
+        return None
+    return EndpointSettings(host=config.host, port=config.port, token=token(), model_path=str(model))
 
 
 class Endpoint:

@@ -1,11 +1,26 @@
-"""Prompts that were begun together and are complete one by one, as the driver hears of them."""
+"""Prompts that were begun together, as the driver hears of them: all at once, or each when it is complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A generation batch that `RolloutPool.begin` has begun, for `RolloutPool.finish`."""
+
+    generated: list[Any]
+    """By worker, a reference that is there when its responses are."""
+    collected: list[Any]
+    """By worker, a reference to its groups."""
+
+    def is_done(self) -> bool:
+        """Whether everything is sampled and scored, or has failed."""
+        return len(ray.wait(self.collected, num_returns=len(self.collected), timeout=0)[0]) == len(self.collected)
 
 
 class Complete(NamedTuple):

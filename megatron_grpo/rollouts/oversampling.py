@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import Batches, with_waiting
-from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, renumbered
+from megatron_grpo.rollouts.coming_steps import ComingSteps
 from megatron_grpo.rollouts.first_complete import FirstComplete, Taken
 from megatron_grpo.rollouts.group_stream import Complete, GroupStream
 from megatron_grpo.rollouts.pool import RolloutPool, Timer
@@ -29,28 +29,18 @@ class Oversampling:
         rollouts: RolloutPool,
         loader: Batches,
         config: AsyncGRPOConfig,
-        *,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        run_seed: int,
-        begun: int,
-        max_num_steps: int,
+        coming: ComingSteps,
     ) -> None:
         """
         Args:
             rollouts: what samples.
             loader: of the prompts that `take` is given, for its position and the size of its batches.
             config: how many are under way, and how old a trajectory may become.
-            samples_per_prompt: responses to each prompt.
-            settings: how tokens are drawn.
-            run_seed: seed of the run, from which those of the responses follow.
-            begun: generation batches that steps have taken so far.
-            max_num_steps: steps after which nothing is needed any more.
+            coming: what is asked of the prompts, and for how many steps.
         """
         assert config.oversampling_factor is not None, "without it samples come in the order of the data"
         self._rollouts, self._loader = rollouts, loader
-        self._samples_per_prompt, self._settings, self._run_seed = samples_per_prompt, settings, run_seed
-        self._number, self._max_num_steps = begun, max_num_steps
+        self._coming, self._number = coming, coming.begun
         self._per_take = loader.prompts_per_batch
         self._under_way = int(config.oversampling_factor * self._per_take)
         self._buffer: FirstComplete[Complete] = FirstComplete(self._per_take, config.max_trajectory_age_steps)
@@ -94,7 +84,7 @@ class Oversampling:
 
     def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
         """Begin as many prompts as are missing, with the seeds of the generation batches that they are in."""
-        needed = self._per_take * (self._max_num_steps - version)
+        needed = self._per_take * (self._coming.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:
             if not self._next:
@@ -106,9 +96,9 @@ class Oversampling:
             missing -= len(data)
             stream = self._rollouts.begin_each(
                 {self._buffer.add(datum["idx"], version): datum for datum in data},
-                samples_per_prompt=self._samples_per_prompt,
-                settings=self._settings,
-                run_seed=self._run_seed,
+                samples_per_prompt=self._coming.samples_per_prompt,
+                settings=self._coming.settings,
+                run_seed=self._coming.run_seed,
                 step=self._number,
             )
             self._streams.append(stream)

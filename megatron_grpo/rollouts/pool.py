@@ -5,12 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, cast
-
-import ray
-from ray.exceptions import RayError
+from typing import Any, Protocol
 
 from megatron_grpo.cluster.futures import overdue
 from megatron_grpo.cluster.late import report_hanging
@@ -23,18 +19,18 @@ from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.engine_counts import take_counts
 from megatron_grpo.rollouts.engines import ENGINE_NAME
 from megatron_grpo.rollouts.failures import require_few_failures
-from megatron_grpo.rollouts.group_stream import Complete, GroupStream
+from megatron_grpo.rollouts.group_stream import Complete, GroupStream, UnderWay
 from megatron_grpo.rollouts.lost_engines import LostEngines, Restore, not_replaced
 from megatron_grpo.rollouts.payloads import groups_of
-from megatron_grpo.rollouts.rollout import ATTEMPTS, RolloutPlan
+from megatron_grpo.rollouts.plan import RolloutPlan
+from megatron_grpo.rollouts.rollout import ATTEMPTS
 from megatron_grpo.rollouts.step_tokens import StepTokens
 from megatron_grpo.rollouts.worker_group import WORKER_NAME, StartableEnvironment, WorkerGroup
 
 ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0}
-COUNTS_S = 20.0
-"""Deadline for the engines' statistics, which nothing depends on."""
 GRACE_S = 20.0
 """What the driver waits longer than the workers do, whose messages say more and come once the stacks are read."""
 
@@ -43,20 +39,6 @@ class Timer(Protocol):
     """Names the phase that time is spent in."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A generation batch that `RolloutPool.begin` has begun, for `RolloutPool.finish`."""
-
-    generated: list[Any]
-    """By worker, a reference that is there when its responses are."""
-    collected: list[Any]
-    """By worker, a reference to its groups."""
-
-    def is_done(self) -> bool:
-        """Whether everything is sampled and scored, or has failed."""
-        return len(ray.wait(self.collected, num_returns=len(self.collected), timeout=0)[0]) == len(self.collected)
 
 
 class RolloutPool(StepTokens):
@@ -278,9 +260,7 @@ class RolloutPool(StepTokens):
 
     def take_engine_counts(self) -> list[EngineCounts]:
         """What each engine had to do since the last call; of one that fails, nothing: who needs it next will tell."""
-        calls = [engine.take_counts.remote() for engine in self._engines]
-        over, _ = ray.wait(calls, num_returns=len(calls), timeout=COUNTS_S)
-        return [_counts(call) if call in over else EngineCounts() for call in calls]
+        return take_counts(self._engines)
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""
@@ -307,10 +287,3 @@ class RolloutPool(StepTokens):
         """What a worker has yielded."""
         (numbers,) = self._workers.gather([reference], self._timeout_s, "generation", worker)
         return list(numbers)
-
-
-def _counts(call: Any) -> EngineCounts:
-    try:
-        return cast(EngineCounts, ray.get(call))
-    except RayError:
-        return EngineCounts()

@@ -24,7 +24,8 @@ from megatron_grpo.rollouts.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.rollouts.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
-from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan
+from megatron_grpo.rollouts.plan import RolloutPlan
+from megatron_grpo.rollouts.rollout import GroupRollout
 from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, shard_fields, split_by_shard
 
 PACE_S = 0.02

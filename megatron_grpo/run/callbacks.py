@@ -66,7 +66,7 @@ class Callbacks:
                 answers.append(getattr(callback, event)(*arguments))
             except RunError:
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever a script's callback raises
                 name = f"{type(callback).__name__}.{event}"
                 raise RunError(f"callback {name} raised {type(error).__name__}: {error}") from error
         return answers

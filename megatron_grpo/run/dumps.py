@@ -25,9 +25,15 @@ class RolloutDumps:
         """
         self._rollouts, self._config, self._run_dir = rollouts, config, run_dir
         self._writing: dict[int, Any] = {}
+        self._held: tuple[int, list[SampledGroup], StepBatch] | None = None
+
+    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch) -> None:
+        """Keep the rollouts of a step for `leave`, should it fail before its writing has begun."""
+        self._held = (step, groups, batch)
 
     def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch) -> None:
         """Have the rollouts of a step written, as logger.rollouts says which, with what `batch` knows of them."""
+        self._held = None
         if self._config.rollouts != "off":
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
             self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, sample=limit)
@@ -40,6 +46,17 @@ class RolloutDumps:
         """
         if step in self._writing:
             self._rollouts.wait_dump(self._writing.pop(step))
+
+    def leave(self) -> None:
+        """Return when the rollouts of a step that failed are on disk, with what was known of them by then.
+
+        Raises:
+            RunError: the rollouts could not be written.
+        """
+        if self._held is not None:
+            self.begin(*self._held)
+        for step in list(self._writing):
+            self.finish(step)
 
     def some(self, step: int) -> list[dict[str, Any]]:
         """Rollouts of a step that is on disk, as many as logger.num_completions_to_print says, as they are read."""

@@ -49,7 +49,7 @@ def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[Summary
         reason = str(error) or "Ctrl-C"
         _write(known, Ending("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
         raise
-    except Exception as error:
+    except Exception as error:  # however a run fails, its summary says so
         in_words = isinstance(error, RunError | ConfigError)
         _write(known, Ending("failed", str(error) if in_words else f"{type(error).__name__}: {error}"))
         logger.error("the run failed", exc_info=error)

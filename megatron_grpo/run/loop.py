@@ -37,9 +37,11 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
     try:
         _train_steps(run, step)
     except ModelLostError as error:
+        _leave_rollouts(run)
         _finish_saving_before_the_end(run)
         raise ModelLostError(f"{error}; {_what_stands(run)}") from error
     except RunError:
+        _leave_rollouts(run)
         _finish_saving_before_the_end(run)
         raise
 
@@ -203,6 +205,14 @@ def _what_stands(run: GRPORun) -> str:
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"
     return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
+
+
+def _leave_rollouts(run: GRPORun) -> None:
+    """Write the rollouts of a step that failed; should that fail too, the first failure is the one to report."""
+    try:
+        run.dumps.leave()
+    except RunError as error:
+        run.logger.note(f"the rollouts of the step that failed could not be written: {error}")
 
 
 def _finish_saving_before_the_end(run: GRPORun) -> None:

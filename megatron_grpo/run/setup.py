@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_grpo.cluster.addresses import token
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.load_prompts import load_prompt_data
+from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
@@ -25,9 +22,8 @@ from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.policy.driver.policy import MegatronPolicy
 from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.by_name import prepare
-from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
-from megatron_grpo.rollouts.endpoint import EndpointSettings
+from megatron_grpo.rollouts.coming_steps import ComingSteps
 from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.callbacks import Callbacks
@@ -38,10 +34,10 @@ from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.opening import Opening, opened
 from megatron_grpo.run.placement import Colocated, Placement
+from megatron_grpo.run.processes import start_processes
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
-from megatron_grpo.run.start_models import routed_form, start_models
-from megatron_grpo.run.startup_parts import since_command
+from megatron_grpo.run.startup_parts import StartupParts, since_command
 
 
 @contextmanager
@@ -69,88 +65,64 @@ def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
 
 def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     """Start everything, load the checkpoint to start from, and give generation its first weights."""
-    run_dir, checkpointer, parts = opening.run_dir, opening.checkpointer, opening.parts
-    if is_prepared(config):
-        with parts.part("prepare"):
-            assert config.prepare.name is not None
-            prepare(config.prepare.name, config.prepare.folder)
-    folder = model_folder(config.policy.model.path)
-    policy, value, generation = start_models(config, folder, opening.cluster, stack)
-    environments = build_environments(config.env, environment_settings(config, folder), opening.given.rewards)
-    for environment in environments.values():
-        stack.callback(environment.shutdown)
-    transport = transport_between(policy, generation, config.refit, run_dir)
-    stack.callback(transport.close)
-    rollouts = RolloutPool(
-        config.rollouts,
-        generation.engines,
-        environments,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        max_turns=config.loop.max_rollout_turns,
-        generation_timeout_s=config.generation.timeout_s,
-        routed=routed_form(config, folder),
-        endpoint=_endpoint(config, folder),
-        restore=transport.restore,
-    )
-    stack.callback(rollouts.shutdown)
-    rollouts.start()
-    with parts.part("prompts"):
+    folder = _model(config, opening.parts)
+    processes = start_processes(config, folder, opening, stack)
+    with opening.parts.part("prompts"):
         data = load_prompt_data(config, folder, opening.given.tokenizer)
-    with parts.part("waiting"):
-        for part in (policy, value, generation, rollouts):
-            if part is not None:
-                part.wait_ready()
-    for kind, model in (("policy", policy), ("value", value), ("engine", generation)):
-        if model is not None:
-            parts.add_slowest(kind, model.startup_s)
-    with parts.part("refit"):
-        transport.connect()
-    if not opening.start_from.done():
-        print(
-            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
-        )
-    start_from = opening.start_from.result()
-    checkpointer.remove_leftovers()
+    processes.wait_ready(opening.parts)
+    start_from = _start_from(opening)
+    policy, value, rollouts = processes.policy, processes.value, processes.rollouts
     state, waiting = _resume(start_from, config, policy, value, data.loader)
-    placement = _placement(config, policy, value, generation)
-    with parts.part("refit"), placement.refit(StepTimer()):
-        transport.publish(state["total_steps"])
-    logger = RunLogger(run_dir, config, resume_step=None if start_from is None else state["total_steps"])
+    placement = _placement(config, policy, value, processes.generation)
+    with opening.parts.part("refit"), placement.refit(StepTimer()):
+        processes.transport.publish(state["total_steps"])
+    logger = RunLogger(opening.run_dir, config, resume_step=None if start_from is None else state["total_steps"])
     stack.callback(logger.close)
     for note in data.notes:
         logger.note(note)
-    guard = FiniteGuard(run_dir, rollouts.fetch)
     callbacks = Callbacks(opening.given.callbacks)
-    checkpointer.on_publish = callbacks.on_checkpoint
-    settings = sampling_settings(config.generation, data.eos_token_id)
+    opening.checkpointer.on_publish = callbacks.on_checkpoint
+    guard = FiniteGuard(opening.run_dir, rollouts.fetch)
     run = GRPORun(
         config=config,
         policy=policy,
-        transport=transport,
+        transport=processes.transport,
         placement=placement,
         rollouts=rollouts,
-        samples=SampleSource(
-            config=config,
-            rollouts=rollouts,
-            settings=settings,
-            guard=guard,
-            state=state,
-            waiting=rollouts.put(waiting),
-            ahead=_ahead(config, rollouts, settings, data.loader, state),
-        ),
-        dumps=RolloutDumps(rollouts, config.logger, run_dir),
+        samples=_samples(config, rollouts, data, guard, state, waiting),
+        dumps=RolloutDumps(rollouts, config.logger, opening.run_dir),
         guard=guard,
         loader=data.loader,
         val_prompts=data.val_prompts,
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
-        checkpointer=checkpointer,
+        checkpointer=opening.checkpointer,
         state=state,
         callbacks=callbacks,
     )
     if value is None:
         return run
     return PPORun(**vars(run), value=value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+
+
+def _model(config: Config, parts: StartupParts) -> Path:
+    """Folder of the model to start from, which is made first if the recipe makes its own."""
+    if is_prepared(config):
+        with parts.part("prepare"):
+            assert config.prepare.name is not None
+            prepare(config.prepare.name, config.prepare.folder)
+    return model_folder(config.policy.model.path)
+
+
+def _start_from(opening: Opening) -> Path | None:
+    """The checkpoint to start from, once it is verified; None: there is none."""
+    if not opening.start_from.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
+    start_from = opening.start_from.result()
+    opening.checkpointer.remove_leftovers()
+    return start_from
 
 
 def _resume(
@@ -170,14 +142,6 @@ def _resume(
     return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
 
 
-def _endpoint(config: Config, folder: Path) -> EndpointSettings | None:
-    """Where agents ask the model; None: the run has no such place."""
-    endpoint = config.generation.endpoint
-    if not endpoint.enabled:
-        return None
-    return EndpointSettings(host=endpoint.host, port=endpoint.port, token=token(), model_path=str(folder))
-
-
 def _placement(
     config: Config, policy: MegatronPolicy, value: MegatronValue | None, generation: VllmGeneration
 ) -> Placement:
@@ -185,6 +149,27 @@ def _placement(
     if not config.generation.colocated:
         return Placement()
     return Colocated(generation, policy, [] if value is None else [value])
+
+
+def _samples(
+    config: Config,
+    rollouts: RolloutPool,
+    data: PromptData,
+    guard: FiniteGuard,
+    state: GRPOSaveState,
+    waiting: list[list[Trajectory]],
+) -> SampleSource:
+    """Where the samples of the steps come from, from here on."""
+    settings = sampling_settings(config.generation, data.eos_token_id)
+    return SampleSource(
+        config=config,
+        rollouts=rollouts,
+        settings=settings,
+        guard=guard,
+        state=state,
+        waiting=rollouts.put(waiting),
+        ahead=_ahead(config, rollouts, settings, data.loader, state),
+    )
 
 
 def _ahead(
@@ -195,13 +180,11 @@ def _ahead(
     if not loop.async_grpo.enabled:
         return None
     kind = SamplingAhead if loop.async_grpo.oversampling_factor is None else Oversampling
-    return kind(
-        rollouts,
-        loader,
-        loop.async_grpo,
+    coming = ComingSteps(
         samples_per_prompt=loop.num_generations_per_prompt,
         settings=settings,
         run_seed=loop.seed,
         begun=state["generation_batches"],
         max_num_steps=loop.max_num_steps,
     )
+    return kind(rollouts, loader, loop.async_grpo, coming)

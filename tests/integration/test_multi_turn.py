@@ -17,8 +17,8 @@ from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.environments.settings import EnvironmentSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.plan import sample_seed
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.rollouts.rollout import sample_seed
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
 SEED, STEP, SAMPLES, TURNS = 5, 3, 6, 3

@@ -30,14 +30,23 @@ class FakeDumps:
         self.log = log
         self.groups: dict[int, list[SampledGroup]] = {}
         """By step, what was to be written."""
+        self.held: list[int] = []
+        """The step that would be written if it failed now; none, once its writing has begun."""
+
+    def hold(self, step: int, groups: list[SampledGroup], batch: Any) -> None:
+        self.held = [step]
 
     def begin(self, step: int, groups: list[SampledGroup], batch: Any) -> None:
         self.log.append(f"dump {step} begins")
+        self.held.clear()
         assert step not in self.groups, "the rollouts of a step are written once"
         self.groups[step] = groups
 
     def finish(self, step: int) -> None:
         self.log.append(f"dump {step} is there")
+
+    def leave(self) -> None:
+        self.log += [f"dump {step} is left" for step in self.held]
 
 
 def make_source(config: Config, folder: Path, rollouts: FakeRollouts) -> SampleSource:

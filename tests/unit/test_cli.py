@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import megatron_grpo.__main__ as overview
-from megatron_grpo import train
+from megatron_grpo import evaluate, export, refit_plan, report, train, verify
 from megatron_grpo.composition.help import COMMANDS
 from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import RunError
@@ -202,7 +202,8 @@ def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (train.main, overview.main):
+    for module in (train, overview, evaluate, export, refit_plan, report, verify):
+        command = module.main
         assert command(["--version"]) == 0
         assert re.fullmatch(r"megatron_grpo \d+\.\d+\.\d+\n", capsys.readouterr().out)
     assert overview.main([]) == overview.main(["--help"]) == 0

@@ -145,17 +145,7 @@ def transformer_config(
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
-        account_for_embedding_in_pipeline_split=parallel.count_embedding,
-        account_for_loss_in_pipeline_split=parallel.count_loss,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor,
-        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        **_parallel_settings(parallel),
         bf16=precision == "bfloat16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -179,6 +169,23 @@ def transformer_config(
         **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
     )
     return made(TransformerConfig, ours, fields)
+
+
+def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """Megatron-Core's settings for the layout of a model over its ranks."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "account_for_embedding_in_pipeline_split": parallel.count_embedding,
+        "account_for_loss_in_pipeline_split": parallel.count_loss,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence and parallel.tensor > 1,
+    }
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:

@@ -42,8 +42,9 @@ def _prompts(config: Config) -> Iterator[Problem]:
     else:
         yield from _tasks(config)
     yield from _sets(config)
-    if data.system_prompt is not None and not data.apply_chat_template:
-        yield Problem("data.system_prompt", "has a place only in a chat; needs data.apply_chat_template=true")
+    for name in ("system_prompt", "system_prompt_file"):
+        if getattr(data, name) is not None and not data.apply_chat_template:
+            yield Problem(f"data.{name}", "has a place only in a chat; needs data.apply_chat_template=true")
 
 
 def _tasks(config: Config) -> Iterator[Problem]:

@@ -15,6 +15,18 @@ from megatron_grpo.config.data_schema import (
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 
+_OF_FUNCTIONS = (
+    "reward_funcs",
+    "reward_weights",
+    "correct_func",
+    "agent_func",
+    "on_reward_error",
+    "reward_timeout_s",
+    "reward_model",
+)
+"""Keys of an environment that only the type with reward functions reads."""
+_DEFAULT = EnvironmentConfig()
+
 
 def reward_problems(config: Config) -> Iterator[Problem]:
     """Keys about rewards and advantages that exclude each other or lack what they need."""
@@ -128,21 +140,26 @@ def _shaping(config: Config) -> Iterator[Problem]:
         yield Problem(f"{prefix}.overlong_buffer_length={buffer}", f"the penalty {text}")
 
 
+def _read_by_nobody(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
+    """Settings beside reward functions that are for something else."""
+    if environment.options:
+        text = f"is for the class of an environment, and {section}.type={REWARD_FUNCTIONS} has none; leave it out"
+        yield Problem(f"{section}.options.{next(iter(environment.options))}", text)
+    if environment.reward_model != _DEFAULT.reward_model and not environment.reward_model_folders:
+        text = f"serves the reward models among {section}.reward_funcs, and there is none; leave it out, or name one"
+        yield Problem(f"{section}.reward_model", text)
+
+
 def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
     functions, weights = environment.reward_funcs, environment.reward_weights
     if environment.type not in BUILT_IN and environment.type != REWARD_FUNCTIONS and ":" not in environment.type:
         known = ", ".join([*BUILT_IN, REWARD_FUNCTIONS])
         yield Problem(f"{section}.type={environment.type}", f"must be one of {known}, or package.module:Class")
     if environment.type != REWARD_FUNCTIONS:
-        given = {
-            "reward_funcs": functions or None,
-            "reward_weights": weights,
-            "correct_func": environment.correct_func,
-            "agent_func": environment.agent_func,
-        }
-        for name in [name for name, value in given.items() if value is not None][:1]:
+        for name in [name for name in _OF_FUNCTIONS if getattr(environment, name) != getattr(_DEFAULT, name)][:1]:
             yield Problem(f"{section}.{name}", f"needs {section}.type={REWARD_FUNCTIONS}")
         return
+    yield from _read_by_nobody(section, environment)
     if not functions:
         yield Problem(f"{section}.reward_funcs", "is empty; give functions as package.module.function")
     importable = [("reward_funcs", one) for one in functions if not is_model_folder(one)]

@@ -32,9 +32,8 @@ def server_problems(config: Config) -> Iterator[Problem]:
         text = f"is the number of engines, and there are {len(urls)} servers; give {len(urls)}"
         yield Problem(f"generation.parallel.data={generation.parallel.data}", text)
     if config.generation.colocated:
-        yield Problem(
-            "generation.placement=colocated", "shares GPUs with engines of the run, and servers have their own"
-        )
+        text = "shares GPUs with the run's own engines, and servers (generation.server.urls) have theirs; use separate"
+        yield Problem("generation.placement=colocated", text)
     if config.policy.moe.replay_routing:
         yield Problem("policy.moe.replay_routing=True", "a server returns no routed experts; use false")
 

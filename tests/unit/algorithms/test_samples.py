@@ -20,6 +20,7 @@ from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.ahead import SamplingAhead
+from megatron_grpo.rollouts.coming_steps import ComingSteps
 from megatron_grpo.run.sample_source import SampleSource
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_source
@@ -198,8 +199,9 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     pool: Any = rollouts
     loader = SimpleNamespace(state_dict=dict)
     options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
-    drawing = {"samples_per_prompt": SAMPLES, "settings": SETTINGS, "run_seed": source.config.loop.seed}
-    source.ahead = SamplingAhead(pool, loader, options, **drawing, begun=0, max_num_steps=9)
+    seed = source.config.loop.seed
+    coming = ComingSteps(samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=seed, begun=0, max_num_steps=9)
+    source.ahead = SamplingAhead(pool, loader, options, coming)
     prompts, in_turn = batches(*rows), batches(*rows)
     expected, taken = drawn(plain, in_turn), drawn(source, prompts)
     assert taken.outcomes == expected.outcomes

@@ -142,6 +142,11 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
             "ends at step 1000",
         ),
         (["data.task_name=code"], "data.task_name=code", "there is math"),
+        (
+            ["data.system_prompt_file=hi.txt", "data.apply_chat_template=false"],
+            "data.system_prompt_file",
+            "apply_chat_template=true",
+        ),
         (["data.system_prompt=hi", "data.apply_chat_template=false"], "data.system_prompt", "apply_chat_template=true"),
         (["generation.stop_strings=['']"], "generation.stop_strings", "holds an empty text"),
         (

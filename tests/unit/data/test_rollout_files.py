@@ -13,7 +13,7 @@ import pytest
 
 from megatron_grpo import observability
 from megatron_grpo.data import rollout_files
-from megatron_grpo.data.rollout_files import drop_rollouts_after, read_rollouts, rollouts_file, write_rollouts
+from megatron_grpo.data.rollout_files import Learnt, drop_rollouts_after, read_rollouts, rollouts_file, write_rollouts
 from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.trajectories import failed_trajectory, make_trajectory, with_learnt
 
@@ -50,6 +50,13 @@ def test_every_field_survives(tokens: int, prev: bool, tmp_path: Path, monkeypat
     )
     wanted = [expected(7, group, one, prev) for group, one in zip([0, 0, 5, 5], ROWS, strict=True)]
     assert str([plain(row) for row in read_rollouts(tmp_path, 7)]) == str(wanted)
+
+
+def test_rollouts_of_a_step_that_failed_before_it_had_advantages(tmp_path: Path) -> None:
+    write_rollouts(rollouts_file(tmp_path, 3), [(0, [(one, Learnt(None)) for one in ROWS])])
+    rows = list(read_rollouts(tmp_path, 3))
+    assert [row["advantages"] for row in rows] == [None] * len(ROWS)
+    assert [row["token_ids"].tolist() for row in rows] == [one.token_ids.tolist() for one in ROWS]
 
 
 def test_the_file_is_compressed_and_has_typed_columns(tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_a_folder_takes_its_configuration_from_the_command_line(checkpoint: Path
         (["compare=nowhere"], r"compare=nowhere +has no samples\.jsonl"),
         (["generation.max_new_token=4"], r"generation\.max_new_token.* +unknown key; did you mean"),
         (["generation.max_new_tokens=many"], r"generation\.max_new_tokens=many +must be"),
+        (
+            ["generation.server.urls=[http://a:1]"],
+            r"generation\.server\.urls=\['http://a:1'\] +serve .* engines of its own .*; add generation\.server\.urls=",
+        ),
+        (
+            ["env.addition.type=reward_functions", "env.addition.agent_func=m.agent"],
+            r"env\.addition\.agent_func=m\.agent +asks .*; give generation\.endpoint\.enabled=true",
+        ),
         (["+exp=quickstart"], r"\+exp=quickstart +recipes are for folders"),
     ],
 )

@@ -12,8 +12,9 @@ import sys
 import pytest
 import torch
 
+from megatron_grpo.platform.cpu_torch import FACTORIES
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.platform.megatron_cpu import CUDA_MODULES, FACTORIES, PATCHED_NAMES, apply_patches
+from megatron_grpo.platform.megatron_cpu import CUDA_MODULES, PATCHED_NAMES, apply_patches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is only used without CUDA")
 

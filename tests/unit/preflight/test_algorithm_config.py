@@ -223,6 +223,17 @@ def test_a_bad_value_is_one_message_with_key_value_and_range(override: str, allo
             "beyond generation.max_new_tokens=5",
         ),
         (["env.addition.reward_funcs=[pkg.one]"], "env.addition.reward_funcs", "needs env.addition.type"),
+        (["env.addition.reward_timeout_s=5"], "env.addition.reward_timeout_s", "needs env.addition.type"),
+        (
+            [*FUNCTIONS, UNRANKED, "+env.addition.options.digits=3"],
+            "env.addition.options.digits",
+            "env.addition.type=reward_functions has none; leave it out",
+        ),
+        (
+            [*FUNCTIONS, UNRANKED, "env.addition.reward_model.gpus=1"],
+            "env.addition.reward_model",
+            "and there is none; leave it out, or name one",
+        ),
         (["data.answer_key=null"], "data.answer_key=None", "env.addition of type addition compares with an answer"),
         ([FUNCTIONS[0]], "env.addition.reward_funcs", "is empty"),
         (

@@ -53,12 +53,34 @@ def test_a_variant_of_the_ratio_does_nothing_where_all_ratios_are_1(variant: str
         ("grpo.reward_shaping.overlong_buffer_length=2", "grpo.reward_shaping.enabled=true"),
         ("grpo.early_stop.threshold=0.9", "grpo.early_stop.enabled=true"),
         ("reference.offload=true", None),
+        ("data.shuffle_buffer=50", "data.streaming=true"),
+        ("data.tools=tools.json", "data.apply_chat_template=true"),
+        ("data.chat_template_kwargs.enable_thinking=false", "data.apply_chat_template=true"),
+        ("logger.rollouts_sample=8", "logger.rollouts=sample"),
+        ("logger.num_completions_to_print=2", "logger.log_completions=true"),
+        ("logger.wandb.project=mine", "logger.wandb.enabled=true"),
+        ("logger.mlflow.experiment=mine", "logger.mlflow.enabled=true"),
     ],
 )
 def test_a_setting_whose_switch_is_off(override: str, switch: str | None) -> None:
     ((subject, text),) = idle("+exp=quickstart", MINIBATCHES, override).items()
     assert subject.partition("=")[0] == override.partition("=")[0]
     assert text == (f"needs {switch}" if switch else "there is no reference policy")
+
+
+def test_settings_of_rows_that_are_not_read() -> None:
+    both = ("data.train_split=test", "data.subset=main")
+    sets = ("policy.model.path=nowhere", "data.train_sets.one.path=a.jsonl")
+    assert idle("+exp=quickstart", *both) == {}
+    assert list(idle(*sets, "data.val_path=b.jsonl", *both)) == ["data.train_split=test"], "validation has the subset"
+    assert set(idle(*sets, "data.val_sets.one.path=b.jsonl", *both)) == set(both)
+
+
+def test_settings_of_a_validation_that_never_is() -> None:
+    found = idle("+exp=quickstart", "data.val_path=null", "data.val_split=train", "checkpointing.keep_top_k=null")
+    assert found.pop("data.val_split=train") == "needs data.val_path"
+    assert set(found) == {"grpo.val_period=50", "grpo.val_batch_size=512", "grpo.max_val_samples=512"}
+    assert set(found.values()) == {"needs data.val_path or data.val_sets"}
 
 
 def test_chunks_are_of_the_chunked_kernel() -> None:

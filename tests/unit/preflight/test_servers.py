@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_grpo.cluster.addresses import TOKEN_VARIABLE
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 
@@ -29,6 +34,11 @@ def test_servers_in_the_place_of_engines(given: list[str]) -> None:
             ["generation.server.urls=[http://a:1,http://b:1]"],
             "generation.parallel.data=1",
             "is the number of engines, and there are 2 servers; give 2",
+        ),
+        (
+            ["generation.server.urls=[http://a:1]", "generation.placement=colocated"],
+            "generation.placement=colocated",
+            "servers (generation.server.urls) have theirs; use separate",
         ),
         (AGENT, "env.math.agent_func=m.agent", "give generation.endpoint.enabled=true"),
         ([*AGENT, "env.math.type=math"], "env.math.reward_funcs", "needs env.math.type=reward_functions"),
@@ -60,3 +70,22 @@ def test_mistakes(
 def test_an_endpoint_that_others_reach_has_a_token(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     compose_config([*given, "generation.endpoint.enabled=true", "generation.endpoint.host=0.0.0.0"])
+
+
+class AskingEnvironment(Environment):
+    """One that asks the model by itself."""
+
+    agent = True
+
+    def score(self, requests: Any) -> Any:
+        raise AssertionError("nothing is scored before a start")
+
+
+def test_an_environment_that_asks_the_model_needs_the_endpoint(given: list[str]) -> None:
+    kind = f"env.math.type={__name__}:{AskingEnvironment.__name__}"
+    with pytest.raises(ConfigError) as caught:
+        check_environments(compose_config([*given, kind]))
+    (problem,) = caught.value.problems
+    assert problem.subject == kind
+    assert "give generation.endpoint.enabled=true" in problem.text
+    check_environments(compose_config([*given, kind, "generation.endpoint.enabled=true"]))

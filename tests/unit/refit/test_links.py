@@ -21,22 +21,11 @@ from megatron_grpo.refit.ipc.host_memory import HostMemory
 from megatron_grpo.refit.reshard.links import BUFFERS, Links, Side, write_plan
 from megatron_grpo.refit.reshard.plan import plan_pieces
 from megatron_grpo.refit.reshard.schedule import schedule
+from tests.support.refit_models import DENSE
 
 CPU = torch.device("cpu")
 VERSION = 3
-SHAPE = shape_of_config(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": 4,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": 70,
-        "tie_word_embeddings": True,
-    }
-)
+SHAPE = shape_of_config(DENSE)
 SOURCES, TARGETS = 2, 2
 
 

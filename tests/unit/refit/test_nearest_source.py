@@ -10,18 +10,7 @@ from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.models.families import shape_of_config, weight_entries
 from megatron_grpo.models.places import engine_places, training_places
 from megatron_grpo.refit.reshard.plan import box_of, plan_pieces
-
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 70,
-    "tie_word_embeddings": True,
-}
+from tests.support.refit_models import DENSE
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.rollouts.conversation import BadCallError, Conversation
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan, sample_seed
+from megatron_grpo.rollouts.plan import RolloutPlan, sample_seed
+from megatron_grpo.rollouts.rollout import GroupRollout
 from tests.unit.rollouts.test_rollout import DATUM
 
 PLAN = RolloutPlan(

@@ -17,7 +17,8 @@ from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, Sa
 from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob, Turn
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.rollouts.failures import RolloutFailure
-from megatron_grpo.rollouts.rollout import GroupRollout, RolloutPlan, sample_seed
+from megatron_grpo.rollouts.plan import RolloutPlan, sample_seed
+from megatron_grpo.rollouts.rollout import GroupRollout
 
 PLAN = RolloutPlan(
     samples_per_prompt=3,

@@ -42,3 +42,31 @@ def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps.begin(1, rollouts.put([[make_trajectory()]]), BATCHES[1])
     dumps.finish(1)
     assert (rollouts.dumped, rollouts.awaited) == ([], [])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path)
+    groups = rollouts.put([[make_trajectory()]])
+    dumps.hold(2, groups, BATCHES[2])
+    assert rollouts.dumped == [], "nothing is written before it has advantages or fails"
+    if begun:
+        dumps.begin(2, groups, BATCHES[2])
+    dumps.leave()
+    assert rollouts.dumped == [(2, groups, BATCHES[2], tmp_path, None)]
+    assert rollouts.awaited == ["rollouts of step 2"]
+
+
+def test_a_step_that_is_over_leaves_nothing(tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path)
+    dumps.leave()
+    groups = rollouts.put([[make_trajectory()]])
+    dumps.hold(1, groups, BATCHES[1])
+    dumps.begin(1, groups, BATCHES[1])
+    dumps.finish(1)
+    dumps.leave()
+    assert (len(rollouts.dumped), len(rollouts.awaited)) == (1, 1)
+    off, rollouts = make(tmp_path, rollouts="off")
+    off.hold(1, groups, BATCHES[1])
+    off.leave()
+    assert (rollouts.dumped, rollouts.awaited) == ([], [])

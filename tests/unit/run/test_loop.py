@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
-from megatron_grpo.config.schema import CheckpointingConfig, Config, EarlyStopConfig, GRPOConfig, LossConfig
+from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.refit.interface import PolicyLostError, RefitError
-from megatron_grpo.run import loop as train_loop
-from megatron_grpo.run.callbacks import Callback, Callbacks
-from megatron_grpo.run.checkpointer import Checkpointer
-from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.save_state import default_grpo_save_state
 from megatron_grpo.run.step_report import StepReport
 from tests.support.damage import flip
-from tests.support.fake_rollouts import FakeRollouts
-from tests.support.fake_run import FakeDumps
+from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
-
-CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
-LIMITS = GRPOConfig(max_num_steps=9, val_at_start=False, val_period=0, val_at_end=False)
-SOUND = {"loss": 0.5, "valid_tokens": 3.0, "optimizer_steps": 1.0}
-
-
-class Run:
-    """A run whose steps do nothing but fail when they are told to."""
-
-    def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
-        self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
-        self.state = default_grpo_save_state()
-        self.used = 0
-        """Batches of prompts that steps have taken."""
-        self.loader = SimpleNamespace(epoch=0)
-        self.logged: list[str] = []
-        self.notes: dict[str, str] = {}
-        """Told once, by what they are about."""
-        self.endings: list[tuple[str, str]] = []
-        self.refit_fails: dict[int, RefitError] = {}
-        """By the step whose weights are not published."""
-        self.logger = SimpleNamespace(
-            note=self.logged.append,
-            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
-            note_once=lambda about, text: self.notes.setdefault(about, text),
-            log_step=lambda step, *_: self.logged.append(f"step {step}"),
-            log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
-        )
-        self.dumps: Any = FakeDumps(self.logged)
-        self.checkpointer = Checkpointer(folder, CHECKPOINTING)
-        self.rollouts = FakeRollouts()
-        self.samples = SimpleNamespace(waiting=[])
-        self.callbacks = Callbacks()
-        self.models: Callable[[Path], None] = lambda _: None
-        self.report = StepReport(SOUND, {}, {}, [])
-
-    def position(self) -> dict[str, Any]:
-        return {"position": self.used, "epoch": 0}
-
-    def save_models(self, folder: Path) -> None:
-        self.models(folder)
-
-    def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
-        """So many steps, then one that samples and fails; without an error the data is used up there."""
-
-        def step(_: object) -> StepReport | None:
-            self.used += 1
-            if self.state["total_steps"] < steps:
-                number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [], None)
-                return replace(self.report, failure=self.refit_fails.get(number))
-            self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
-            self.state["generation_batches"] += 1
-            if error is not None:
-                raise error
-            return None
-
-        train_steps(self, step)  # type: ignore[arg-type]
-
-    def saved(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        return Checkpointer.load(self.checkpointer.path(step))
-
-
-def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:
-    def validate(*_: object) -> dict[str, float]:
-        if isinstance(outcome, Exception):
-            raise outcome
-        return dict(outcome)
-
-    monkeypatch.setattr(train_loop, "validate", validate)
 
 
 def test_the_steps_before_one_that_cannot_be_sampled_are_saved_as_they_were(tmp_path: Path) -> None:
@@ -297,6 +218,27 @@ def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
     ]
 
 
+@pytest.mark.parametrize("error", [RunError("the loss is not finite"), ModelLostError("rank 0 is gone")], ids=str)
+def test_a_step_that_fails_leaves_its_rollouts(error: RunError, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.dumps.hold(1, [], None)
+    with pytest.raises(type(error), match=str(error)):
+        run.train(steps=0, error=error)
+    assert "dump 1 is left" in run.logged
+
+
+def test_the_failure_that_came_first_is_told_when_the_rollouts_cannot_be_written_either(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail() -> None:
+        raise RunError("the disk is full")
+
+    run.dumps.leave = fail
+    with pytest.raises(RunError, match="the loss is not finite"):
+        run.train(steps=0, error=RunError("the loss is not finite"))
+    assert "the rollouts of the step that failed could not be written: the disk is full" in run.logged
+
+
 def test_a_step_whose_rollouts_cannot_be_written_is_saved_before_the_run_ends(tmp_path: Path) -> None:
     run = Run(tmp_path)
 
@@ -352,54 +294,3 @@ def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:
     assert run.notes["unscored"].startswith(
         "no reward function gave a reward for 2 of 4 responses (row 7 of data.train_path for one)"
     )
-
-
-class Watcher(Callback):
-    """Writes down what it is told, and wants training to end after a step."""
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.told: list[Any] = []
-
-    def on_step(self, step: int, metrics: Any) -> bool:
-        self.told.append(("step", step, metrics["loss"]))
-        return step == self.last
-
-    def on_validation(self, step: int, metrics: Any) -> None:
-        self.told.append(("validation", step, metrics["val_reward"]))
-
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        assert folder.name == f"step_{step}"
-        self.told.append(("checkpoint", step))
-
-    def on_end(self, step: int) -> None:
-        self.told.append(("end", step))
-
-
-def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    validating(monkeypatch, {"val_reward": 0.25})
-    run, watcher = Run(tmp_path, replace(LIMITS, val_period=2)), Watcher(last=3)
-    run.callbacks = Callbacks([watcher])
-    run.checkpointer.on_publish = run.callbacks.on_checkpoint
-    run.train()
-    assert watcher.told == [
-        ("step", 1, 0.5),
-        ("validation", 2, 0.25),
-        ("step", 2, 0.5),
-        ("checkpoint", 2),
-        ("step", 3, 0.5),
-        ("checkpoint", 3),
-        ("end", 3),
-    ]
-    assert run.endings == [("early_stop", "a callback of the script says so")]
-
-
-def test_a_callback_that_fails_ends_the_run_under_its_name(tmp_path: Path) -> None:
-    class Broken(Callback):
-        def on_step(self, step: int, metrics: Any) -> None:
-            raise KeyError("missing")
-
-    run = Run(tmp_path)
-    run.callbacks = Callbacks([Broken()])
-    with pytest.raises(RunError, match=r"callback Broken.on_step raised KeyError: 'missing'"):
-        run.train(steps=3)

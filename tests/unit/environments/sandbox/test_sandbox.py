@@ -18,27 +18,12 @@ import pytest
 from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.environments.sandbox.opening import open_sandbox
 from megatron_grpo.environments.sandbox.process_tree import descendants
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError
 from tests.support.ordinary_user import as_ordinary_user
+from tests.support.sandboxed import CONFIG, STRONGEST, filtered, isolated, run
 
-CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
 SYSTEM_PYTHON = "/usr/bin/python3"
 MARK = "MEGATRON_GRPO_TEST_SECRET"
-
-
-def strongest() -> Level | None:
-    """The strongest level that this machine allows."""
-    try:
-        return open_sandbox(SandboxConfig(required="limits")).level
-    except SandboxUnavailableError:
-        return None
-
-
-STRONGEST = strongest()
-isolated = pytest.mark.skipif(
-    STRONGEST in (None, "limits"), reason="this machine allows no namespaces; sandbox.required refuses it"
-)
-filtered = pytest.mark.skipif(STRONGEST != "filtered", reason="this machine has no libseccomp or no namespaces")
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +31,6 @@ def nothing_is_left() -> Iterator[None]:
     before = set(descendants(os.getpid()))
     yield
     assert set(descendants(os.getpid())) <= before
-
-
-def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> Finished:
-    """A Python program at a level, by default the strongest there is."""
-    return Sandbox(config, level or STRONGEST).run_python(source, stdin)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,0 +1,151 @@
+"""What a refit is compared with: as many bytes over groups of equal kind and nothing else, and vLLM's packing alone."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_grpo.cluster.rendezvous import open_store
+from megatron_grpo.config.schema import GenerationParallelConfig
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.fp8_matrices import in_fp8_blocks
+from megatron_grpo.models.places import engine_places
+from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.models.vllm_weights import landings
+from megatron_grpo.platform.freed_memory import keep_freed_memory
+from megatron_grpo.refit.broadcast.channel import join_stage
+from megatron_grpo.refit.groups import Rendezvous, join
+from megatron_grpo.refit.reshard.outlook import RefitOutlook
+
+HOST = "127.0.0.1"
+
+
+def raw_links(outlook: RefitOutlook, repeats: int) -> list[float]:
+    """Seconds of each transfer of the plan's bytes, link by link, between as many processes."""
+    sources, targets = outlook.sending.ranks, outlook.receiving.ranks
+    store = open_store(HOST, 60.0)
+    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=targets, timeout_s=60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    common = (outlook.links, sources, sources + targets, rendezvous, repeats, results)
+    processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
+    for process in processes:
+        process.start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
+
+
+def _raw_member(
+    rank: int,
+    links: dict[tuple[int, int], int],
+    sources: int,
+    size: int,
+    rendezvous: Rendezvous,
+    repeats: int,
+    results: Any,
+) -> None:
+    group = join(rendezvous, "raw", rank, size, torch.device("cpu"))
+    mine = {
+        sources + target if rank == source else source: torch.ones(nbytes, dtype=torch.uint8)
+        for (source, target), nbytes in links.items()
+        if rank in (source, sources + target)
+    }
+
+    def transfer() -> None:
+        begin = group.send if rank < sources else group.recv
+        for work in [begin([buffer], peer, 0) for peer, buffer in mine.items()]:
+            work.wait()
+
+    results.put(_timed(transfer, repeats))
+
+
+def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) -> list[float]:
+    """Seconds of each broadcast of the refit's bytes, split over as many senders, to as many receivers."""
+    store = open_store(HOST, 60.0)
+    rendezvous = Rendezvous(host=HOST, port=store.port, receivers=receivers, timeout_s=60.0)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    common = (rendezvous, total_bytes // stages, repeats, results)
+    processes = [context.Process(target=_raw_sender, args=(stage, *common)) for stage in range(stages)]
+    processes += [context.Process(target=_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)]
+    for process in processes:
+        process.start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    # A broadcast has ended when its last member has.
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
+
+
+def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
+    group = join_stage(rendezvous, stage, 0, torch.device("cpu"))
+    buffer = torch.ones(size, dtype=torch.uint8)
+    results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
+
+
+def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
+    groups = [join_stage(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
+    buffer = torch.empty(size, dtype=torch.uint8)
+
+    def receive() -> None:
+        for group in groups:
+            group.broadcast(buffer, root=0).wait()
+
+    results.put(_timed(receive, repeats))
+
+
+def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
+    """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
+    context = multiprocessing.get_context("spawn")
+    places = engine_places(engine, shape)
+    results, together = context.SimpleQueue(), context.Barrier(len(places))
+    processes = []
+    for place in places:
+        sizes: dict[str, tuple[int, int]] = {}
+        for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
+            for one in landings(entry, shape, place, layer):
+                rows, columns = one.part.local_shape
+                sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
+        if place.end:
+            sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
+        arguments = list(sizes.values()), together, repeats, results
+        processes.append(context.Process(target=_packing_member, args=arguments))
+        processes[-1].start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
+
+
+def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
+    from vllm import _custom_ops
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    packed: dict[int, Any] = {}
+    matrices = [torch.ones(size) for size in sizes]
+
+    def pack() -> None:
+        together.wait()
+        for number, matrix in enumerate(matrices):
+            packed.pop(number, None)
+            packed[number] = _custom_ops.create_onednn_mm(matrix.t(), 32)
+
+    results.put(_timed(pack, repeats))
+
+
+def _timed(action: Callable[[], Any], repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        time.sleep(0.02)  # a refit also begins when the last one is long over
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return seconds

@@ -1,0 +1,93 @@
+"""A run of steps that only say that they were made: what the loop around them does is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
+from megatron_grpo.refit.interface import RefitError
+from megatron_grpo.run import loop as train_loop
+from megatron_grpo.run.callbacks import Callbacks
+from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.run.step_report import StepReport
+from tests.support.fake_rollouts import FakeRollouts
+from tests.support.fake_run import FakeDumps
+from tests.support.trajectories import make_trajectory
+
+CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
+LIMITS = GRPOConfig(max_num_steps=9, val_at_start=False, val_period=0, val_at_end=False)
+SOUND = {"loss": 0.5, "valid_tokens": 3.0, "optimizer_steps": 1.0}
+
+
+class Run:
+    """A run whose steps do nothing but fail when they are told to."""
+
+    def __init__(self, folder: Path, grpo: GRPOConfig = LIMITS, loss: LossConfig | None = None) -> None:
+        self.config = Config(grpo=grpo, checkpointing=CHECKPOINTING, loss_fn=loss or LossConfig())
+        self.state = default_grpo_save_state()
+        self.used = 0
+        """Batches of prompts that steps have taken."""
+        self.loader = SimpleNamespace(epoch=0)
+        self.logged: list[str] = []
+        self.notes: dict[str, str] = {}
+        """Told once, by what they are about."""
+        self.endings: list[tuple[str, str]] = []
+        self.refit_fails: dict[int, RefitError] = {}
+        """By the step whose weights are not published."""
+        self.logger = SimpleNamespace(
+            note=self.logged.append,
+            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
+            note_once=lambda about, text: self.notes.setdefault(about, text),
+            log_step=lambda step, *_: self.logged.append(f"step {step}"),
+            log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
+        )
+        self.dumps: Any = FakeDumps(self.logged)
+        self.checkpointer = Checkpointer(folder, CHECKPOINTING)
+        self.rollouts = FakeRollouts()
+        self.samples = SimpleNamespace(waiting=[])
+        self.callbacks = Callbacks()
+        self.models: Callable[[Path], None] = lambda _: None
+        self.report = StepReport(SOUND, {}, {}, [])
+
+    def position(self) -> dict[str, Any]:
+        return {"position": self.used, "epoch": 0}
+
+    def save_models(self, folder: Path) -> None:
+        self.models(folder)
+
+    def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
+        """So many steps, then one that samples and fails; without an error the data is used up there."""
+
+        def step(_: object) -> StepReport | None:
+            self.used += 1
+            if self.state["total_steps"] < steps:
+                number = self.state["total_steps"] + 1
+                self.dumps.begin(number, [], None)
+                return replace(self.report, failure=self.refit_fails.get(number))
+            self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
+            self.state["generation_batches"] += 1
+            if error is not None:
+                raise error
+            return None
+
+        train_steps(self, step)  # type: ignore[arg-type]
+
+    def saved(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return Checkpointer.load(self.checkpointer.path(step))
+
+
+def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:
+    def validate(*_: object) -> dict[str, float]:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
+
+    monkeypatch.setattr(train_loop, "validate", validate)

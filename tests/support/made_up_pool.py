@@ -1,0 +1,109 @@
+"""Rollout workers with real environments over made-up engines, and what has to come of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import ray
+
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.schema import EnvironmentConfig, RolloutsConfig
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
+from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.plan import sample_seed
+from megatron_grpo.rollouts.pool import RolloutPool
+from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
+
+SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
+SETTINGS = SamplingSettings(max_new_tokens=16)
+SEED, STEP = 7, 2
+
+
+def prompt(idx: int, bad: Sequence[str] = ()) -> DatumSpec:
+    return {
+        "message_log": [{"role": "user", "content": "", "token_ids": [100 + idx, *range(idx % 3)]}],
+        "length": 1 + idx % 3,
+        "extra_env_info": {REFERENCE: seed_text(idx, 1), "bad": list(bad)},
+        "loss_multiplier": 1.0,
+        "idx": idx,
+        "task_name": "task",
+        "prompt": f"prompt {idx}",
+    }
+
+
+def seed_text(idx: int, sample: int) -> str:
+    return str(sample_seed(SEED, STEP, idx, sample))
+
+
+@contextmanager
+def pool(
+    environment: EnvironmentConfig | None = None,
+    *,
+    engines: Sequence[Mapping[str, Any]] = ({}, {}),
+    generation_timeout_s: float = 60.0,
+    spare: Sequence[Mapping[str, Any]] = (),
+    **config: Any,
+) -> Iterator[RolloutPool]:
+    """Rollout workers over one made-up engine for each entry of `engines`, which are its arguments.
+
+    Engines that are lost are replaced by those of `spare`, the arguments of which are used up from the front.
+    """
+    environments = build_environments({"task": environment or EnvironmentConfig(type="addition")})
+    actor = ray.remote(num_cpus=0)(MadeUpEngine)
+    actors, left = [actor.remote(**arguments) for arguments in engines], list(spare)
+
+    def restore(lost: Mapping[int, str]) -> None:
+        for number, reason in lost.items():
+            if not left:
+                raise SamplingError(reason)
+            actors[number] = actor.remote(**left.pop(0))
+
+    rollouts = RolloutPool(
+        RolloutsConfig(**config),
+        actors,
+        environments,
+        max_total_sequence_length=MAX_LENGTH,
+        generation_timeout_s=generation_timeout_s,
+        restore=restore,
+    )
+    rollouts.start()
+    try:
+        rollouts.wait_ready()
+        yield rollouts
+    finally:
+        rollouts.shutdown()
+        for one in environments.values():
+            one.shutdown()
+
+
+def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTimer | None = None) -> list[SampledGroup]:
+    return rollouts.collect(
+        prompts, samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=SEED, step=STEP, timer=timer or StepTimer()
+    )
+
+
+def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:
+    """What the made-up engine and the addition environment make of a sample."""
+    ids = np.array(datum["message_log"][0]["token_ids"], dtype=np.int32)
+    seed = sample_seed(SEED, STEP, datum["idx"], sample)
+    request = GenerationRequest(prompt_ids=ids, seed=seed, max_new_tokens=MAX_LENGTH - len(ids))
+    output = made_up_response(request, SETTINGS)
+    return Trajectory(
+        prompt_idx=datum["idx"],
+        group=group,
+        sample=sample,
+        token_ids=np.concatenate([ids, output.token_ids]),
+        spans=[Span(len(ids), len(ids) + len(output.token_ids), VERSION)],
+        logprobs=output.logprobs,
+        response=output.text,
+        stop_reason=output.stop_reason,
+        reward=float(sample == 1),
+        correct=sample == 1,
+        task_name="task",
+    )

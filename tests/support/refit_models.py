@@ -1,0 +1,165 @@
+"""Small models of each kind that a refit has to cut, and what vLLM keeps of them on each rank, written out."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_grpo.models.families import weight_entries
+from megatron_grpo.models.places import Place
+from megatron_grpo.models.shape import ModelShape
+from tests.support.moe_config import QWEN3_MOE
+
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 70,
+    "tie_word_embeddings": True,
+}
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_attention_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "vocab_size": 70,
+}
+SHAPES = {"qwen2": DENSE, "qwen3_moe": {**QWEN3_MOE, "hidden_size": 16, "vocab_size": 70}, "deepseek_v3": LATENT}
+"""config.json of each family."""
+
+
+def full_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The same numbers for a name wherever it is asked for."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+
+
+def vllm_parameters(shape: ModelShape, place: Place) -> dict[str, Tensor]:
+    """What vLLM's model holds on a rank, by name, from vLLM's rules written out for each kind of layer."""
+    held = Held(shape, place)
+    found: dict[str, Tensor] = {}
+    for layer in place.layers:
+        prefix = f"model.layers.{layer}."
+        for name in held.tensors:
+            if name.startswith(prefix) and name.endswith(("norm.weight", "mlp.gate.weight", "correction_bias")):
+                found[name] = held.whole(name)
+        found |= held.heads(prefix + "self_attn.") if shape.latent is None else held.latent(prefix + "self_attn.")
+        found |= held.dense(prefix)
+        if shape.has_experts(layer):
+            found |= held.experts(prefix + "mlp.experts.")
+    return found | held.ends()
+
+
+class Held:
+    """A rank's share of Hugging Face tensors, in vLLM's arrangement."""
+
+    def __init__(self, shape: ModelShape, place: Place) -> None:
+        self.shape, self.place = shape, place
+        self.rank, self.size = place.tensor.index, place.tensor.count
+        self.tensors = {
+            tensor.name.format(layer=layer, expert=expert): tensor.shape(shape)
+            for entry in weight_entries(shape)
+            for tensor in entry.hf
+            for layer in place.layers
+            for expert in range(shape.experts.count if shape.experts and entry.per_expert else 1)
+            if entry.layers == "all" or (entry.layers == "experts") == shape.has_experts(layer)
+        }
+
+    def whole(self, name: str) -> Tensor:
+        return full_tensor(name, self.tensors[name])
+
+    def rows(self, name: str) -> Tensor:
+        return self.whole(name).chunk(self.size)[self.rank]
+
+    def columns(self, name: str) -> Tensor:
+        return self.whole(name).chunk(self.size, dim=1)[self.rank]
+
+    def heads(self, prefix: str) -> dict[str, Tensor]:
+        """Attention with queries, keys and values of heads: all queries, all keys, all values of the rank."""
+        groups, size = self.shape.key_value_heads, self.size
+        first, count = self.rank * groups // size, max(groups // size, 1)
+        found = {prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight")}
+        for kind in ("weight", "bias") if self.shape.qkv_bias else ("weight",):
+            parts = [self.rows(f"{prefix}q_proj.{kind}")]
+            for which in "kv":
+                each = self.whole(f"{prefix}{which}_proj.{kind}").split(self.shape.head_dim)
+                parts += each[first : first + count]
+            found[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
+        return found
+
+    def latent(self, prefix: str) -> dict[str, Tensor]:
+        """Multi-latent attention: what makes the short vectors in one matrix that every rank has."""
+        down = [self.whole(f"{prefix}{name}.weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+        return {
+            prefix + "fused_qkv_a_proj.weight": torch.cat(down),
+            prefix + "o_proj.weight": self.columns(prefix + "o_proj.weight"),
+            **{f"{prefix}{name}.weight": self.rows(f"{prefix}{name}.weight") for name in ("q_b_proj", "kv_b_proj")},
+        }
+
+    def dense(self, prefix: str) -> dict[str, Tensor]:
+        """Networks of all tokens: gate rows, then up rows."""
+        found = {}
+        for name in self.tensors:
+            if name.startswith(prefix) and name.endswith("gate_proj.weight") and ".experts." not in name:
+                block = name.removesuffix("gate_proj.weight")
+                both = [self.rows(f"{block}{which}_proj.weight") for which in ("gate", "up")]
+                found[block + "gate_up_proj.weight"] = torch.cat(both)
+                found[block + "down_proj.weight"] = self.columns(block + "down_proj.weight")
+        return found
+
+    def experts(self, prefix: str) -> dict[str, Tensor]:
+        """The rank's experts, one behind the other, each as a network of all tokens, or a part of it."""
+        rank, size = self.place.expert_tensor.index, self.place.expert_tensor.count
+        w13, w2 = [], []
+        for expert in range(*self.place.experts):
+            gate, up, down = (self.whole(f"{prefix}{expert}.{which}_proj.weight") for which in ("gate", "up", "down"))
+            w13.append(torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]))
+            w2.append(down.chunk(size, dim=1)[rank])
+        return {
+            prefix + "routed_experts.w13_weight": torch.stack(w13),
+            prefix + "routed_experts.w2_weight": torch.stack(w2),
+        }
+
+    def ends(self) -> dict[str, Tensor]:
+        """Embedding and head, with zeros behind the vocabulary; and the last norm."""
+        shape, place, found = self.shape, self.place, {}
+        head = place.end and not shape.tied_embeddings
+        for name, here in (("model.embed_tokens.weight", place.embedding), ("lm_head.weight", head)):
+            if here:
+                vocabulary = torch.zeros(-(-shape.vocab // 64) * 64, shape.hidden)
+                vocabulary[: shape.vocab] = full_tensor(name, (shape.vocab, shape.hidden))
+                found[name] = vocabulary.chunk(self.size)[self.rank]
+        if place.end:
+            found["model.norm.weight"] = full_tensor("model.norm.weight", (shape.hidden,))
+        return found
+
+
+def model_of(parameters: dict[str, Tensor]) -> nn.Module:
+    """Modules with zeros of these names and sizes."""
+    root = nn.Module()
+    for name, tensor in parameters.items():
+        module, _, last = name.rpartition(".")
+        layer = root
+        for part in module.split("."):
+            if part not in layer._modules:
+                layer.add_module(part, nn.Module())
+            layer = layer.get_submodule(part)
+        layer.register_parameter(last, nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+    return root

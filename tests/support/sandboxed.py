@@ -1,0 +1,31 @@
+"""Programs in the strongest sandbox that this machine allows, and marks of tests that need a strong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.config.sandbox_schema import Level, SandboxConfig
+from megatron_grpo.environments.sandbox.opening import open_sandbox
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
+
+CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
+
+
+def strongest() -> Level | None:
+    """The strongest level that this machine allows."""
+    try:
+        return open_sandbox(SandboxConfig(required="limits")).level
+    except SandboxUnavailableError:
+        return None
+
+
+STRONGEST = strongest()
+isolated = pytest.mark.skipif(
+    STRONGEST in (None, "limits"), reason="this machine allows no namespaces; sandbox.required refuses it"
+)
+filtered = pytest.mark.skipif(STRONGEST != "filtered", reason="this machine has no libseccomp or no namespaces")
+
+
+def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> Finished:
+    """A Python program at a level, by default the strongest there is."""
+    return Sandbox(config, level or STRONGEST).run_python(source, stdin)
