@@ -383,7 +383,15 @@ def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(SandboxUnavailableError) as refused:
             open_sandbox(SandboxConfig(required=required))
         assert f"sandbox.required={required} is not possible on this machine: unshare" in str(refused.value)
+        assert "allow user namespaces" in str(refused.value)
         assert "or accept less with sandbox.required=" in str(refused.value)
+
+
+def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", lambda sandbox: said)
+    with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
+        open_sandbox(SandboxConfig())
 
 
 def _only_limits(sandbox: Sandbox) -> str | None:
