@@ -251,8 +251,8 @@ def _fork() -> int:
 
 
 def _end_on_request(child: int) -> None:
-    """Kill the program when this process is asked to end."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    """Kill the program when this process is asked to end; it may have ended by then."""
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child))
 
 
 def _wait(child: int) -> int:
