@@ -1,84 +1,125 @@
-"""A million rows: how long a run takes to know them, in how much memory, and that an order survives a stop.
+"""A million rows: how long a run takes to know them, in how much memory, and that an order survives a stop; JSON.
 
-python benchmarks/data.py [rows=1000000] prints a JSON: seconds and resident memory of the checks before a run and of
-its prompts (with the tokenizer of the quickstart); and visits of each row in two epochs with a stop in the first.
+    python benchmarks/data.py [--rows 1000000] [--rendered 50000]
+
+For each kind of file a process of its own does what the driver of a run does with its data, from the command line to
+the prompts of the first step: all checks before a run (`checks_s`), then rendering, tokenising and filtering by length
+(`prompts_s`), with a byte-level tokenizer and a chat template. `startup_s` is from the start of the process on, imports
+included; `peak_mb` the largest resident memory of the process and its children, of which mapped files are a part.
+`visits_by_epoch` are the fewest and the most visits of a row in two epochs with a stop at a random place of the first
+one, which a new loader goes on from.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
+import os
+import random
+import resource
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
+from header import header
+from made_up_rows import save_tokenizer, write_rows
 
-from megatron_grpo.composition.compose import compose_typed
-from megatron_grpo.config.schema import Config
-from megatron_grpo.data.epoch_order import Visits
-from megatron_grpo.data.examine import examined
-from megatron_grpo.data.load_prompts import load_prompt_data
-from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.prepare.addition import prepare
-
+KINDS = ("jsonl", "parquet")
 PROMPTS = 1000
 """Prompts of a step."""
-LENGTH = 300
-"""Characters of a row beside its prompt."""
+LONGEST = 512
+"""Tokens of the longest prompt that is not left out."""
+GOAL_S, GOAL_MB = 60.0, 2000.0
 
 
-def main(rows: int) -> None:
-    """Measure, and print what was found."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_rows(Path(folder) / "rows.jsonl", rows)
-        prepared = Path(folder) / "prepared"
-        prepare("addition", prepared)
-        config = configured(path, prepared)
-        result = {"rows": rows, "bytes": path.stat().st_size, **startup(config, prepared / "model")}
-        result |= visits(rows)
-        print(json.dumps({**result, "machine": platform.processor() or platform.machine()}, indent=1))
+def main() -> None:
+    options = _options()
+    if options.measure is not None:
+        print(json.dumps(measure(options.measure, options.rendered)))
+        return
+    with tempfile.TemporaryDirectory(prefix="benchmark_data_") as folder:
+        result = {
+            **header("data"),
+            "rows": options.rows,
+            "rendered_at_start": options.rendered,
+            "load": os.getloadavg()[0],
+            **{kind: in_own_process(kind, Path(folder), options) for kind in KINDS},
+            **visits(options.rows),
+        }
+    result["startup_over_goal"] = round(max(result[kind]["startup_s"] for kind in KINDS) / GOAL_S, 3)
+    result["peak_over_goal"] = round(max(result[kind]["peak_mb"] for kind in KINDS) / GOAL_MB, 3)
+    print(json.dumps(result, indent=2))
 
 
-def write_rows(path: Path, rows: int) -> Path:
-    """A file of rows of about LENGTH characters each."""
-    filling = "x" * LENGTH
-    with path.open("w") as file:
-        for number in range(rows):
-            prompt, answer = f"{number % 90 + 10}+{number // 90 % 90 + 10}=", f"{number:07d}"
-            row = {"prompt": prompt, "answer": answer, "filling": filling, "number": number}
-            file.write(json.dumps(row) + "\n")
-    return path
+def in_own_process(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the file and a model, and measure in a new process, which has nothing of it in its caches."""
+    from small_model import make_model
+
+    path = write_rows(folder / f"rows.{kind}", options.rows)
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, words=32_000, hidden=128, layers=1)
+        save_tokenizer(model)
+    command = [sys.executable, __file__, "--measure", str(path), "--rendered", str(options.rendered)]
+    environment = os.environ | {"HF_HOME": str(folder / "huggingface")}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return {"file_mb": _mb(path.stat().st_size), **json.loads(done.stdout)}
 
 
-def configured(path: Path, folder: Path) -> Config:
-    """The quickstart with these rows."""
-    overrides = [f"data.train_path={path}", "data.val_path=null", f"grpo.num_prompts_per_step={PROMPTS}"]
-    config = compose_typed(["+exp=quickstart", f"prepare.folder={folder}", *overrides]).config
-    assert config is not None
-    return config
+def measure(path: Path, rendered: int) -> dict[str, Any]:
+    """What the driver of a run does with a file of rows, from its start to the prompts of the first step."""
+    import psutil
 
+    from megatron_grpo.data.load_prompts import load_prompt_data
+    from megatron_grpo.preflight.load import check_overrides
 
-def startup(config: Config, model: Path) -> dict[str, Any]:
-    """Seconds until rows are checked, and until prompts can be drawn, with the growth of this process in MB."""
     process = psutil.Process()
-    before, begin = process.memory_info().rss, time.monotonic()
-    environments = {name: env.type for name, env in config.env.items()}
-    (one,) = config.data.training.values()
-    report = examined(one, config.data, environments).report
-    checked = time.monotonic() - begin
-    load_prompt_data(config, model)
+    checks_begin = time.time()
+    checked = check_overrides(_overrides(path, rendered))
+    config = checked.require()
+    prompts_begin = time.time()
+    data = load_prompt_data(config, path.parent / "model")
+    batch_begin = time.time()
+    first = next(iter(data.loader))
+    ended = time.time()
+    assert len(first) == PROMPTS
     return {
-        "usable": report.rows,
-        "duplicates": report.duplicates,
-        "check_s": round(checked, 2),
-        "startup_s": round(time.monotonic() - begin, 2),
-        "memory_mb": round((process.memory_info().rss - before) / 2**20),
-        "process_mb": round(process.memory_info().rss / 2**20),
+        "startup_s": round(ended - process.create_time(), 1),
+        "checks_s": round(prompts_begin - checks_begin, 1),
+        "prompts_s": round(batch_begin - prompts_begin, 1),
+        "first_batch_s": round(ended - batch_begin, 2),
+        "peak_mb": _peak_mb(),
+        "notes": [note.replace(str(path), path.name) for note in data.notes],
     }
+
+
+def _overrides(path: Path, rendered: int) -> list[str]:
+    """The command line of a run on these rows."""
+    return [
+        f"policy.model.path={path.parent / 'model'}",
+        f"policy.max_total_sequence_length={LONGEST + 64}",
+        "generation.max_new_tokens=64",
+        f"data.train_path={path}",
+        f"data.max_input_seq_length={LONGEST}",
+        f"data.rows_rendered_at_start={rendered}",
+        "cluster.gpus_per_node=0",
+        f"grpo.num_prompts_per_step={PROMPTS}",
+        f"run_dir={path.parent / 'run'}",
+    ]
+
+
+def _peak_mb() -> int:
+    """Largest resident memory of this process, and of the largest child that it had."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        (own,) = (int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return _mb((own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024)
+
+
+def _mb(size: float) -> int:
+    return round(size / 1e6)
 
 
 class Numbers:
@@ -95,32 +136,50 @@ class Numbers:
 
 
 def visits(rows: int) -> dict[str, Any]:
-    """Visits of each row in two epochs, the first with a stop and a new loader in its middle."""
+    """Visits of each row in two epochs, the first with a stop and a new loader after a random number of steps."""
+    import numpy as np
+
+    per_batch = min(PROMPTS, rows)
     counts = np.zeros((2, rows), dtype=np.int64)
+    steps = random.Random(0).randrange(1, max(rows // per_batch, 2))
     begin = time.monotonic()
-    for number, batch in enumerate(loader := loader_of(rows)):
+    for number, batch in enumerate(loader := _loader(rows, per_batch), start=1):
         counts[0, [prompt["idx"] for prompt in batch]] += 1
-        if number == rows // PROMPTS // 3:
+        if number == steps:
             break
     state = json.loads(json.dumps(loader.state_dict()))
-    resumed, asked, resume_s = loader_of(rows), time.monotonic(), None
+    asked, resume_s = time.monotonic(), None
+    resumed = _loader(rows, per_batch)
     resumed.load_state_dict(state)
-    for epoch in range(2):
+    while resumed.epoch < 2:
+        epoch = resumed.epoch
         for batch in resumed:
             resume_s = resume_s or time.monotonic() - asked
             counts[epoch, [prompt["idx"] for prompt in batch]] += 1
     return {
+        "stopped_after_steps": steps,
         "visits_by_epoch": [[int(one.min()), int(one.max())] for one in counts],
         "resume_s": round(resume_s or 0.0, 2),
         "two_epochs_s": round(time.monotonic() - begin, 1),
     }
 
 
-def loader_of(rows: int) -> PromptLoader:
+def _loader(rows: int, per_batch: int) -> Any:
     """The loader of a run, shuffled."""
-    return PromptLoader(Numbers(rows), prompts_per_batch=PROMPTS, order=Visits([rows], [1.0], shuffle=True, seed=42))
+    from megatron_grpo.data.epoch_order import Visits
+    from megatron_grpo.data.loader import PromptLoader
+
+    order = Visits([rows], [1.0], shuffle=True, seed=42)
+    return PromptLoader(Numbers(rows), prompts_per_batch=per_batch, order=order)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rendered", type=int, default=50_000)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    given = dict(argument.split("=") for argument in sys.argv[1:])
-    main(int(given.get("rows", 1_000_000)))
+    main()

@@ -2,10 +2,12 @@
 
     python benchmarks/math_verification.py [--verifications 10000] [--processes 2]
 
-Both sides compare the same answers, no two alike, so that no cache helps. math-verify's side is a process for each core
-that calls it in a loop, in the way that it is meant to be called; ours is as many math environments, each with the
-process that it keeps for the purpose. `ratio` is our speed over theirs, by the processor time that each took, which
+Both sides compare the same answers, no two alike, so that no cache helps: whole numbers, decimals, fractions,
+polynomials, roots, pairs, sets, intervals, half of them wrong. math-verify's side is a process for each core that calls
+it in a loop, in the way that it is meant to be called; ours is as many math environments, each with the process that it
+keeps for the purpose and can kill. `ratio` is our speed over theirs, by the processor time that each took, which
 other work on the machine hardly changes, and by the clock. Sides take turns in parts, so that both meet the same load.
+`different` counts the answers on which the two disagree.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import random
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 
 from header import header
 
@@ -27,33 +30,107 @@ from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.math_environment import MathEnvironment
 
 Pair = tuple[str, str]
-PARTS = 5
+Judged = tuple[list[bool], float]
+"""Verdicts, and the processor time that they took, in seconds."""
+PARTS = 10
 
 
 def main() -> None:
     options = _options()
     pairs = _pairs(options.verifications)
-    sides: dict[str, list[dict[str, float]]] = {"math_verify": [], "environment": []}
-    rights = []
-    for part in range(PARTS):
-        own = pairs[part::PARTS]
-        for side, work in (("math_verify", _with_math_verify), ("environment", _with_environment)):
-            seconds, right = _measure(work, own, options.processes)
-            sides[side].append(seconds)
-            rights.append(right)
-    totals = {side: {kind: sum(one[kind] for one in parts) for kind in parts[0]} for side, parts in sides.items()}
-    theirs, ours = totals["math_verify"], totals["environment"]
+    ours = theirs = _NOTHING
+    with ExitStack() as stack:
+        their_side = stack.enter_context(_Side(_with_math_verify, options.processes))
+        our_side = stack.enter_context(_Side(_with_environment, options.processes))
+        load = os.getloadavg()[0]
+        for part in range(PARTS):
+            own = pairs[part::PARTS]
+            theirs, ours = _sum(theirs, their_side.judge(own)), _sum(ours, our_side.judge(own))
     result = {
         **header("math_verification"),
-        "verifications": options.verifications,
+        "verifications": len(pairs),
         "processes": options.processes,
-        "load": os.getloadavg()[0],
-        "seconds": {side: {kind: round(value, 2) for kind, value in one.items()} for side, one in totals.items()},
-        "ratio": {kind: round(theirs[kind] / ours[kind], 3) for kind in ours},
-        "agree": rights[0::2] == rights[1::2],
-        "right": sum(rights[1::2]),
+        "load": load,
+        "seconds": {
+            name: {"clock": round(side[1], 2), "processor": round(side[2], 2)}
+            for name, side in (("math_verify", theirs), ("environment", ours))
+        },
+        "ratio": {"clock": round(theirs[1] / ours[1], 3), "processor": round(theirs[2] / ours[2], 3)},
+        "right": sum(ours[0]),
+        "different": sum(one != other for one, other in zip(ours[0], theirs[0], strict=True)),
     }
     print(json.dumps(result, indent=2))
+
+
+Total = tuple[list[bool], float, float]
+"""Verdicts, and the seconds that they took by the clock and of processor time."""
+_NOTHING: Total = ([], 0.0, 0.0)
+
+
+def _sum(one: Total, other: Total) -> Total:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
+class _Side:
+    """Processes that compare answers in one of the two ways."""
+
+    def __init__(self, work: Callable[[Connection], None], processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs,))
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> _Side:
+        for end in self._ends:
+            assert end.recv() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end, process in zip(self._ends, self._processes, strict=True):
+            end.send(None)
+            process.join()
+
+    def judge(self, pairs: list[Pair]) -> Total:
+        """Compare pairs, shared out among the processes."""
+        started = time.perf_counter()
+        for number, end in enumerate(self._ends):
+            end.send(pairs[number :: len(self._ends)])
+        answers: list[Judged] = [end.recv() for end in self._ends]
+        seconds = time.perf_counter() - started
+        verdicts = [False] * len(pairs)
+        for number, (right, _) in enumerate(answers):
+            verdicts[number :: len(self._ends)] = right
+        return verdicts, seconds, sum(processor for _, processor in answers)
+
+
+def _with_math_verify(end: Connection) -> None:
+    from math_verify import parse, verify
+
+    verify(parse("\\boxed{\\frac{1}{2}}"), parse("$0.5$"))
+    end.send("ready")
+    while (pairs := end.recv()) is not None:
+        began = _processor_s()
+        right = [bool(verify(parse(f"\\boxed{{{answer}}}"), parse(response))) for response, answer in pairs]
+        end.send((right, _processor_s() - began))
+
+
+def _with_environment(end: Connection) -> None:
+    environment = MathEnvironment()
+    verifier = environment._verifier._process.pid
+    end.send("ready")
+    while (pairs := end.recv()) is not None:
+        began = _processor_s() + _processor_s_of(verifier)
+        requests = [
+            EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={REFERENCE: answer})
+            for response, answer in pairs
+        ]
+        right = [bool(one.correct) for one in environment.score(requests)]
+        end.send((right, _processor_s() + _processor_s_of(verifier) - began))
 
 
 def _pairs(count: int) -> list[Pair]:
@@ -66,64 +143,21 @@ def _pairs(count: int) -> list[Pair]:
         lambda a, b: (f"The answer is {a}.{b:03}.", f"{a}.{b:03}"),
         lambda a, b: (f"\\boxed{{({a}, {b})}}", f"({a},{b})"),
         lambda a, b: (f"\\boxed{{{a}\\sqrt{{{b}}}}}", f"{a}\\sqrt{{{b}}}"),
+        lambda a, b: (f"\\boxed{{\\{{{b}, {a}, -{a}\\}}}}", f"\\{{-{a}, {a}, {b}\\}}"),
+        lambda a, b: (f"for $x$ in \\boxed{{[{a}, {a + b})}}", f"[{a},{a + b})"),
     ]
     pairs = []
     for number in range(count):
         a, b = draw.randint(2, 999), 2 + number
         response, answer = forms[number % len(forms)](a, b)
-        pairs.append((response, answer if draw.random() < 0.5 else f"{answer}1"))
+        pairs.append((response, answer if draw.random() < 0.5 else _another(answer)))
     return pairs
 
 
-def _measure(
-    work: Callable[[list[Pair], Any], None], pairs: list[Pair], processes: int
-) -> tuple[dict[str, float], int]:
-    """Seconds by the clock and of processor time for all pairs, start-up aside, and how many were right."""
-    context = multiprocessing.get_context("spawn")
-    ends = []
-    for number in range(processes):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(pairs[number::processes], theirs))
-        process.start()
-        ends.append((ours, process))
-    for end, _ in ends:
-        end.recv()
-    started = time.perf_counter()
-    for end, _ in ends:
-        end.send("go")
-    answers = [end.recv() for end, _ in ends]
-    seconds = time.perf_counter() - started
-    for end, process in ends:
-        end.send("end")
-        process.join()
-    return {"clock": seconds, "processor": sum(one[1] for one in answers)}, sum(one[0] for one in answers)
-
-
-def _with_math_verify(pairs: list[Pair], end: Any) -> None:
-    from math_verify import parse, verify
-
-    verify(parse("\\boxed{1}"), parse("$1$"))
-    began = _processor_s()
-    end.send("ready")
-    end.recv()
-    right = sum(verify(parse(f"\\boxed{{{answer}}}"), parse(response)) for response, answer in pairs)
-    end.send((right, _processor_s() - began))
-    end.recv()
-
-
-def _with_environment(pairs: list[Pair], end: Any) -> None:
-    environment = MathEnvironment()
-    verifier = environment._verifier._process.pid
-    began = _processor_s() + _processor_s_of(verifier)
-    end.send("ready")
-    end.recv()
-    requests = [
-        EnvironmentRequest(prompt="", response=response, stop_reason="stop", extra_env_info={REFERENCE: answer})
-        for response, answer in pairs
-    ]
-    right = sum(bool(one.correct) for one in environment.score(requests))
-    end.send((right, _processor_s() + _processor_s_of(verifier) - began))
-    end.recv()
+def _another(answer: str) -> str:
+    """A reference that differs from this one in its last digit."""
+    place = max(number for number, character in enumerate(answer) if character.isdigit())
+    return f"{answer[:place]}{(int(answer[place]) + 1) % 10}{answer[place + 1 :]}"
 
 
 def _processor_s() -> float:

@@ -1,10 +1,13 @@
-"""Measures how many programs a core runs in the sandbox, beside the same programs without it; prints JSON.
+"""Scores programs of all kinds in the sandbox, and looks for what they leave behind; prints JSON.
 
     python benchmarks/sandbox.py [--programs 1000] [--at-once 2] [--level filtered]
 
-`per_core_s` is programs for each second of processor time that they and everything around them took; `per_s` is by
-the clock. `wrong` counts programs whose output was not the right one, and `left` processes that were
-still there afterwards.
+The code environment scores them: two in three are right, the others fail, crash, never end, take more memory than they
+may, write without end, or leave processes behind. `per_core_s` is programs for each second of processor time that
+they and everything around them took; `per_s` is by the clock. `mixed` are all of them, with the processor seconds that
+an endless program may take as `cpu_time_s`; `right` are as many right ones as are among them, beside the same
+programs in bare Python, over which their speed is `ratio`. `wrong` counts wrong verdicts. `left` counts what is still
+there after all: processes (orphans included), descriptors, mounts, files in the folder of temporary files.
 """
 
 from __future__ import annotations
@@ -14,52 +17,134 @@ import json
 import os
 import resource
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from header import header
 
-from megatron_grpo.config.sandbox_schema import LEVELS, SandboxConfig
+from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.code import CodeEnvironment
+from megatron_grpo.environments.sandbox.kernel import adopt_orphans
 from megatron_grpo.environments.sandbox.process_tree import descendants
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.environments.settings import EnvironmentSettings
 
-PROGRAM = "numbers = [int(word) for word in input().split()]\nprint(sum(numbers), max(numbers))\n"
+LIMITS = SandboxConfig(wall_time_s=20.0, cpu_time_s=1, memory_mb=256)
+"""An endless program ends after a second of processor time; nothing else takes that long."""
+
+RIGHT = "numbers = [int(word) for word in input().split()]\nprint(sum(numbers), max(numbers))\n"
+PROGRAMS = {
+    "right": RIGHT,
+    "wrong": RIGHT.replace("max", "min"),
+    "crash": "print(int(input()) // 0)\n",
+    "no Python": "def main(:\n",
+    "endless": "while True: pass\n",
+    "memory": "kept = []\nwhile True: kept.append(bytearray(1 << 22))\n",
+    "output": "while True: print('x' * 1000)\n",
+    "processes": "import subprocess\nfor _ in range(3): subprocess.Popen(['/bin/sleep', '600'], "
+    "start_new_session=True)\n",
+    "files": "for number in range(100): open(f'{number}.txt', 'w').write('x' * 10000)\n",
+}
+FAILING = [kind for kind in PROGRAMS if kind != "right"]
 
 
 def main() -> None:
     options = _options()
-    sandbox = Sandbox(SandboxConfig(wall_time_s=60.0), options.level)
-
-    def bare(given: str) -> str:
-        command = [sandbox.python, "-I", "-B", "-c", PROGRAM]
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=False).stdout
-
-    result = {
-        **header("sandbox"),
-        "level": options.level,
-        "programs": options.programs,
-        "at_once": options.at_once,
-        "load": os.getloadavg()[0],
-        "sandbox": _measure(options, lambda given: sandbox.run_python(PROGRAM, given).stdout),
-        "bare": _measure(options, bare),
-    }
-    print(json.dumps(result, indent=2))
+    adopt_orphans()  # whatever a program leaves running stays among the descendants of this process
+    with tempfile.TemporaryDirectory(prefix="benchmark_sandbox_") as folder:
+        tempfile.tempdir = folder  # nobody else's temporary files are in it
+        measured = measure(options)
+    print(json.dumps({**header("sandbox"), **measured}, indent=2))
 
 
-def _measure(options: argparse.Namespace, run: Callable[[str], str]) -> dict[str, Any]:
-    """Run all programs and say how fast it went."""
-    before, began, started = set(descendants(os.getpid())), _processor_s(), time.perf_counter()
-    with ThreadPoolExecutor(options.at_once) as pool:
-        outputs = list(pool.map(lambda number: run(f"{number} 7 {number % 5}"), range(options.programs)))
-    seconds, processor = time.perf_counter() - started, _processor_s() - began
-    right = [f"{number + 7 + number % 5} {max(number, 7)}\n" for number in range(options.programs)]
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all kinds of programs, the right ones alone, and those without a sandbox."""
+    environment = CodeEnvironment(_Settings(sandbox=LIMITS, level=options.level), programs_at_once=options.at_once)
+    kinds = [_kind(number) for number in range(options.programs)]
+    right = ["right"] * kinds.count("right")
+    sandbox = Sandbox(LIMITS, options.level)
+    environment.score([_request("right", number) for number in range(2 * options.at_once)])  # starts its threads
+    before, load = _there(), os.getloadavg()[0]
+    mixed = _measure(kinds, lambda: _verdicts(environment, kinds))
+    alone = _measure(right, lambda: _verdicts(environment, right))
+    left = _there() - before
+    bare = _measure(right, lambda: _bare(sandbox.python, len(right), options.at_once))
     return {
-        "per_s": round(options.programs / seconds, 1),
-        "per_core_s": round(options.programs / processor, 1),
-        "wrong": sum(output != expected for output, expected in zip(outputs, right, strict=True)),
-        "left": len(set(descendants(os.getpid())) - before),
+        "level": options.level,
+        "at_once": options.at_once,
+        "load": load,
+        "kinds": dict(Counter(kinds)),
+        "cpu_time_s": LIMITS.cpu_time_s,
+        "mixed": mixed,
+        "right": alone,
+        "bare": bare,
+        "ratio": round(alone["per_core_s"] / bare["per_core_s"], 3),
+        "left": dict(Counter(name.partition(" ")[0] for name in left)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(EnvironmentSettings):
+    """The settings of an environment whose programs run at a given level, and not at the strongest there is."""
+
+    level: Level
+
+    def open_sandbox(self) -> Sandbox:
+        return Sandbox(self.sandbox, self.level)
+
+
+def _kind(number: int) -> str:
+    """Two right programs, then one of the others in their turn."""
+    return FAILING[number // 3 % len(FAILING)] if number % 3 == 2 else "right"
+
+
+def _request(kind: str, number: int) -> EnvironmentRequest:
+    """A program with its one test."""
+    case = {"input": f"{number} 7 {number % 5}", "output": _expected(number)}
+    extra = {"answer": [case], REFERENCE: ""}
+    return EnvironmentRequest(prompt="", response=PROGRAMS[kind], stop_reason="stop", extra_env_info=extra)
+
+
+def _expected(number: int) -> str:
+    return f"{number + 7 + number % 5} {max(number, 7)}\n"
+
+
+def _verdicts(environment: CodeEnvironment, kinds: Sequence[str]) -> list[bool]:
+    scores = environment.score([_request(kind, number) for number, kind in enumerate(kinds)])
+    return [bool(one.correct) for one in scores]
+
+
+def _bare(python: str, programs: int, at_once: int) -> list[bool]:
+    """The right programs in Python without a sandbox."""
+
+    def is_right(number: int) -> bool:
+        given = f"{number} 7 {number % 5}"
+        command = [python, "-I", "-B", "-c", RIGHT]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+        return done.stdout == _expected(number)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(is_right, range(programs)))
+
+
+def _measure(kinds: Sequence[str], run: Callable[[], list[bool]]) -> dict[str, Any]:
+    """Run programs of these kinds and say how fast it went, and how many verdicts were wrong."""
+    began, started = _processor_s(), time.perf_counter()
+    verdicts = run()
+    seconds, processor = time.perf_counter() - started, _processor_s() - began
+    return {
+        "programs": len(kinds),
+        "per_s": round(len(kinds) / seconds, 1),
+        "per_core_s": round(len(kinds) / processor, 1),
+        "wrong": sum(verdict != (kind == "right") for verdict, kind in zip(verdicts, kinds, strict=True)),
     }
 
 
@@ -67,6 +152,17 @@ def _processor_s() -> float:
     """Processor time of this process and of all that it waited for, in seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _there() -> set[str]:
+    """What there is now of all that a program could leave behind, each with its kind as the first word."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {
+        *(f"process {pid}" for pid in descendants(os.getpid())),
+        *(f"descriptor {number}" for number in range(4096) if os.path.lexists(f"/proc/self/fd/{number}")),
+        *(f"mount {line}" for line in mounts),
+        *(f"temporary {name}" for name in os.listdir(tempfile.gettempdir())),
+    }
 
 
 def _options() -> argparse.Namespace:

@@ -20,6 +20,9 @@ from megatron_grpo.data.rows import Row, parse_line
 BATCH_ROWS = 1000
 """Rows of a table that are made Python objects at a time."""
 
+_NO_OBJECT = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
+"""What pyarrow and `datasets` raise for a value that Python cannot hold, such as a date before the year 1."""
+
 
 class SourceError(ValueError):
     """A set of rows cannot be read at all; the text says why, and does not name the set."""
@@ -104,16 +107,30 @@ class Table:
         return len(self._dataset) + len(self._bad)
 
     def __getitem__(self, number: int, /) -> Row:
-        return dict(self._dataset[number])
+        row = self._row(number)
+        if isinstance(row, str):
+            raise RunError(f"{self.place(number)}: the row {row}")
+        return row
 
     def each(self) -> Iterator[Row | str]:
         for begin in range(0, len(self._dataset), BATCH_ROWS):
-            columns = self._dataset[begin : begin + BATCH_ROWS]
+            try:
+                columns = self._dataset[begin : begin + BATCH_ROWS]
+            except _NO_OBJECT:
+                yield from map(self._row, range(begin, min(begin + BATCH_ROWS, len(self._dataset))))
+                continue
             names = list(columns)
             for values in zip(*columns.values(), strict=True):
                 yield dict(zip(names, values, strict=True))
         for _, reason in self._bad:
             yield reason
+
+    def _row(self, number: int) -> Row | str:
+        """A row, or as text what keeps its values from being Python objects."""
+        try:
+            return dict(self._dataset[number])
+        except _NO_OBJECT as error:
+            return f"has a value that cannot be read: {_first_line(error)}"
 
     def place(self, number: int) -> str:
         if number >= len(self._dataset):

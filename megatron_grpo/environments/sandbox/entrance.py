@@ -49,7 +49,12 @@ def main(spec_fd: int, status_fd: int) -> None:
     with open(spec_fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
     try:
-        exit_code = _limited(spec) if spec["level"] == "limits" else _apart(spec, status_fd)
+        if spec["level"] == "limits":
+            exit_code = _limited(spec)
+        elif spec["bubblewrap"] is not None:
+            exit_code = _by_bubblewrap(spec)
+        else:
+            exit_code = _apart(spec, status_fd)
     except OSError as error:
         status = f"refused {error}"
     else:
@@ -64,6 +69,51 @@ def _limited(spec: dict[str, Any]) -> int:
     child = _fork()
     if child == 0:
         _become(spec)
+    return _end_of_all(child)
+
+
+def _by_bubblewrap(spec: dict[str, Any]) -> int:
+    """The program as a child of bubblewrap's, which makes the namespaces."""
+    from megatron_grpo.environments.sandbox.bubblewrap import command
+
+    kernel.adopt_orphans()
+    ready_read, ready_write = os.pipe()
+    child = _fork()
+    if child == 0:
+        spec_fd = os.memfd_create("spec", 0)
+        os.write(spec_fd, marshal.dumps(spec))
+        os.lseek(spec_fd, 0, os.SEEK_SET)
+        os.set_inheritable(ready_write, True)
+        argv = command(spec, sys.executable, spec_fd, ready_write, PROGRAM)
+        try:
+            os.execv(argv[0], argv)
+        finally:
+            os._exit(NOT_FOUND)
+    os.close(ready_write)
+    exit_code = _end_of_all(child)
+    if exit_code < 128 and not os.read(ready_read, 1):
+        raise OSError("bubblewrap did not start it")
+    return exit_code
+
+
+def inside(spec_fd: int, ready_fd: int) -> None:
+    """The first process of ours in the namespaces that bubblewrap has made: becomes the program.
+
+    Args:
+        spec_fd: descriptor with the description, marshalled.
+        ready_fd: descriptor that is written to when nothing can keep the program from being run any more.
+    """
+    with open(spec_fd, "rb") as file:
+        spec: dict[str, Any] = marshal.load(file)
+    for name, text in spec["files"].items():
+        _put(name, text)
+    os.write(ready_fd, b"r")
+    os.close(ready_fd)
+    _become(spec)
+
+
+def _end_of_all(child: int) -> int:
+    """Wait for a child and end all that is left of its own children; its exit code, as a shell has it."""
     _end_on_request(child)
     exit_code = _wait(child)
     while living := descendants(os.getpid()):
@@ -201,8 +251,8 @@ def _fork() -> int:
 
 
 def _end_on_request(child: int) -> None:
-    """Kill the program when this process is asked to end."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    """Kill the program when this process is asked to end; it may have ended by then."""
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child))
 
 
 def _wait(child: int) -> int:

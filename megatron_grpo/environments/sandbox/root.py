@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 FOLDER = "/program"
 """A program's own folder, where it begins."""
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
 _FILES = 10_000
 """Largest number of files in the program's folder."""
 
@@ -38,7 +38,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int
     os.mkdir("/tmp/old")
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in (*_SYSTEM, *_SYSTEM_FILES, *readable):
+    for path in (*SYSTEM, *SYSTEM_FILES, *readable):
         _show(path)
     _make_devices()
     _make_proc()
@@ -74,7 +74,7 @@ def _show(path: str) -> None:
 
 def _make_devices() -> None:
     os.mkdir("/dev")
-    for name in _DEVICES:
+    for name in DEVICES:
         _write(f"/dev/{name}", "")
         kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
     os.symlink(FOLDER, "/dev/shm")

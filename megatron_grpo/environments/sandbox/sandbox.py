@@ -68,14 +68,22 @@ class SandboxUnavailableError(RunError):
 class Sandbox:
     """Runs programs at one level of isolation. Safe to use from several threads, which run as many programs."""
 
-    def __init__(self, config: SandboxConfig, level: Level | None = None, python: str | None = None) -> None:
+    def __init__(
+        self,
+        config: SandboxConfig,
+        level: Level | None = None,
+        python: str | None = None,
+        bubblewrap: str | None = None,
+    ) -> None:
         """
         Args:
             config: limits, and the folders that programs may read.
             level: how programs are kept apart; None: as the configuration requires.
             python: interpreter of Python programs; None: this one's, without the packages of its virtual environment.
+            bubblewrap: the program that makes the namespaces; None: they are made without one.
         """
         self.level: Level = level or config.required
+        self.bubblewrap = bubblewrap
         self.python = python or os.path.realpath(sys.executable)
         self._config = config
         prefix = [] if python else [sys.base_prefix]
@@ -114,6 +122,7 @@ class Sandbox:
         config = self._config
         spec = {
             "level": self.level,
+            "bubblewrap": self.bubblewrap,
             "argv": list(argv),
             "files": dict(files),
             "folder": folder,
@@ -142,14 +151,22 @@ class Sandbox:
             for fd in (spec_fd, stdin_fd, status_write):
                 os.close(fd)
         with entrance, open(status_read, "rb") as status:
-            return _Watch(entrance, config, started).until_end(status)
+            helpers = 1 if self.bubblewrap is None else 2
+            return _Watch(entrance, config, started, helpers).until_end(status)
 
 
 class _Watch:
     """One running program."""
 
-    def __init__(self, entrance: subprocess.Popen[bytes], config: SandboxConfig, started: float) -> None:
-        self._entrance, self._config, self._started = entrance, config, started
+    def __init__(self, entrance: subprocess.Popen[bytes], config: SandboxConfig, started: float, helpers: int) -> None:
+        """
+        Args:
+            entrance: the process that starts the program.
+            config: limits.
+            started: when that was, by the monotonic clock.
+            helpers: processes below the entrance, at most, that are not the program's.
+        """
+        self._entrance, self._config, self._started, self._helpers = entrance, config, started, helpers
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
@@ -183,7 +200,7 @@ class _Watch:
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
             return "output"
         living = descendants(self._entrance.pid)
-        if len(living) > self._config.processes + 2:  # its first process may be ours, and one may be ending
+        if len(living) > self._config.processes + self._helpers + 1:  # one may be ending
             return "processes"
         limit = self._config.memory_mb * _MIB
         return "memory" if memory(living, limit) > limit else None
@@ -204,7 +221,8 @@ class _Watch:
     def _finished(self, passed: Ending | None) -> Finished:
         what, _, rest = self._status.decode().partition("\n")[0].partition(" ")
         if what == "refused":
-            raise SandboxUnavailableError(f"the program was not run: {rest}")
+            said = self._output["stderr"].decode(errors="replace").strip().rpartition("\n")[2]
+            raise SandboxUnavailableError(f"the program was not run: {': '.join(filter(None, (rest, said)))}")
         code = int(rest) if what == "exited" else 128 + signal.SIGKILL
         ending: Ending = "cpu time" if passed is None and code == 128 + signal.SIGXCPU else passed or "exited"
         stdout, stderr = (self._output[name].decode(errors="replace") for name in ("stdout", "stderr"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.environments.sandbox import entrance
 from megatron_grpo.environments.sandbox.opening import open_sandbox
 from megatron_grpo.environments.sandbox.process_tree import descendants
 from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError
@@ -363,7 +365,15 @@ def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(SandboxUnavailableError) as refused:
             open_sandbox(SandboxConfig(required=required))
         assert f"sandbox.required={required} is not possible on this machine: unshare" in str(refused.value)
+        assert "allow user namespaces" in str(refused.value)
         assert "or accept less with sandbox.required=" in str(refused.value)
+
+
+def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", lambda sandbox: said)
+    with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
+        open_sandbox(SandboxConfig())
 
 
 def _only_limits(sandbox: Sandbox) -> str | None:
@@ -386,3 +396,15 @@ def test_a_machine_without_namespaces_really_refuses() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "limits\n", done.stderr
     assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in done.stderr
+
+
+def test_a_request_to_end_that_comes_after_the_end_is_no_error() -> None:
+    """As when the time of a program passes just as it has ended by itself."""
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        entrance._end_on_request(ended.pid)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
