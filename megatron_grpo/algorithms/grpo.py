@@ -91,7 +91,7 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch)
+    run.dumps.begin(number, samples.groups, batch, samples.facts(run.position()))
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
     transfer = publish(run.transport, run.placement, number, timer)

@@ -69,7 +69,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch)
+    run.dumps.begin(number, samples.groups, batch, samples.facts(run.position()))
     with timer.phase("train_value"):
         of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
     learned = None

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import LoggerConfig
+from megatron_grpo.data.recording import StepRecord
 from megatron_grpo.run.dumps import RolloutDumps
 from tests.support.fake_rollouts import FakeRollouts
+from tests.support.recording import RUN, make_facts
 from tests.support.trajectories import make_trajectory
 
 BATCHES: dict[int, Any] = {1: object(), 2: object()}
+FACTS = {step: make_facts(longest=step) for step in BATCHES}
 
 
 def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
     rollouts = FakeRollouts()
     as_pool: Any = rollouts
-    return RolloutDumps(as_pool, LoggerConfig(**keys), folder), rollouts
+    return RolloutDumps(as_pool, LoggerConfig(**keys), folder, RUN), rollouts
 
 
 @pytest.mark.parametrize(
@@ -28,8 +31,9 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
     dumps, rollouts = make(tmp_path, **keys)
     groups = {step: rollouts.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
     for step in (1, 2):
-        dumps.begin(step, groups[step], BATCHES[step])
-    assert rollouts.dumped == [(step, groups[step], BATCHES[step], tmp_path, sample) for step in (1, 2)]
+        dumps.begin(step, groups[step], BATCHES[step], FACTS[step])
+    records = {step: StepRecord(RUN, facts) for step, facts in FACTS.items()}
+    assert rollouts.dumped == [(step, groups[step], BATCHES[step], tmp_path, records[step], sample) for step in (1, 2)]
     assert rollouts.awaited == [], "the step goes on beside it"
     dumps.finish(1)
     assert rollouts.awaited == ["rollouts of step 1"]
@@ -39,6 +43,6 @@ def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | N
 
 def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
     dumps, rollouts = make(tmp_path, rollouts="off")
-    dumps.begin(1, rollouts.put([[make_trajectory()]]), BATCHES[1])
+    dumps.begin(1, rollouts.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
     dumps.finish(1)
     assert (rollouts.dumped, rollouts.awaited) == ([], [])

@@ -24,6 +24,7 @@ from megatron_grpo.run.step_report import StepReport
 from tests.support.damage import flip
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
+from tests.support.recording import make_facts
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
@@ -56,7 +57,7 @@ class Run:
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
         self.rollouts = FakeRollouts()
-        self.samples = SimpleNamespace(waiting=[])
+        self.samples = SimpleNamespace(waiting=[], used_up="the data is used up: 1 epoch(s)")
         self.callbacks = Callbacks()
         self.models: Callable[[Path], None] = lambda _: None
         self.report = StepReport(SOUND, {}, {}, [])
@@ -74,7 +75,7 @@ class Run:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [], None)
+                self.dumps.begin(number, [], None, make_facts())
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
