@@ -80,7 +80,6 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
     samples, loop = StepSamples(carried=len(source.waiting)), source.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
-    all_groups: list[SampledGroup] = []
     while groups := _next_groups(source, batches, timer):
         gen_batches += 1
         outcomes = [outcome for group in groups for outcome in group.outcomes]
@@ -88,7 +87,6 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
         if not loop.use_dynamic_sampling:
             samples.groups, samples.metrics = groups, _metrics_of_async(source, outcomes, timer)
             return samples
-        all_groups += groups
         scores = score(source.config, outcomes)
         known |= {id(group): scores.of_groups([number]) for number, group in enumerate(groups)}
         outcome = dynamic_sampling(
@@ -97,9 +95,9 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
         source.waiting[:] = outcome.batch_cache
         without_signal += outcome.without_signal
         surplus += outcome.surplus
+        kept = {id(group) for group in (*outcome.groups, *outcome.batch_cache)}
+        samples.dropped += [one for group in groups if id(group) not in kept for one in group.outcomes]
         if outcome.is_batch_complete:
-            kept = {id(group) for group in outcome.groups}
-            samples.dropped = [one for group in all_groups if id(group) not in kept for one in group.outcomes]
             of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in outcome.groups]
             samples.groups, samples.scores = renumbered(outcome.groups), Scores.joined(of_groups)
             samples.metrics = {
