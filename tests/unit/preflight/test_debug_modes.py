@@ -56,6 +56,12 @@ def test_a_recording_is_all_that_is_needed(reading: list[str], recording: Path) 
     load_config([*reading, f"debug.rollouts_from={recording}/rollouts"])
 
 
+def test_the_home_folder_is_found(reading: list[str], recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(recording.parent))
+    config = load_config([*reading, f"debug.rollouts_from=~/{recording.name}"])
+    assert config.debug.rollouts_from == str(recording)
+
+
 def test_a_recording_that_is_shorter_ends_the_run(reading: list[str], recording: Path) -> None:
     (remark,) = check_overrides([*reading, "grpo.max_num_steps=7"]).remarks
     assert remark.subject == f"debug.rollouts_from={recording}"
