@@ -37,7 +37,7 @@ from megatron_grpo.refit.interface import TransferReport, WeightTransport
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.checkpointer import Checkpointer
 from megatron_grpo.run.context import GRPORun
-from megatron_grpo.run.dumps import RolloutDumps
+from megatron_grpo.run.dumps import RolloutDumps, run_facts
 from megatron_grpo.run.loop import train_steps
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.placement import Placement
@@ -165,7 +165,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         samples=SampleSource(
             config=config, rollouts=rollouts, settings=sampling, guard=guard, state=state, waiting=rollouts.put([])
         ),
-        dumps=RolloutDumps(rollouts, config.logger, run_dir),
+        dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, Path(config.policy.model.path))),
         guard=guard,
         loader=PromptLoader(
             cast(Prompts, MadeUpPrompts(sizes)),

@@ -82,10 +82,11 @@ def _check_start(config: Config) -> Path | None:
         ConfigError: an environment cannot be made, another run holds the folder, or it has no intact checkpoint
             where the run would begin.
     """
-    from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
+    if config.generates:
+        from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
 
-    check_environments(config)
-    if any(environment.reward_funcs for environment in config.env.values()):
+        check_environments(config)
+    if config.generates and any(environment.reward_funcs for environment in config.env.values()):
         from megatron_grpo.environments.reward_check import check_reward_functions  # takes seconds to import
 
         check_reward_functions(config.env, columns_known(config))

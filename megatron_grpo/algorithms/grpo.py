@@ -87,12 +87,13 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
-        run.dumps.hold(number, samples.groups, batch)
+        facts = samples.facts(run.position())
+        run.dumps.hold(number, samples.groups, batch, facts)
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch)
+    run.dumps.begin(number, samples.groups, batch, facts)
     with timer.phase("train"):
         learned = learn(config, batch, policy, run.loss_fn, guard)
     transfer = publish(run.transport, run.placement, number, timer)

@@ -62,7 +62,8 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
-        run.dumps.hold(number, samples.groups, batch)
+        facts = samples.facts(run.position())
+        run.dumps.hold(number, samples.groups, batch, facts)
     of_logprobs = add_logprobs(config, batch, policy, rollouts, guard, timer)
     with timer.phase("values"):
         finite = run.value.add_values(batch)
@@ -70,7 +71,7 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     with timer.phase("advantages"):
         finite = add_advantages(config, scores, batch, rollouts)
     guard.require_finite("advantages", finite | ~batch.in_loss, batch)
-    run.dumps.begin(number, samples.groups, batch)
+    run.dumps.begin(number, samples.groups, batch, facts)
     with timer.phase("train_value"):
         of_values = learn_values(config, batch, run.value, run.value_loss_fn, guard)
     learned = None

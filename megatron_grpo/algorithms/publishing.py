@@ -18,15 +18,17 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
 
 
 def publish(
-    transport: WeightTransport, placement: Placement, version: int, timer: StepTimer
-) -> TransferReport | RefitError:
-    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step.
+    transport: WeightTransport | None, placement: Placement, version: int, timer: StepTimer
+) -> TransferReport | RefitError | None:
+    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step; None: without engines.
 
     The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
 
     Raises:
         ModelLostError: a rank is gone that had to make room for the engines.
     """
+    if transport is None:
+        return None
     try:
         with placement.refit(timer), timer.phase("refit"):
             return refit_policy_generation(transport, version)

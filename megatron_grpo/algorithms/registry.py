@@ -7,9 +7,15 @@ from collections.abc import Callable
 
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
 """The module of each; imported only when it is to run, since torch and Ray take seconds to import."""
+_SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only"
 
 
-def run_of(name: str) -> Callable[..., None]:
-    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`."""
-    run: Callable[..., None] = importlib.import_module(ALGORITHMS[name]).run
+def run_of(name: str, *, train: bool = True) -> Callable[..., None]:
+    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`.
+
+    Args:
+        name: of the algorithm.
+        train: false: what it has in common with all others, sampling and scoring alone.
+    """
+    run: Callable[..., None] = importlib.import_module(ALGORITHMS[name] if train else _SAMPLING_ONLY).run
     return run

@@ -65,7 +65,7 @@ def report(
     samples: StepSamples,
     metrics: Mapping[str, float],
     learned: TrainResult | None,
-    transfer: TransferReport | RefitError,
+    transfer: TransferReport | RefitError | None,
     *,
     policy: PolicyInterface,
     timing: Mapping[str, float],
@@ -77,7 +77,7 @@ def report(
         samples: what was sampled and trained on.
         metrics: metrics of sampling and learning.
         learned: the policy's optimizer steps; None: there were none.
-        transfer: the refit that ended the step, or why it failed.
+        transfer: the refit that ended the step, or why it failed; None: there are no engines.
         policy: the model whose sizes and device throughput is computed from.
         timing: seconds of the step by phase, and all of them as "total".
     """
@@ -96,7 +96,7 @@ def report(
     failure = transfer if isinstance(transfer, RefitError) else None
     sent: dict[str, float] = {}
     remarks: tuple[str, ...] = ()
-    if not isinstance(transfer, RefitError):
+    if isinstance(transfer, TransferReport):
         sent = {
             "refit_bytes": float(transfer.bytes_sent),
             "refit_retries": float(transfer.retries),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
 from megatron_grpo.algorithms.scoring import Scores, score
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.engine_counts import engine_figures
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.recording import StepFacts
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, renumbered
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import age_metrics
+from megatron_grpo.run.recorded_steps import RecordedSteps
 from megatron_grpo.run.sample_source import SampleSource
+
+_DYNAMIC_SAMPLING = "dynamic_sampling_"
+_GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"
 
 
 @dataclass(slots=True)
@@ -29,6 +35,21 @@ class StepSamples:
     metrics: dict[str, float] = field(default_factory=dict)
     engines: dict[str, float] = field(default_factory=dict)
     """How busy the engines were, which depends on the clock."""
+    dropped: list[Outcome] = field(default_factory=list)
+    """What dynamic sampling dropped of it."""
+    carried: int = 0
+    """The first groups to train on: they were sampled before the run was resumed, and are not in `sampled`."""
+
+    def facts(self, position: dict[str, Any]) -> StepFacts:
+        """What a recording says of the step beside the rollouts; `position`: the loader's state after it."""
+        names = [name for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)]
+        return StepFacts(
+            position=position,
+            longest=max(outcome.tokens for outcome in self.outcomes),
+            dropped=self.dropped,
+            carried=self.carried,
+            dynamic_sampling={name: self.metrics[name] for name in names},
+        )
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -37,7 +58,7 @@ class StepSamples:
 
 
 def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """Sample the groups of the next step; None: the data is used up.
+    """Sample the groups of the next step, or read them from a recording; None: the data, or the recording, is used up.
 
     What dynamic sampling has by then stays in source.waiting, for a run that is continued with more epochs.
 
@@ -46,6 +67,8 @@ def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: Step
             fill the step within its limit.
         RunError: a sampling log-probability is not finite.
     """
+    if source.recorded is not None:
+        return _recorded(source, source.recorded, timer)
     samples = _sampled(source, batches, timer)
     if samples is not None:
         samples.engines = engine_figures(source.rollouts.take_engine_counts())
@@ -54,7 +77,7 @@ def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: Step
 
 def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """As `sample`, without the figures of the engines."""
-    samples, loop = StepSamples(), source.config.loop
+    samples, loop = StepSamples(carried=len(source.waiting)), source.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
     while groups := _next_groups(source, batches, timer):
@@ -72,11 +95,13 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
         source.waiting[:] = outcome.batch_cache
         without_signal += outcome.without_signal
         surplus += outcome.surplus
+        kept = {id(group) for group in (*outcome.groups, *outcome.batch_cache)}
+        samples.dropped += [one for group in groups if id(group) not in kept for one in group.outcomes]
         if outcome.is_batch_complete:
             of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in outcome.groups]
             samples.groups, samples.scores = renumbered(outcome.groups), Scores.joined(of_groups)
             samples.metrics = {
-                "dynamic_sampling_gen_batches": float(gen_batches),
+                _GEN_BATCHES: float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),
                 "dynamic_sampling_groups_sliced": float(surplus),
                 **_metrics_of_async(source, samples.outcomes, timer),
@@ -84,6 +109,32 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
             return samples
         _require_within_limit(source, gen_batches)
     return None
+
+
+def _recorded(source: SampleSource, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:
+    """The samples of the next step as an earlier run sampled them, with its metrics of sampling; None: it made no more.
+
+    Progress and the loader's position become those of that run after the step.
+
+    Raises:
+        SamplingError: a reward is not finite.
+        RunError: the rollouts cannot be read, or a sampling log-probability is not finite.
+    """
+    state, loop = source.state, source.config.loop
+    step = state["total_steps"] + 1
+    if step not in recorded.files:
+        return None
+    with timer.phase("recording"):
+        facts, groups = source.rollouts.load(recorded.files[step])
+    source.guard.require_finite_samples(groups, step)
+    samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
+    samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
+    samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
+    recorded.load_state_dict(facts.position)
+    source.waiting.clear()
+    state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
+    state["consumed_samples"] += len(samples.sampled) // loop.num_generations_per_prompt
+    return samples
 
 
 def _next_groups(

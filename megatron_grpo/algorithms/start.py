@@ -28,7 +28,7 @@ def start(config: Config, given: Given | None = None) -> None:
     from megatron_grpo.run.opening import opened  # after the checks: Ray takes long to import
 
     with ThreadPoolExecutor(1, "import") as importer:
-        algorithm = importer.submit(run_of, config.algorithm)
+        algorithm = importer.submit(run_of, config.algorithm, train=config.debug.train)
         with opened(config, given) as opening:
             with opening.parts.part("imports"):
                 run = algorithm.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import Shard, StepBatch
 from megatron_grpo.data.bins import OF_TOKENS, Cost
 from megatron_grpo.data.planning import planner
-from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.rollouts.pool import RolloutPool
 
 
@@ -31,8 +32,24 @@ def training_batch(
         cost: what a sequence costs the policy, by which replicas get equally much to do.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
+    batch = without_tokens(config, outcomes)
+    if config.loss_fn.positive_example_nll_weight > 0:
+        batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
+    sequences = assign(config, batch, cost)
+    fields = rollouts.build_shards(groups, sequences)
+    batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
+    return batch
+
+
+def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
+    """The rollouts of a step by their lengths and by whether they are in the loss, without their tokens.
+
+    Args:
+        config: what is left out of the loss.
+        outcomes: those of the rollouts, in the order of the step.
+    """
     overlong = config.loop.overlong_filtering
-    batch = StepBatch(
+    return StepBatch(
         lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
         response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
         in_loss=np.array(
@@ -42,12 +59,6 @@ def training_batch(
             ]
         ),
     )
-    if config.loss_fn.positive_example_nll_weight > 0:
-        batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
-    sequences = assign(config, batch, cost)
-    fields = rollouts.build_shards(groups, sequences)
-    batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
-    return batch
 
 
 def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:

@@ -35,6 +35,7 @@ PATHS = (
     "prepare.folder",
     "checkpointing.resume",
     "refit.directory",
+    "debug.rollouts_from",
 )
 """Keys that name files and folders; * stands for each name that there is."""
 

@@ -11,8 +11,7 @@ _ALWAYS = """
     response_length_p99 response_length_max truncation_rate natural_termination_rate loss grad_norm learning_rate
     optimizer_steps valid_tokens probs_ratio probs_ratio_clamped probs_ratio_min probs_ratio_max clip_fraction_low
     clip_fraction_high clip_fraction_dual token_mult_prob_error token_mult_prob_error_max sampling_importance_ratio
-    gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version refit_bytes
-    refit_retries engine_restarts
+    gen_kl_error policy_kl_error js_divergence_error effective_sample_size approx_entropy weight_version
 """
 
 TASK_METRICS = ("reward", "accuracy", "response_length")
@@ -22,6 +21,11 @@ _Condition = tuple[str, Callable[[Config], bool], str]
 """Names, whether a run has them, and what they need."""
 
 _SOMETIMES: tuple[_Condition, ...] = (
+    (
+        "refit_bytes refit_retries engine_restarts",
+        lambda config: config.generates,
+        "it needs engines, and debug.rollouts_from starts none",
+    ),
     (
         "accuracy groups_all_wrong groups_mixed groups_all_right",
         lambda config: config.knows_correctness,

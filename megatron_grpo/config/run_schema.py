@@ -125,7 +125,7 @@ class LoggerConfig(Section):
     """Show the live progress line."""
 
     rollouts: Literal["all", "sample", "off"] = "all"
-    """Which rollouts of a step are written to run_dir/rollouts."""
+    """Which rollouts of a step are written to run_dir/rollouts; all: `debug.rollouts_from` can train on them."""
 
     rollouts_sample: Positive = 64
     """Rollouts written per step with rollouts=sample."""

@@ -13,6 +13,7 @@ from megatron_grpo.config.data_schema import (
     RewardModelConfig,
     TaskConfig,
 )
+from megatron_grpo.config.debug_schema import DebugConfig
 from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig
 from megatron_grpo.config.loss_schema import LossConfig
@@ -52,6 +53,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DatasetConfig",
+    "DebugConfig",
     "EarlyStopConfig",
     "EngineConfig",
     "EnvironmentConfig",
@@ -141,6 +143,7 @@ class Config(Section):
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
     def loop(self) -> LoopConfig:
@@ -148,6 +151,16 @@ class Config(Section):
         section = getattr(self, self.algorithm)
         assert isinstance(section, LoopConfig), "every algorithm has a section of its name"
         return section
+
+    @property
+    def generates(self) -> bool:
+        """Whether rollouts are sampled, rather than read from a recording."""
+        return self.debug.rollouts_from is None
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.checkpointing.enabled and self.debug.train
 
     @property
     def uses_reference(self) -> bool:

@@ -15,7 +15,7 @@ from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
 from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.examine import Examined, examined
 from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader
+from megatron_grpo.data.loader import Batches, PromptLoader
 from megatron_grpo.data.row_forms import processor_of
 from megatron_grpo.data.specs import processor_name, task_spec
 from megatron_grpo.data.stream import StreamLoader, open_stream
@@ -25,7 +25,7 @@ from megatron_grpo.data.stream import StreamLoader, open_stream
 class PromptData:
     """What a run reads from its files of prompts."""
 
-    loader: PromptLoader | StreamLoader
+    loader: Batches
     """Batches of training prompts, resumable."""
     val_prompts: list[DatumSpec]
     eos_token_id: int | None

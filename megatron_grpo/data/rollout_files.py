@@ -71,19 +71,27 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
     return chain.from_iterable(rows_of_file(number, file) for number, file in files)
 
 
-def write_rollouts(file: Path, groups: Iterable[tuple[int, Sequence[tuple[Trajectory, Learnt]]]]) -> None:
+Written = tuple[Trajectory, Learnt | None]
+"""A rollout, and what a step knows of it when it learns from it; None: no step does."""
+
+
+def write_rollouts(
+    file: Path, groups: Iterable[tuple[int, Sequence[Written]]], metadata: Mapping[bytes, bytes] | None = None
+) -> None:
     """Write trajectories as Parquet, compressed with zstd; the file appears when it is complete.
 
     Args:
         file: Parquet file to write; an existing one is replaced.
         groups: each with the number that its trajectories get as `group`, and what was learnt from each.
+        metadata: what the file says beside them (`StepRecord`).
     """
     import pyarrow.parquet as pq
 
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}")
-    with pq.ParquetWriter(unfinished, _schema(), compression="zstd", compression_level=1) as writer:
-        waiting: list[tuple[int, Trajectory, Learnt]] = []
+    schema = _schema().with_metadata(metadata)
+    with pq.ParquetWriter(unfinished, schema, compression="zstd", compression_level=1) as writer:
+        waiting: list[tuple[int, Trajectory, Learnt | None]] = []
         tokens = 0
         for number, rollouts in groups:
             waiting += [(number, one, learnt) for one, learnt in rollouts]
@@ -126,7 +134,7 @@ def _schema() -> pa.Schema:
     )
 
 
-def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
+def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
     import pyarrow as pa
 
     def lists(arrays: list[NDArray[Any]]) -> pa.ListArray:
@@ -140,7 +148,7 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt]]) -> pa.Table:
         return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
 
     schema = _schema()
-    trajectories, learnt = [one for _, one, _ in rows], [one for _, _, one in rows]
+    trajectories, learnt = [one for _, one, _ in rows], [one or Learnt(advantages=None) for _, _, one in rows]
     columns: dict[str, Any] = {
         "group": [number for number, _, _ in rows],
         "token_ids": lists([one.token_ids for one in trajectories]),
@@ -194,7 +202,11 @@ def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
 
 def rollout_files(run_dir: Path) -> list[tuple[int, Path]]:
     """The steps whose rollouts a run wrote, in their order, each with its file."""
-    folder = run_dir / ROLLOUTS_FOLDER
+    return step_files(run_dir / ROLLOUTS_FOLDER)
+
+
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """The steps whose rollouts are in a folder, in their order, each with its file."""
     files = (file for suffix in ("parquet", "jsonl") for file in folder.glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
 

@@ -59,11 +59,18 @@ def throughput(
     """
     # Operations of the model, not of the machine: what a kernel wastes on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
-    figures = {
-        "samples_per_s": len(lengths) / timing[TOTAL],
-        "tokens_per_s": sum(lengths) / timing[TOTAL],
-        "train_tflops_per_device": tflops / timing["train"] / devices if passes else 0.0,
-    }
+    figures = processed(lengths, timing)
+    figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
     if peak is not None:
         figures["model_flop_utilization"] = figures["train_tflops_per_device"] / peak
     return figures
+
+
+def processed(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
+    """samples_per_s and tokens_per_s of a step.
+
+    Args:
+        lengths: tokens of each sequence.
+        timing: seconds by phase, "total" among them.
+    """
+    return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

@@ -141,13 +141,14 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 def _gpus_needed(config: Config) -> dict[str, int]:
     """How many GPUs who takes, by section."""
+    engines = config.generation.parallel
+    of_engines = {"generation.parallel": engines.ranks_per_engine * engines.data}
+    if not config.debug.train:
+        return of_engines
     if config.generation.colocated:  # all others have those of the policy; preflight/placement.py sees to that
         return {"policy.parallel": config.policy.parallel.world_size}
-    engines = config.generation.parallel
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
-    if config.generation.server.urls:
-        return needs
-    return {**needs, "generation.parallel": engines.ranks_per_engine * engines.data}
+    return needs if config.generation.server.urls or not config.generates else {**needs, **of_engines}
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from megatron_grpo.preflight.fp8 import fp8_machine_problems
 from megatron_grpo.preflight.model_files import model_problems
 from megatron_grpo.preflight.prompt_files import check_prompt_files
 from megatron_grpo.preflight.quantization import quantization_machine_problems
+from megatron_grpo.preflight.recording import check_recording
 from megatron_grpo.preflight.sandbox import sandbox_problems
 
 
@@ -38,7 +39,7 @@ def examine_machine(config: Config) -> MachineReport:
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return MachineReport(missing_gpus)
-    files, remarks = check_prompt_files(config)
+    files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
     problems = [
         *_nodes(config),
         *_ray(config),
@@ -47,7 +48,7 @@ def examine_machine(config: Config) -> MachineReport:
         *_kernels(config),
         *fp8_machine_problems(config),
         *quantization_machine_problems(config),
-        *sandbox_problems(config),
+        *(sandbox_problems(config) if config.generates else ()),
         *model_problems(config),
         *files,
         *folder_problems(config),

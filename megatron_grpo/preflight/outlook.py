@@ -18,14 +18,16 @@ def outlook(config: Config, start_from: Path | None) -> str:
     loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
-    models = [f"policy on {_ranks(config.policy.parallel)}"]
-    if config.value_model is not None:
-        models.append(f"value model on {_ranks(config.value.parallel)}")
-    engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine}"
+    parts = [f"policy on {_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
+    if config.value_model is not None and config.debug.train:
+        parts.append(f"value model on {_ranks(config.value.parallel)}")
+    engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine} "
+    engines += _plural("rank", generation.ranks_per_engine)
+    parts.append(engines if config.generates else f"rollouts of {config.debug.rollouts_from}")
     where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     return (
-        f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(models)}, {engines} "
-        f"{_plural('rank', generation.ranks_per_engine)}, on {where}; {_beginning(config, start_from)}"
+        f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}, on "
+        f"{where}; {_beginning(config, start_from)}"
     )
 
 

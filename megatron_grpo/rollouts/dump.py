@@ -13,7 +13,8 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.data.rollout_files import Learnt, write_rollouts
+from megatron_grpo.data.recording import StepRecord
+from megatron_grpo.data.rollout_files import Learnt, Written, write_rollouts
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.rollouts.payloads import Payloads
 from megatron_grpo.rollouts.shards import gather_shards
@@ -71,25 +72,29 @@ class _Learnt:
         return Learnt(of_tokens, None if prev is None else prev[places])
 
 
-def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:
+def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom | None, file: Path, record: StepRecord) -> None:
     """Write trajectories into a Parquet file, which appears when it is complete.
 
     Args:
         payloads: the groups of the step, in its order.
         chosen: for each group, which of its samples to write.
-        known: what the step knows of the same sequences, which count group by group.
+        known: what the step knows of the same sequences, which count group by group; None: it learns nothing.
         file: where.
+        record: what the file says beside them.
     """
 
-    def groups() -> Iterator[tuple[int, list[tuple[Trajectory, Learnt]]]]:
-        each, learnt = payloads.each(), known.learnt()
-        samples = len(known.lengths) // len(each)
+    def groups() -> Iterator[tuple[int, list[Written]]]:
+        each, learnt = payloads.each(), None if known is None else known.learnt()
+        samples = record.run.samples_per_prompt
         wanted = [number for number, places in enumerate(chosen) if places]
         for begin in range(0, len(wanted), DUMPED_GROUPS):
             numbers = wanted[begin : begin + DUMPED_GROUPS]
             fetched = Payloads.of([each[number] for number in numbers]).fetch()
             for number, trajectories in zip(numbers, fetched, strict=True):
-                one_by_one = ((number * samples + place, trajectories[place]) for place in chosen[number])
-                yield number, [(one, learnt.of(sequence, one)) for sequence, one in one_by_one]
+                one_by_one = [(number * samples + place, trajectories[place]) for place in chosen[number]]
+                yield (
+                    number,
+                    [(one, None if learnt is None else learnt.of(sequence, one)) for sequence, one in one_by_one],
+                )
 
-    write_rollouts(file, groups())
+    write_rollouts(file, groups(), record.metadata())

@@ -12,11 +12,12 @@ from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import explain
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.recording import StepFacts, StepRecord
 from megatron_grpo.data.rollout_files import rollouts_file
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom
-from megatron_grpo.rollouts.payloads import Bundler, Payloads
+from megatron_grpo.rollouts.payloads import Bundler, Payloads, groups_of
 from megatron_grpo.rollouts.shards import evenly_chosen, places_of, shard_fields
 from megatron_grpo.rollouts.worker import Compute, ShardRefs
 from megatron_grpo.rollouts.worker_group import WorkerGroup
@@ -128,16 +129,36 @@ class StepTokens:
         outcomes = ([one.outcome for one in group] for group in groups)
         return [SampledGroup(*pair) for pair in zip(outcomes, payloads, strict=True)]
 
+    def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
+        """The rollouts of a step that an earlier run wrote: what is known of their sampling, and a group a prompt.
+
+        Raises:
+            RunError: the file cannot be read, or not in time.
+        """
+        worker = self._workers.next()
+        call = self._workers.actors[worker].load.remote(file)
+        ((facts, collected),) = self._workers.gather([call], self._timeout_s, "reading of rollouts", worker)
+        return facts, groups_of(collected)
+
     def dump(
-        self, step: int, groups: Sequence[SampledGroup], batch: StepBatch, run_dir: Path, *, sample: int | None = None
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: StepBatch | None,
+        run_dir: Path,
+        record: StepRecord,
+        *,
+        sample: int | None = None,
     ) -> Any:
         """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
 
         Args:
             step: number of the training step, for the file's name.
             groups: rollouts of the step; a group's place is what the file has as `group`.
-            batch: the same rollouts with their advantages, and with whatever else is known of them by now.
+            batch: the same rollouts with their advantages, and with whatever else is known of them by now; None: the
+                step learns nothing from them.
             run_dir: the run's folder, in which the folder of rollouts lies.
+            record: what the file says beside them.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:
@@ -145,16 +166,20 @@ class StepTokens:
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         payloads = Payloads.of([group.payload for group in groups])
-        known = LearntFrom(
-            lengths=batch.lengths,
-            sequences=[shard.sequences for shard in batch.shards],
-            shards=[shard.fields for shard in batch.shards],
-            advantages=batch.advantages,
-        )
-        worker = self._workers.next()
-        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, known, rollouts_file(run_dir, step))
+        known = None if batch is None else _learnt_from(batch)
+        worker, file = self._workers.next(), rollouts_file(run_dir, step)
+        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, known, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""
         worker, written = dump
         self._workers.gather([written], self._timeout_s, "writing of rollouts", worker)
+
+
+def _learnt_from(batch: StepBatch) -> LearntFrom:
+    return LearntFrom(
+        lengths=batch.lengths,
+        sequences=[shard.sequences for shard in batch.shards],
+        shards=[shard.fields for shard in batch.shards],
+        advantages=batch.advantages,
+    )

@@ -17,6 +17,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.packed import Packed
+from megatron_grpo.data.recording import StepFacts, StepRecord
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.models.routed import RoutedForm
 from megatron_grpo.rollouts.dump import LearntFrom, dump
@@ -25,6 +26,7 @@ from megatron_grpo.rollouts.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.rollouts.environment_client import EnvironmentClient, EnvironmentProcesses
 from megatron_grpo.rollouts.payloads import Bundler, Collected, Payloads
 from megatron_grpo.rollouts.plan import RolloutPlan
+from megatron_grpo.rollouts.recorded import load
 from megatron_grpo.rollouts.rollout import GroupRollout
 from megatron_grpo.rollouts.shards import gather_shards, shard_arrays, shard_fields, split_by_shard
 
@@ -244,16 +246,24 @@ class RolloutWorker:
         return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
 
     @phase("write rollouts")
-    async def dump(self, payloads: Payloads, chosen: list[list[int]], known: LearntFrom, file: Path) -> None:
+    async def dump(
+        self, payloads: Payloads, chosen: list[list[int]], known: LearntFrom | None, file: Path, record: StepRecord
+    ) -> None:
         """Write trajectories into a Parquet file.
 
         Args:
             payloads: the groups of the step, in its order.
             chosen: for each group, which of its samples to write.
-            known: what the step knows of the same sequences before it learns from them.
+            known: what the step knows of the same sequences before it learns from them; None: it learns nothing.
             file: where; it appears when it is complete.
+            record: what the file says beside them.
         """
-        await asyncio.to_thread(dump, payloads, chosen, known, file)
+        await asyncio.to_thread(dump, payloads, chosen, known, file, record)
+
+    @phase("read rollouts")
+    async def load(self, file: Path) -> tuple[StepFacts, Collected]:
+        """Rollouts that an earlier run wrote into a Parquet file, in its order; RunError: it cannot be read."""
+        return await asyncio.to_thread(load, file)
 
 
 def _build_shards(

@@ -48,7 +48,7 @@ class WorkerGroup:
         """
         Args:
             number: of workers; None: one for every ENGINES_PER_WORKER engines.
-            engines: Ray actors with `generate` and `abort`, in the order of their numbers.
+            engines: Ray actors with `generate` and `abort`, in the order of their numbers; none: nothing is sampled.
             environments: by task name; `start` is called on each.
             generation_timeout_s: deadline for the sampling of one generation batch.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
@@ -77,9 +77,9 @@ class WorkerGroup:
         handles = {name: one.start(workers) for name, one in self._environments.items()}
         # Neighbouring engines to each worker; with more workers than engines, some share one.
         starts = [engines * worker // workers for worker in range(workers + 1)]
-        self.engines_of = [range(begin, max(end, begin + 1)) for begin, end in pairwise(starts)]
+        self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
-        self._shares = [sum(1 / users[engine] for engine in one) / engines for one in self.engines_of]
+        self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
         actor = ray.remote(**self._actor_options)(RolloutWorker)
         for index, numbers in enumerate(self.engines_of):
             settings = WorkerSettings(

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.run.checkpoint_files import complete
-from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.context import SamplingRun
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class PendingSave:
     """The driver's files and the digests, in a thread; None: ranks are still writing."""
 
 
-def begin_saving(run: GRPORun, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+def begin_saving(run: SamplingRun, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
     """Have the models of this moment written; returns as soon as they may change.
 
     Args:
@@ -46,7 +46,7 @@ def begin_saving(run: GRPORun, step: int, state: Mapping[str, Any], loader_state
     run.checkpointer.pending = PendingSave(step, folder, state, loader_state)
 
 
-def advance_saving(run: GRPORun) -> None:
+def advance_saving(run: SamplingRun) -> None:
     """Go on with a checkpoint that is being written, as far as that makes nobody wait.
 
     Raises:
@@ -62,7 +62,7 @@ def advance_saving(run: GRPORun) -> None:
         finish_saving(run)
 
 
-def finish_saving(run: GRPORun) -> None:
+def finish_saving(run: SamplingRun) -> None:
     """Wait until the checkpoint that is being written is complete, if there is one.
 
     Raises:
@@ -84,7 +84,7 @@ def finish_saving(run: GRPORun) -> None:
     run.logger.note(f"saved {run.checkpointer.path(pending.step)} beside training, {seconds:.1f} s after it began")
 
 
-def _begin_sealing(run: GRPORun, pending: PendingSave) -> None:
+def _begin_sealing(run: SamplingRun, pending: PendingSave) -> None:
     """End the ranks' part, all of which are asked in one order, and read the files for the digests in a thread."""
     try:
         for model in run.models():
@@ -98,7 +98,7 @@ def _begin_sealing(run: GRPORun, pending: PendingSave) -> None:
 
 
 @contextmanager
-def _told(run: GRPORun, step: int) -> Iterator[None]:
+def _told(run: SamplingRun, step: int) -> Iterator[None]:
     """Makes a RunError of what goes wrong with the files of a checkpoint."""
     try:
         yield

@@ -27,12 +27,10 @@ from megatron_grpo.run.save_state import GRPOSaveState
 
 
 @dataclass(kw_only=True)
-class GRPORun:
-    """A run of GRPO."""
+class SamplingRun:
+    """A run that samples and scores, and trains nothing."""
 
     config: Config
-    policy: PolicyInterface
-    transport: WeightTransport
     placement: Placement
     """Who has the devices when."""
     rollouts: RolloutPool
@@ -42,7 +40,6 @@ class GRPORun:
     guard: FiniteGuard
     loader: Batches
     val_prompts: list[DatumSpec]
-    loss_fn: ClippedPGLossFn
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
@@ -55,14 +52,33 @@ class GRPORun:
         ahead = self.samples.ahead
         return self.loader.state_dict() if ahead is None else ahead.position
 
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        """What is trained, by its folder in a checkpoint."""
+        return {}
+
     def models(self) -> list[TrainedModel]:
         """What is trained."""
-        return [self.policy]
+        return list(self.models_by_folder().values())
 
     def save_models(self, folder: Path, *, background: bool = False) -> None:
         """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
         self.placement.turn_to_training(StepTimer())
-        _save(self.policy, folder / POLICY_FOLDER, background)
+        for name, model in self.models_by_folder().items():
+            (folder / name).mkdir()
+            model.save_checkpoint(str(folder / name), background=background)
+
+
+@dataclass(kw_only=True)
+class GRPORun(SamplingRun):
+    """A run of GRPO."""
+
+    policy: PolicyInterface
+    transport: WeightTransport | None
+    """How the policy's weights reach the engines; None: there are none."""
+    loss_fn: ClippedPGLossFn
+
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        return {POLICY_FOLDER: self.policy}
 
 
 @dataclass(kw_only=True)
@@ -72,14 +88,5 @@ class PPORun(GRPORun):
     value: ValueInterface
     value_loss_fn: MseValueLossFn
 
-    def models(self) -> list[TrainedModel]:
-        return [self.policy, self.value]
-
-    def save_models(self, folder: Path, *, background: bool = False) -> None:
-        super().save_models(folder, background=background)
-        _save(self.value, folder / VALUE_FOLDER, background)
-
-
-def _save(model: TrainedModel, folder: Path, background: bool) -> None:
-    folder.mkdir()
-    model.save_checkpoint(str(folder), background=background)
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        return {**super().models_by_folder(), VALUE_FOLDER: self.value}

@@ -22,8 +22,10 @@ POLICY_FOLDER = "megatron"
 """Folder of the policy's distributed checkpoint inside a checkpoint."""
 VALUE_FOLDER = "megatron_value"
 """The same of the value model, in a checkpoint of PPO."""
-IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed")
+IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
 """Keys that make a run another run; everything else may change between start and resume."""
+_ONCE_ABSENT = {"debug.train": True}
+"""What runs of versions that did not have such a key were."""
 
 
 @contextmanager
@@ -141,8 +143,9 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
         raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
     now = dict(leaves(dataclasses.asdict(config)))
     for key in IDENTITY:
-        if before.get(key) != now[key]:
-            text = f"holds another run: its {key} is {before.get(key)}, this one's is {now[key]}"
+        its = before.get(key, _ONCE_ABSENT.get(key))
+        if its != now[key]:
+            text = f"holds another run: its {key} is {its}, this one's is {now[key]}"
             raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]

@@ -14,7 +14,7 @@ from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.failures import reasons
 from megatron_grpo.run.background_save import advance_saving, finish_saving
-from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.context import SamplingRun
 from megatron_grpo.run.early_stop import observe, reason_to_stop
 from megatron_grpo.run.profiling import profiled
 from megatron_grpo.run.snapshot import Snapshot, save_checkpoint, save_validation, snapshot_of
@@ -25,7 +25,7 @@ StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
 """One step of an algorithm on the next prompts; None: there are none left."""
 
 
-def train_steps(run: GRPORun, step: StepFunction) -> None:
+def train_steps(run: SamplingRun, step: StepFunction) -> None:
     """Train until a limit is reached, early stopping ends it or the prompts are used up.
 
     Raises:
@@ -46,7 +46,7 @@ def train_steps(run: GRPORun, step: StepFunction) -> None:
         raise
 
 
-def _train_steps(run: GRPORun, step: StepFunction) -> None:
+def _train_steps(run: SamplingRun, step: StepFunction) -> None:
     limits, state = run.config.loop, run.state
     run.rollouts.trainer_state = trainer_state(run)
     _catch_up_on_validation(run)
@@ -62,9 +62,8 @@ def _train_steps(run: GRPORun, step: StepFunction) -> None:
             _save_finished_steps(run, metrics, before)
             raise
         if report is None:
-            used_up = f"the data is used up: {limits.max_num_epochs} epoch(s)"
-            run.logger.ends_early("data_used_up", used_up)
-            run.logger.note(used_up)
+            run.logger.ends_early("data_used_up", run.samples.used_up)
+            run.logger.note(run.samples.used_up)
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
@@ -73,7 +72,7 @@ def _train_steps(run: GRPORun, step: StepFunction) -> None:
     run.callbacks.on_end(state["total_steps"])
 
 
-def trainer_state(run: GRPORun) -> TrainerState:
+def trainer_state(run: SamplingRun) -> TrainerState:
     """How far the run is, for reward functions."""
     limits, state = run.config.loop, run.state
     return TrainerState(
@@ -84,7 +83,7 @@ def trainer_state(run: GRPORun) -> TrainerState:
     )
 
 
-def _catch_up_on_validation(run: GRPORun) -> None:
+def _catch_up_on_validation(run: SamplingRun) -> None:
     """Validate before the next step where that is due: at the start, or since a validation that failed."""
     step = run.state["total_steps"]
     due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
@@ -95,7 +94,7 @@ def _catch_up_on_validation(run: GRPORun) -> None:
         save_validation(run, validated)
 
 
-def _stopped_early(run: GRPORun) -> bool:
+def _stopped_early(run: SamplingRun) -> bool:
     reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
     if reason is None and run.callbacks.stop:
         reason = "a callback of the script says so"
@@ -105,7 +104,7 @@ def _stopped_early(run: GRPORun) -> bool:
     return reason is not None
 
 
-def _advance(run: GRPORun, report: StepReport) -> None:
+def _advance(run: SamplingRun, report: StepReport) -> None:
     state, epoch = run.state, run.position()["epoch"]
     if epoch > state["current_epoch"]:
         state["current_epoch"] = epoch
@@ -115,7 +114,7 @@ def _advance(run: GRPORun, report: StepReport) -> None:
     state["total_valid_tokens"] += int(report.metrics["valid_tokens"])
 
 
-def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
+def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
 
     Raises:
@@ -147,12 +146,12 @@ def _finish_step(run: GRPORun, report: StepReport) -> dict[str, float]:
         if not isinstance(failure, ModelLostError):
             _save_finished_steps(run, metrics, snapshot_of(run))
         raise failure
-    if run.config.checkpointing.enabled and step % run.config.checkpointing.save_period == 0:
+    if run.config.saves and step % run.config.checkpointing.save_period == 0:
         save_checkpoint(run, metrics, snapshot_of(run))
     return metrics
 
 
-def _remark(run: GRPORun, step: int, report: StepReport) -> None:
+def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
     """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
     responses that nobody gave a reward."""
     for text in (*run.rollouts.remarks, *report.remarks):
@@ -176,7 +175,7 @@ def _remark(run: GRPORun, step: int, report: StepReport) -> None:
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
     """What to say when no step has the metric that ranks checkpoints."""
     checkpointing = config.checkpointing
-    name, ranked = checkpointing.metric_name, checkpointing.enabled and checkpointing.keep_top_k is not None
+    name, ranked = checkpointing.metric_name, config.saves and checkpointing.keep_top_k is not None
     if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
         return None  # of a step that trains no policy, in the critic's warm-up for one, much is not known
     if not ranked or name in metrics or name in sometimes_absent(config):
@@ -185,10 +184,10 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
     return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
 
 
-def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
     step = run.state["total_steps"]
-    if step == 0 or not run.config.checkpointing.enabled:
+    if step == 0 or not run.config.saves:
         return
     try:
         finish_saving(run)
@@ -199,7 +198,7 @@ def _save_finished_steps(run: GRPORun, metrics: Mapping[str, float], snapshot: S
         run.logger.note(f"step {step} could not be saved: {error}")
 
 
-def _what_stands(run: GRPORun) -> str:
+def _what_stands(run: SamplingRun) -> str:
     """What is left of a run whose models are lost."""
     steps = run.checkpointer.steps()
     if not steps:
@@ -207,7 +206,7 @@ def _what_stands(run: GRPORun) -> str:
     return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
 
 
-def _leave_rollouts(run: GRPORun) -> None:
+def _leave_rollouts(run: SamplingRun) -> None:
     """Write the rollouts of a step that failed; should that fail too, the first failure is the one to report."""
     try:
         run.dumps.leave()
@@ -215,7 +214,7 @@ def _leave_rollouts(run: GRPORun) -> None:
         run.logger.note(f"the rollouts of the step that failed could not be written: {error}")
 
 
-def _finish_saving_before_the_end(run: GRPORun) -> None:
+def _finish_saving_before_the_end(run: SamplingRun) -> None:
     """Complete what is being saved when a failure ends the run; that failure is the one to report."""
     try:
         finish_saving(run)
@@ -223,7 +222,7 @@ def _finish_saving_before_the_end(run: GRPORun) -> None:
         run.logger.note(f"what was being saved could not be completed: {error}")
 
 
-def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
+def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Validate and save after the last step, whose metrics these are, unless that step did."""
     finish_saving(run)
     step, saved = run.state["total_steps"], run.checkpointer.steps()
@@ -234,7 +233,7 @@ def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
         except SamplingError:
             _save_finished_steps(run, metrics, snapshot_of(run))
             raise
-    if not run.config.checkpointing.enabled:
+    if not run.config.saves:
         return
     if step not in saved:
         save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
@@ -243,17 +242,17 @@ def _finish_training(run: GRPORun, metrics: Mapping[str, float]) -> None:
         save_validation(run, validated)
 
 
-def _validation_due(run: GRPORun) -> bool:
+def _validation_due(run: SamplingRun) -> bool:
     last = run.config.loop.val_at_end and run.state["total_steps"] == run.config.loop.max_num_steps
     return _periodic_validation_due(run) or last
 
 
-def _periodic_validation_due(run: GRPORun) -> bool:
+def _periodic_validation_due(run: SamplingRun) -> bool:
     period = run.config.loop.val_period
     return period > 0 and run.state["total_steps"] % period == 0
 
 
-def _validated(run: GRPORun) -> dict[str, float]:
+def _validated(run: SamplingRun) -> dict[str, float]:
     timer = StepTimer()
     metrics = validate(run, timer)
     if metrics:

@@ -57,8 +57,9 @@ def opened(config: Config, given: Given | None = None) -> Iterator[Opening]:
     parts.seconds["command_line"] = since_command()
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
-        check_environments(config)  # before processes are started
-        check_reward_functions(config.env, columns_known(config), given.rewards)
+        if config.generates:
+            check_environments(config)  # before processes are started
+            check_reward_functions(config.env, columns_known(config), given.rewards)
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)

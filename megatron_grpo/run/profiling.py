@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.context import SamplingRun
 
 PROFILES_FOLDER = "profiles"
 
 
 @contextmanager
-def profiled(run: GRPORun, step: int) -> Iterator[None]:
+def profiled(run: SamplingRun, step: int) -> Iterator[None]:
     """Record what the ranks of every model do in the body, if this step is to be profiled; it takes longer for that.
 
     Args:

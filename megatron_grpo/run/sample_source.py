@@ -11,6 +11,7 @@ from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.non_finite import FiniteGuard
+from megatron_grpo.run.recorded_steps import RecordedSteps
 from megatron_grpo.run.save_state import GRPOSaveState
 
 
@@ -28,3 +29,11 @@ class SampleSource:
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
     ahead: SamplingAhead | Oversampling | None = None
     """What samples while steps train; None: a step samples when it asks."""
+    recorded: RecordedSteps | None = None
+    """What an earlier run sampled, which is taken instead; None: sampling."""
+
+    @property
+    def used_up(self) -> str:
+        """Why the run ends when nothing is left for a further step."""
+        epochs = self.config.loop.max_num_epochs
+        return f"the data is used up: {epochs} epoch(s)" if self.recorded is None else self.recorded.used_up

@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.source import is_prepared, model_folder
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.policy.driver.policy import MegatronPolicy
-from megatron_grpo.policy.driver.value import MegatronValue
 from megatron_grpo.prepare.by_name import prepare
+from megatron_grpo.refit.interface import WeightTransport
+from megatron_grpo.refit.select import transport_between
 from megatron_grpo.rollouts.ahead import SamplingAhead
 from megatron_grpo.rollouts.coming_steps import ComingSteps
 from megatron_grpo.rollouts.oversampling import Oversampling
 from megatron_grpo.rollouts.pool import RolloutPool
 from megatron_grpo.run.callbacks import Callbacks
 from megatron_grpo.run.checkpointer import Checkpointer
-from megatron_grpo.run.context import GRPORun, PPORun
+from megatron_grpo.run.context import GRPORun, PPORun, SamplingRun
 from megatron_grpo.run.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
-from megatron_grpo.run.dumps import RolloutDumps
+from megatron_grpo.run.dumps import RolloutDumps, run_facts
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.opening import Opening, opened
 from megatron_grpo.run.placement import Colocated, Placement
-from megatron_grpo.run.processes import start_processes
+from megatron_grpo.run.recorded_steps import RecordedSteps
 from megatron_grpo.run.sample_source import SampleSource
 from megatron_grpo.run.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.run.start_models import Models, start_engines, start_models
+from megatron_grpo.run.start_rollouts import replaced_by, start_readers, start_rollouts
 from megatron_grpo.run.startup_parts import StartupParts, since_command
+
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 
 
 @contextmanager
@@ -52,9 +57,24 @@ def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
         ConfigError: the run cannot start from where it is told to.
         RunError: something did not come up; the message says what.
     """
+    with _up(config, opening, _bring_up) as run:
+        yield run
+
+
+@contextmanager
+def setup_sampling(config: Config, opening: Opening | None = None) -> Iterator[SamplingRun]:
+    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+    with _up(config, opening, _bring_up_sampling) as run:
+        yield run
+
+
+@contextmanager
+def _up(
+    config: Config, opening: Opening | None, bring_up: Callable[[Config, Opening, ExitStack], SomeRun]
+) -> Iterator[SomeRun]:
     with ExitStack() as stack:
         opening = opening or stack.enter_context(opened(config))
-        run = _bring_up(config, opening, stack)
+        run = bring_up(config, opening, stack)
         opening.known.write = run.logger.write_summary
         record_start(opening.run_dir, config)  # not before: a start that failed on a mistake leaves nobody's folder
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
@@ -65,48 +85,61 @@ def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
 
 def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     """Start everything, load the checkpoint to start from, and give generation its first weights."""
-    folder = _model(config, opening.parts)
-    processes = start_processes(config, folder, opening, stack)
-    with opening.parts.part("prompts"):
-        data = load_prompt_data(config, folder, opening.given.tokenizer)
-    processes.wait_ready(opening.parts)
-    start_from = _start_from(opening)
-    policy, value, rollouts = processes.policy, processes.value, processes.rollouts
-    state, waiting = _resume(start_from, config, policy, value, data.loader)
-    placement = _placement(config, policy, value, processes.generation)
-    with opening.parts.part("refit"), placement.refit(StepTimer()):
-        processes.transport.publish(state["total_steps"])
-    logger = RunLogger(opening.run_dir, config, resume_step=None if start_from is None else state["total_steps"])
-    stack.callback(logger.close)
-    for note in data.notes:
-        logger.note(note)
-    callbacks = Callbacks(opening.given.callbacks)
-    opening.checkpointer.on_publish = callbacks.on_checkpoint
-    guard = FiniteGuard(opening.run_dir, rollouts.fetch)
-    run = GRPORun(
-        config=config,
-        policy=policy,
-        transport=processes.transport,
-        placement=placement,
-        rollouts=rollouts,
-        samples=_samples(config, rollouts, data, guard, state, waiting),
-        dumps=RolloutDumps(rollouts, config.logger, opening.run_dir),
-        guard=guard,
-        loader=data.loader,
-        val_prompts=data.val_prompts,
-        loss_fn=ClippedPGLossFn(config.loss_fn),
-        logger=logger,
-        checkpointer=opening.checkpointer,
-        state=state,
-        callbacks=callbacks,
-    )
-    if value is None:
+    parts, folder = opening.parts, _model(config, opening.parts)
+    models = start_models(config, folder, opening.cluster, stack)
+    transport: WeightTransport | None = None
+    if models.generation is None:
+        rollouts = start_readers(config, stack)
+    else:
+        transport = transport_between(models.policy, models.generation, config.refit, opening.run_dir)
+        stack.callback(transport.close)
+        rollouts = start_rollouts(config, folder, models.generation, transport.restore, opening.given, stack)
+    data = _prompts(config, folder, opening)
+    _wait_ready(parts, rollouts, models)
+    if transport is not None:
+        with parts.part("refit"):
+            transport.connect()
+    start_from = _checkpoint(opening)
+    progress = _resume(start_from, config, models, data.loader)
+    placement = _placement(config, models)
+    if transport is not None:
+        with parts.part("refit"), placement.refit(StepTimer()):
+            transport.publish(progress.state["total_steps"])
+    sampling = _sampling_run(config, opening, folder, rollouts, placement, data, progress, stack)
+    loss_fn = ClippedPGLossFn(config.loss_fn)
+    run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
+    if models.value is None:
         return run
-    return PPORun(**vars(run), value=value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+    return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+
+
+def _bring_up_sampling(config: Config, opening: Opening, stack: ExitStack) -> SamplingRun:
+    """Start engines, which have the weights of the model folder, and what asks and scores them."""
+    folder = _model(config, opening.parts)
+    generation = start_engines(config, folder, opening.cluster, stack)
+    rollouts = start_rollouts(config, folder, generation, replaced_by(generation), opening.given, stack)
+    data = _prompts(config, folder, opening)
+    with opening.parts.part("waiting"):
+        generation.wait_ready()
+        rollouts.wait_ready()
+    opening.parts.add_slowest("engine", generation.startup_s)
+    progress = _Progress(None, default_grpo_save_state(), [])
+    return _sampling_run(config, opening, folder, rollouts, Placement(), data, progress, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a run has come when it starts."""
+
+    resumed_from: Path | None
+    """The checkpoint that says so; None: it begins."""
+    state: GRPOSaveState
+    waiting: list[list[Trajectory]]
+    """Groups that dynamic sampling keeps."""
 
 
 def _model(config: Config, parts: StartupParts) -> Path:
-    """Folder of the model to start from, which is made first if the recipe makes its own."""
+    """The folder of the model, which is made first if the recipe makes it."""
     if is_prepared(config):
         with parts.part("prepare"):
             assert config.prepare.name is not None
@@ -114,8 +147,27 @@ def _model(config: Config, parts: StartupParts) -> Path:
     return model_folder(config.policy.model.path)
 
 
-def _start_from(opening: Opening) -> Path | None:
-    """The checkpoint to start from, once it is verified; None: there is none."""
+def _prompts(config: Config, folder: Path, opening: Opening) -> PromptData:
+    """The prompts of the run, or a recording in their place."""
+    with opening.parts.part("prompts"):
+        if config.debug.rollouts_from is None:
+            return load_prompt_data(config, folder, opening.given.tokenizer)
+        recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
+        return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
+
+
+def _wait_ready(parts: StartupParts, rollouts: RolloutPool, models: Models) -> None:
+    with parts.part("waiting"):
+        for part in (models.policy, models.value, models.generation, rollouts):
+            if part is not None:
+                part.wait_ready()
+    for kind, model in (("policy", models.policy), ("value", models.value), ("engine", models.generation)):
+        if model is not None:
+            parts.add_slowest(kind, model.startup_s)
+
+
+def _checkpoint(opening: Opening) -> Path | None:
+    """The checkpoint to start from, once all of it is read; what earlier writes left behind is removed."""
     if not opening.start_from.done():
         print(
             "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
@@ -125,51 +177,76 @@ def _start_from(opening: Opening) -> Path | None:
     return start_from
 
 
-def _resume(
-    path: Path | None, config: Config, policy: MegatronPolicy, value: MegatronValue | None, loader: Batches
-) -> tuple[GRPOSaveState, list[list[Trajectory]]]:
+def _sampling_run(
+    config: Config,
+    opening: Opening,
+    folder: Path,
+    rollouts: RolloutPool,
+    placement: Placement,
+    data: PromptData,
+    progress: _Progress,
+    stack: ExitStack,
+) -> SamplingRun:
+    """What all runs have, made of processes that are up."""
+    state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
+    logger = RunLogger(
+        opening.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]
+    )
+    stack.callback(logger.close)
+    for note in data.notes:
+        logger.note(note)
+    guard = FiniteGuard(opening.run_dir, rollouts.fetch)
+    callbacks = Callbacks(opening.given.callbacks)
+    opening.checkpointer.on_publish = callbacks.on_checkpoint
+    return SamplingRun(
+        config=config,
+        placement=placement,
+        rollouts=rollouts,
+        samples=SampleSource(
+            config=config,
+            rollouts=rollouts,
+            settings=settings,
+            guard=guard,
+            state=state,
+            waiting=rollouts.put(progress.waiting),
+            ahead=_ahead(config, rollouts, settings, data.loader, state),
+            recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
+        ),
+        dumps=RolloutDumps(rollouts, config.logger, opening.run_dir, run_facts(config, folder)),
+        guard=guard,
+        loader=data.loader,
+        val_prompts=data.val_prompts,
+        logger=logger,
+        checkpointer=opening.checkpointer,
+        state=state,
+        callbacks=callbacks,
+    )
+
+
+def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
     """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
     if path is None:
-        return default_grpo_save_state(), []
-    state, loader_state = Checkpointer.load(path)
-    loader.load_state_dict(loader_state)
-    policy.load_checkpoint(str(path / POLICY_FOLDER))
-    if value is not None:
-        value.load_checkpoint(str(path / VALUE_FOLDER))
-    groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
-    # Those of another size cannot be trained on beside the groups of this run.
-    waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
-    return state["save_state"], waiting if config.loop.use_dynamic_sampling else []
+        progress = _Progress(None, default_grpo_save_state(), [])
+    else:
+        state, loader_state = Checkpointer.load(path)
+        loader.load_state_dict(loader_state)
+        models.policy.load_checkpoint(str(path / POLICY_FOLDER))
+        if models.value is not None:
+            models.value.load_checkpoint(str(path / VALUE_FOLDER))
+        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+        # Those of another size cannot be trained on beside the groups of this run.
+        waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
+        progress = _Progress(path, state["save_state"], waiting if config.loop.use_dynamic_sampling else [])
+    if isinstance(loader, RecordedSteps):
+        loader.require_reach(progress.state["total_steps"] + 1)
+    return progress
 
 
-def _placement(
-    config: Config, policy: MegatronPolicy, value: MegatronValue | None, generation: VllmGeneration
-) -> Placement:
+def _placement(config: Config, models: Models) -> Placement:
     """Who has the devices when, from before the first refit on."""
-    if not config.generation.colocated:
+    if models.generation is None or not config.generation.colocated:
         return Placement()
-    return Colocated(generation, policy, [] if value is None else [value])
-
-
-def _samples(
-    config: Config,
-    rollouts: RolloutPool,
-    data: PromptData,
-    guard: FiniteGuard,
-    state: GRPOSaveState,
-    waiting: list[list[Trajectory]],
-) -> SampleSource:
-    """Where the samples of the steps come from, from here on."""
-    settings = sampling_settings(config.generation, data.eos_token_id)
-    return SampleSource(
-        config=config,
-        rollouts=rollouts,
-        settings=settings,
-        guard=guard,
-        state=state,
-        waiting=rollouts.put(waiting),
-        ahead=_ahead(config, rollouts, settings, data.loader, state),
-    )
+    return Colocated(models.generation, models.policy, [] if models.value is None else [models.value])
 
 
 def _ahead(

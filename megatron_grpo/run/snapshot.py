@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.run.background_save import begin_saving
-from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.context import SamplingRun
 from megatron_grpo.run.save_state import GRPOSaveState
 
 
@@ -26,7 +26,7 @@ class Snapshot:
     """Groups that dynamic sampling keeps for the next step."""
 
 
-def snapshot_of(run: GRPORun) -> Snapshot:
+def snapshot_of(run: SamplingRun) -> Snapshot:
     """A copy of the driver's part of a checkpoint, which later steps do not change."""
     return Snapshot(
         state=copy.deepcopy(run.state),
@@ -35,7 +35,7 @@ def snapshot_of(run: GRPORun) -> Snapshot:
     )
 
 
-def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+def save_checkpoint(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
     """Write everything a resumed run needs as checkpoints/step_N; with checkpointing.async_save, begin to.
 
     Args:
@@ -64,7 +64,7 @@ def save_checkpoint(run: GRPORun, metrics: Mapping[str, float], snapshot: Snapsh
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
 
 
-def save_validation(run: GRPORun, metrics: Mapping[str, float]) -> None:
+def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Add a validation to the checkpoint of the last step, which was written before it.
 
     Only what a validation changes: with dynamic sampling, what was sampled since is not in that checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
@@ -16,18 +17,29 @@ from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
 from megatron_grpo.policy.driver.value import MegatronValue, ValueSettings
 
 
-def start_models(
-    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack
-) -> tuple[MegatronPolicy, MegatronValue | None, VllmGeneration]:
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Everything that holds weights in a run that trains."""
+
+    policy: MegatronPolicy
+    value: MegatronValue | None
+    """Of PPO."""
+    generation: VllmGeneration | None
+    """None: the rollouts are read from a recording."""
+
+
+def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
     """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them."""
-    if config.generation.colocated:
+    if config.generation.colocated and config.generates:
         return _start_in_turn(config, folder, cluster, stack)
     value_model = config.value_model
-    own_engines = None if config.generation.server.urls else config.generation.parallel
-    cluster.reserve(config.policy.parallel, own_engines, value_model.parallel if value_model else None)
-    generation = _generation(config, folder, cluster)
-    stack.callback(generation.shutdown)
-    generation.start()
+    own_engines = config.generates and not config.generation.server.urls
+    value_parallel = value_model.parallel if value_model else None
+    cluster.reserve(config.policy.parallel, config.generation.parallel if own_engines else None, value_parallel)
+    generation = _generation(config, folder, cluster) if config.generates else None
+    if generation is not None:
+        stack.callback(generation.shutdown)
+        generation.start()
     policy = _policy(config, folder, cluster)
     stack.callback(policy.shutdown)
     policy.start()
@@ -35,12 +47,20 @@ def start_models(
     if value is not None:
         stack.callback(value.shutdown)
         value.start()
-    return policy, value, generation
+    return Models(policy, value, generation)
 
 
-def _start_in_turn(
-    config: Config, folder: Path, cluster: RayCluster, stack: ExitStack
-) -> tuple[MegatronPolicy, MegatronValue | None, VllmGeneration]:
+def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
+    """Begin to start the engines alone on Ray, with the weights of the model folder. The stack ends them."""
+    alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
+    cluster.reserve(None, alone.parallel)
+    generation = _generation(replace(config, generation=alone), folder, cluster)
+    stack.callback(generation.shutdown)
+    generation.start()
+    return generation
+
+
+def _start_in_turn(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
     """As `start_models`, on devices that all share: engines measure how much memory there is, so they come first and
     sleep when the models begin to start."""
     ranks = config.policy.parallel.world_size
@@ -60,7 +80,7 @@ def _start_in_turn(
     policy.start()
     if value is not None:
         value.start()
-    return policy, value, generation
+    return Models(policy, value, generation)
 
 
 def routed_form(config: Config, folder: Path) -> RoutedForm | None:

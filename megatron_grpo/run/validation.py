@@ -13,10 +13,10 @@ from megatron_grpo.observability.sample_tables import prompt_text, sample_row
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.metrics import reward_function_metrics, rollout_metrics
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.context import GRPORun
+from megatron_grpo.run.context import SamplingRun
 
 
-def validate(run: GRPORun, timer: StepTimer) -> dict[str, float]:
+def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
     """Accuracy, reward and length on the validation prompts, one response each.
 
     Args:

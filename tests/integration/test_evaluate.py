@@ -12,6 +12,7 @@ import pytest
 
 from tests.integration.runs import TrainingRun, read_jsonl
 
+
 def evaluate(*words: object) -> dict[str, Any]:
     """Run the command; what it wrote into its output, and the samples."""
     command = [sys.executable, "-m", "megatron_grpo.evaluate", *map(str, words)]

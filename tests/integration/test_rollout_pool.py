@@ -40,6 +40,7 @@ from tests.support.made_up_pool import (
     prompt,
     seed_text,
 )
+from tests.support.recording import make_record
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,14 +189,15 @@ def test_the_dump_holds_what_was_collected(tmp_path: Path) -> None:
         groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
         flat = [one for group in rollouts.fetch(groups) for one in group]
         by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
+        record = make_record(samples_per_prompt=SAMPLES)
         by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
         for shard in by_token.shards:
             lengths = by_token.lengths[shard.sequences]
             of_token = [1000 * number + np.arange(n) for number, n in zip(shard.sequences, lengths, strict=True)]
             shard.fields["advantages"] = ray.put(np.concatenate(of_token).astype(np.float32))
             shard.fields["prev_logprobs"] = ray.put(-np.concatenate(of_token).astype(np.float32))
-        rollouts.wait_dump(rollouts.dump(4, groups, by_response, tmp_path))
-        rollouts.wait_dump(rollouts.dump(5, groups, by_token, tmp_path, sample=3))
+        rollouts.wait_dump(rollouts.dump(4, groups, by_response, tmp_path, record))
+        rollouts.wait_dump(rollouts.dump(5, groups, by_token, tmp_path, record, sample=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
     for row, one in zip(rows, flat, strict=True):

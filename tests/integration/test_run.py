@@ -18,6 +18,7 @@ from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat, read_heartbeats
 from megatron_grpo.cluster.process_log import LOGS_FOLDER
 from tests.integration.runs import SHORT, TrainingRun, read_jsonl, without_timing
 
+
 def test_a_run_writes_everything_that_explains_it(straight_run: TrainingRun) -> None:
     rows = straight_run.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

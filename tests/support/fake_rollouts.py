@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_grpo.data.batch import STORED_DTYPES, StepBatch
 from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.recording import StepFacts, StepRecord, read_recorded
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timers import StepTimer
@@ -191,10 +192,21 @@ class FakeRollouts:
         ]
         return references, summary
 
+    def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
+        facts, groups = read_recorded(file)
+        return facts, self.put(groups)
+
     def dump(
-        self, step: int, groups: Sequence[SampledGroup], batch: Any, run_dir: Path, *, sample: int | None = None
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: Any,
+        run_dir: Path,
+        record: StepRecord,
+        *,
+        sample: int | None = None,
     ) -> Any:
-        self.dumped.append((step, groups, batch, run_dir, sample))
+        self.dumped.append((step, groups, batch, run_dir, record, sample))
         return f"rollouts of step {step}"
 
     def wait_dump(self, dump: Any) -> None:

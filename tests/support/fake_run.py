@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.recording import StepFacts
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.refit.interface import TransferReport
 from megatron_grpo.run.context import GRPORun, PPORun
 from megatron_grpo.run.non_finite import FiniteGuard
 from megatron_grpo.run.placement import Placement
@@ -30,17 +32,19 @@ class FakeDumps:
         self.log = log
         self.groups: dict[int, list[SampledGroup]] = {}
         """By step, what was to be written."""
+        self.facts: dict[int, StepFacts] = {}
+        """By step, what was to be said beside it."""
         self.held: list[int] = []
         """The step that would be written if it failed now; none, once its writing has begun."""
 
-    def hold(self, step: int, groups: list[SampledGroup], batch: Any) -> None:
+    def hold(self, step: int, groups: list[SampledGroup], batch: Any, facts: StepFacts) -> None:
         self.held = [step]
 
-    def begin(self, step: int, groups: list[SampledGroup], batch: Any) -> None:
+    def begin(self, step: int, groups: list[SampledGroup], batch: Any, facts: StepFacts) -> None:
         self.log.append(f"dump {step} begins")
         self.held.clear()
         assert step not in self.groups, "the rollouts of a step are written once"
-        self.groups[step] = groups
+        self.groups[step], self.facts[step] = groups, facts
 
     def finish(self, step: int) -> None:
         self.log.append(f"dump {step} is there")
@@ -68,7 +72,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
 
     def publish(version: int) -> Any:
         log.append(f"version {version}")
-        return SimpleNamespace(bytes_sent=8, retries=0, replaced=())
+        return TransferReport(version, bytes_sent=8, tensors=1, buckets=1, seconds=0.0)
 
     parts: dict[str, Any] = {
         "config": config,
@@ -79,7 +83,7 @@ def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelS
         "samples": source,
         "dumps": FakeDumps(log),
         "guard": source.guard,
-        "loader": None,
+        "loader": SimpleNamespace(state_dict=lambda: {"epoch": 0}),
         "val_prompts": [],
         "loss_fn": ClippedPGLossFn(config.loss_fn),
         "logger": None,

@@ -20,6 +20,7 @@ from megatron_grpo.run.save_state import default_grpo_save_state
 from megatron_grpo.run.step_report import StepReport
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
+from tests.support.recording import make_facts
 from tests.support.trajectories import make_trajectory
 
 CHECKPOINTING = CheckpointingConfig(save_period=2, metric_name="loss")
@@ -52,7 +53,7 @@ class Run:
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
         self.rollouts = FakeRollouts()
-        self.samples = SimpleNamespace(waiting=[])
+        self.samples = SimpleNamespace(waiting=[], used_up="the data is used up: 1 epoch(s)")
         self.callbacks = Callbacks()
         self.models: Callable[[Path], None] = lambda _: None
         self.report = StepReport(SOUND, {}, {}, [])
@@ -70,7 +71,7 @@ class Run:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1
-                self.dumps.begin(number, [], None)
+                self.dumps.begin(number, [], None, make_facts())
                 return replace(self.report, failure=self.refit_fails.get(number))
             self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.checks.async_grpo import async_problems, oversampling_problems
+from megatron_grpo.preflight.checks.debug import debug_problems
 from megatron_grpo.preflight.checks.loop import loop_problems
 from megatron_grpo.preflight.checks.loss import loss_problems
 from megatron_grpo.preflight.checks.ppo import ppo_problems
@@ -32,4 +33,5 @@ def config_problems(config: Config) -> list[Problem]:
         *loss_problems(config),
         *ppo_problems(config),
         *report_problems(config),
+        *debug_problems(config),
     ]

@@ -43,7 +43,7 @@ def cautions(config: Config) -> Iterator[Problem]:
 
 def _rarely_ranked(config: Config) -> Iterator[Problem]:
     checkpointing, period = config.checkpointing, config.loop.val_period
-    ranked = checkpointing.enabled and checkpointing.keep_top_k is not None
+    ranked = config.saves and checkpointing.keep_top_k is not None
     if not ranked or not checkpointing.metric_name.startswith(VALIDATION_PREFIX):
         return
     if period == 0 or checkpointing.save_period % period:

@@ -74,7 +74,7 @@ def _early_stop(config: Config) -> Iterator[Problem]:
 def _checkpointing(config: Config) -> Iterator[Problem]:
     checkpointing = config.checkpointing
     key, name = "checkpointing.metric_name", checkpointing.metric_name
-    if not checkpointing.enabled or checkpointing.keep_top_k is None:
+    if not config.saves or checkpointing.keep_top_k is None:
         return
     if name == "accuracy" and _nothing_is_correct(config):
         yield _no_accuracy(config, key, name)

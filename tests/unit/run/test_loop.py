@@ -15,6 +15,7 @@ from megatron_grpo.refit.interface import PolicyLostError, RefitError
 from megatron_grpo.run.step_report import StepReport
 from tests.support.damage import flip
 from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
+from tests.support.recording import make_facts
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 
@@ -221,7 +222,7 @@ def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
 @pytest.mark.parametrize("error", [RunError("the loss is not finite"), ModelLostError("rank 0 is gone")], ids=str)
 def test_a_step_that_fails_leaves_its_rollouts(error: RunError, tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.dumps.hold(1, [], None)
+    run.dumps.hold(1, [], None, make_facts())
     with pytest.raises(type(error), match=str(error)):
         run.train(steps=0, error=error)
     assert "dump 1 is left" in run.logged

@@ -14,6 +14,7 @@ from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from megatron_grpo.run.dumps import RolloutDumps
 from megatron_grpo.run.profiling import profiled
 from tests.support.fake_rollouts import FakeRollouts
+from tests.support.recording import RUN
 from tests.support.trajectories import make_trajectory, with_learnt
 
 
@@ -50,5 +51,5 @@ def test_some_rollouts_of_a_step(tmp_path: Path) -> None:
     rows = [make_trajectory(prompt_idx=10 + group, group=group, response=f"{group}") for group in range(4)]
     write_rollouts(rollouts_file(tmp_path, 3), [(one.group, with_learnt(one, one)) for one in rows])
     rollouts: Any = FakeRollouts()
-    dumps = RolloutDumps(rollouts, LoggerConfig(num_completions_to_print=3), tmp_path)
+    dumps = RolloutDumps(rollouts, LoggerConfig(num_completions_to_print=3), tmp_path, RUN)
     assert [row["response"] for row in dumps.some(3)] == ["0", "1", "2"], "each to another prompt"

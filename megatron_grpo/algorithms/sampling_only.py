@@ -1,0 +1,48 @@
+"""Sampling and scoring without training (debug.train=false): the first half of a step, of any algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.algorithms.report import learning_metrics, sampling_metrics
+from megatron_grpo.algorithms.samples import sample
+from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.training_batch import without_tokens
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.observability.throughput import processed
+from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.run.context import SamplingRun
+from megatron_grpo.run.loop import train_steps
+from megatron_grpo.run.opening import Opening
+from megatron_grpo.run.setup import setup_sampling
+from megatron_grpo.run.step_report import StepReport
+
+
+def run(config: Config, opening: Opening | None = None) -> None:
+    """One run from start to end; ends every process it started, however it ends."""
+    with setup_sampling(config, opening) as sampling_run:
+        train_steps(sampling_run, lambda batches: sampling_step(sampling_run, batches))
+        sampling_run.logger.finish()
+
+
+def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
+    """One step: sample, score, write. None: no prompts are left.
+
+    `valid_tokens` are those that a loss would be taken over.
+
+    Raises:
+        SamplingError: an engine or an environment failed, or a reward is not finite.
+        RunError: a sampling log-probability is not finite.
+    """
+    config, timer = run.config, StepTimer()
+    samples = sample(run.samples, batches, timer)
+    if samples is None:
+        return None
+    run.dumps.begin(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
+    outcomes = samples.outcomes
+    scores = samples.scores or score(config, outcomes)
+    metrics = sampling_metrics(config, samples, scores) | learning_metrics(None, without_tokens(config, outcomes))
+    timing = timer.seconds
+    speed = processed([outcome.tokens for outcome in outcomes], timing)
+    return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

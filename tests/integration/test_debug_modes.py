@@ -1,0 +1,204 @@
+"""Half runs for real: what trains on a recording is the recorded run to the last digit, and sampling needs no rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_grpo.data.rollout_files import rollouts_file
+from tests.integration.runs import TrainingRun, read_jsonl, without_timing
+
+TINY = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.val_period=0")
+SHORT = (*TINY, "grpo.max_num_steps=3", "grpo.max_val_samples=16", "checkpointing.keep_top_k=null")
+OF_REFITS = ("refit_bytes", "refit_retries", "engine_restarts")
+OF_LEARNING = ("advantages", "prev_logprobs")
+
+
+def replay(recorded: TrainingRun, *overrides: str, name: str = "replay") -> TrainingRun:
+    """The same run once more, on what the other recorded."""
+    given = [one for one in recorded.overrides if not one.startswith(("run_dir=", "+exp=", "logger.progress"))]
+    recipe = next(one for one in recorded.overrides if one.startswith("+exp=")).removeprefix("+exp=")
+    source = f"debug.rollouts_from={recorded.run_dir}"
+    run_dir = recorded.run_dir.with_name(name)
+    return TrainingRun(run_dir, *given, "data.val_path=null", source, *overrides, recipe=recipe)
+
+
+def learnt(run: TrainingRun) -> list[dict[str, Any]]:
+    """All metrics of training: those of refits and validations are of engines."""
+    rows = without_timing(run.metrics())
+    return [{k: v for k, v in row.items() if k not in OF_REFITS and not k.startswith("val_")} for row in rows]
+
+
+def processes(run: TrainingRun) -> set[str]:
+    """Kinds of processes that a run had, by their logs."""
+    return {file.stem.rstrip("0123456789_") for file in (run.run_dir / "logs").glob("*.log")}
+
+
+def assert_replayed(replayed: TrainingRun, recorded: TrainingRun) -> None:
+    """Every figure and every rollout is the same, and there was no engine."""
+    assert learnt(replayed) == learnt(recorded)
+    assert all("recording" in row["timing"] and "refit" not in row["timing"] for row in replayed.metrics())
+    assert not any(set(OF_REFITS) & row.keys() for row in replayed.metrics())
+    for row in recorded.metrics():
+        assert replayed.rollouts(row["step"]) == recorded.rollouts(row["step"])
+    assert not any("engine" in name or "environment" in name for name in processes(replayed)), processes(replayed)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Three steps that any run would make."""
+    run = TrainingRun(tmp_path_factory.mktemp("recorded") / "run", *SHORT)
+    assert run.finish() == 0, run.log()
+    return run
+
+
+def test_training_on_a_recording_is_the_recorded_run(recorded: TrainingRun) -> None:
+    run = replay(recorded)
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3]
+    assert all(row["optimizer_steps"] > 0 for row in run.metrics())
+    assert_replayed(run, recorded)
+
+
+def test_sampling_without_training(recorded: TrainingRun) -> None:
+    run = TrainingRun(recorded.run_dir.with_name("sampled"), *SHORT, "grpo.max_num_steps=2", "debug.train=false")
+    assert run.finish() == 0, run.log()
+    run.assert_nothing_left()
+    first, second = run.metrics()
+    assert {row["optimizer_steps"] for row in (first, second)} == {0}
+    assert "loss" not in first
+    assert (first["weight_version"], second["weight_version"]) == (0, 0)
+    assert first["reward"] == recorded.metrics()[0]["reward"]
+    ours, theirs = run.rollouts(1), recorded.rollouts(1)
+    assert [row for row in ours if any(row[name] is not None for name in OF_LEARNING)] == []
+    assert ours == [row | dict.fromkeys(OF_LEARNING) for row in theirs], "the first step is that of any run"
+    assert run.rollouts(2) != recorded.rollouts(2)
+    validations = read_jsonl(run.run_dir / "validation.jsonl")
+    assert [row["step"] for row in validations] == [0, 2]
+    assert validations[0]["val_accuracy"] == validations[1]["val_accuracy"], "the weights are those of the beginning"
+    assert not (run.run_dir / "checkpoints").exists()
+    assert not any("rank" in name for name in processes(run)), processes(run)
+    assert json.loads((run.run_dir / "summary.json").read_text())["outcome"] == "completed"
+
+
+@pytest.mark.slow
+def test_what_was_sampled_without_training_can_be_trained_on(recorded: TrainingRun, tmp_path: Path) -> None:
+    sampled = TrainingRun(tmp_path / "sampled", *SHORT, "debug.train=false", "grpo.val_at_start=false")
+    assert sampled.finish() == 0, sampled.log()
+    given = [one for one in sampled.overrides if one.startswith("grpo.")]
+    source = f"debug.rollouts_from={sampled.run_dir / 'rollouts'}"
+    run = TrainingRun(tmp_path / "trained", *given, source, "data.val_path=null", "checkpointing=none")
+    assert run.finish() == 0, run.log()
+    ours, theirs = run.metrics(), sampled.metrics()
+    assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
+    assert learnt(run)[0] == learnt(recorded)[0], "the first step is on policy"
+    assert [row["weight_version"] for row in ours] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_recording_ends(recorded: TrainingRun, tmp_path: Path) -> None:
+    """With engines again, from the checkpoint that the recorded run would have written: its last step, once more."""
+    first_two = tmp_path / "first_two"
+    for step in (1, 2):
+        rollouts_file(first_two, step).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(rollouts_file(recorded.run_dir, step), rollouts_file(first_two, step))
+    begun = replay(recorded, f"debug.rollouts_from={first_two}", name="continued")
+    assert begun.finish() == 0, begun.log()
+    assert f"the recording is used up: {first_two} ends with step 2" in begun.log()
+    assert json.loads((begun.run_dir / "summary.json").read_text())["outcome"] == "data_used_up"
+    assert learnt(begun) == learnt(recorded)[:2]
+    run = TrainingRun(begun.run_dir, *SHORT)
+    assert run.finish() == 0, run.log()
+    assert "resumed after step 2" in run.log()
+    assert learnt(run) == learnt(recorded)
+    assert run.rollouts(3) == recorded.rollouts(3)
+
+
+@pytest.mark.slow
+def test_a_replay_that_was_killed_resumes(recorded: TrainingRun) -> None:
+    first = replay(recorded, "checkpointing.save_period=1", name="killed")
+    first.start()
+    first.wait_for(lambda: (first.run_dir / "checkpoints" / "step_1").exists())
+    first.kill()
+    first.assert_nothing_left()
+    second = replay(recorded, "checkpointing.save_period=1", name="killed")
+    assert second.finish() == 0, second.log()
+    assert_replayed(second, recorded)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_every_option_of_a_step(tmp_path: Path) -> None:
+    """Groups that were dropped, several optimizer steps, a reference that moves, rewards scaled and shaped."""
+    options = (
+        "grpo.use_dynamic_sampling=true",
+        "grpo.batch_multiplier=1.5",
+        "grpo.overlong_filtering=true",
+        "grpo.reward_scaling.enabled=true",
+        "grpo.reward_scaling.target_min=-1",
+        "grpo.reward_shaping.enabled=true",
+        "grpo.reward_shaping.stop_properly_penalty_coef=0.5",
+        "grpo.seq_logprob_error_threshold=1.5",
+        "grpo.num_iterations=2",
+        "grpo.sync_ref_model=true",
+        "grpo.ref_model_sync_steps=1",
+        "loss_fn.reference_policy_kl_penalty=0.1",
+        "loss_fn.use_importance_sampling_correction=true",
+        "policy.train_global_batch_samples=16",
+        "policy.parallel.pipeline=1",
+        "policy.parallel.data=2",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
+    first = TrainingRun(tmp_path / "run", *SHORT, *options)
+    assert first.finish() == 0, first.log()
+    assert sum(row["dynamic_sampling_groups_without_signal"] for row in first.metrics()) > 0
+    second = replay(first)
+    assert second.finish() == 0, second.log()
+    assert_replayed(second, first)
+
+
+@pytest.mark.slow
+def test_ppo_trains_on_a_recording_too(tmp_path: Path) -> None:
+    sizes = (
+        "ppo.max_num_steps=3",
+        "ppo.policy_training_start_step=1",
+        "ppo.num_prompts_per_step=32",
+        "ppo.val_period=0",
+        "ppo.val_at_start=false",
+        "ppo.val_at_end=false",
+        "checkpointing=none",
+    )
+    first = TrainingRun(tmp_path / "run", *sizes, recipe="quickstart_ppo")
+    assert first.finish() == 0, first.log()
+    second = replay(first)
+    assert second.finish() == 0, second.log()
+    assert [row["optimizer_steps"] for row in second.metrics()] == [0, 1, 1]
+    assert all(np.isfinite(row["value_loss"]) for row in second.metrics())
+    assert_replayed(second, first)
+
+
+@pytest.mark.slow
+def test_another_loss_on_the_same_rollouts(recorded: TrainingRun) -> None:
+    run = replay(recorded, "checkpointing=none", "loss_fn.token_level_loss=false", name="other_loss")
+    assert run.finish() == 0, run.log()
+    ours, theirs = learnt(run), learnt(recorded)
+    assert [row["reward"] for row in ours] == [row["reward"] for row in theirs]
+    assert ours[1]["grad_norm"] != theirs[1]["grad_norm"]
+
+
+def test_mistakes_are_told_before_anything_starts(recorded: TrainingRun, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(recorded.run_dir / "rollouts", broken)
+    (broken / "step_2.parquet").write_bytes((broken / "step_2.parquet").read_bytes()[:-20])
+    run = replay(recorded, f"debug.rollouts_from={broken}", name="refused")
+    assert run.finish() == 2, run.log()
+    assert f"debug.rollouts_from={broken}" in run.log()
+    assert "is damaged or was not written to its end" in run.log()
+    assert "Traceback" not in run.log()
+    assert not run.run_dir.exists()
