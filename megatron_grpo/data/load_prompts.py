@@ -14,6 +14,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
 from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.examine import Examined, examined
+from megatron_grpo.data.first_rows import count_left_out
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import Batches, PromptLoader
 from megatron_grpo.data.row_forms import processor_of
@@ -138,15 +139,15 @@ def _read(
         raise ConfigError([Problem(subject, "has no rows")])
     try:
         dataset = _processed(config, one, looked, tokenizer)
-        rendered = range(min(len(dataset), data.rows_rendered_at_start))
-        left_out = sum(dataset[idx]["loss_multiplier"] == 0 for idx in rendered)
+        rendered = min(len(dataset), data.rows_rendered_at_start)
+        left_out = count_left_out(dataset, rendered)
     except ValueError as error:
         raise ConfigError([Problem(subject, str(error))]) from error
     if dataset.refused:
         notes.append(f"{len(dataset.refused)} rows of {subject} are left out: {next(iter(dataset.refused.values()))}")
         left_out -= len(dataset.refused)
     if left_out:
-        among = f"{len(dataset)} rows" if len(rendered) == len(dataset) else f"first {len(rendered)} rows"
+        among = f"{len(dataset)} rows" if rendered == len(dataset) else f"first {rendered} rows"
         notes.append(
             f"{left_out} of the {among} of {subject} are left out: their prompts have more "
             f"than data.max_input_seq_length={data.max_input_seq_length} tokens"

@@ -35,9 +35,7 @@ def math_data_processor(
         ValueError: the prompt has no tokens or too many, the words around it do not fit it, or the tokenizer has no
             chat template, or one that refuses the prompt.
     """
-    prompt = datum_dict[task_data_spec.prompt_key]
-    worded = _worded(prompt, datum_dict, task_data_spec, idx)
-    text = _render_chat(worded, task_data_spec, tokenizer, idx) if task_data_spec.apply_chat_template else worded
+    text = rendered(datum_dict, task_data_spec, tokenizer, idx)
     token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
     if not token_ids:
         raise ValueError(f"row {idx}: the prompt {text!r} has no tokens")
@@ -58,8 +56,25 @@ def math_data_processor(
         loss_multiplier=1.0 if len(token_ids) <= max_seq_length else 0.0,
         idx=idx,
         task_name=datum_dict.get("task_name", task_data_spec.task_name),
-        prompt=prompt,
+        prompt=datum_dict[task_data_spec.prompt_key],
     )
+
+
+def rendered(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
+    """The prompt of a row as the text that is tokenised.
+
+    Args:
+        row: the row, with a prompt.
+        spec: how prompts are rendered.
+        tokenizer: a Hugging Face tokenizer, for its chat template.
+        idx: number of the row, for messages.
+
+    Raises:
+        ValueError: the words around it do not fit, or there is no chat template, or it refuses the prompt.
+    """
+    worded = _worded(row[spec.prompt_key], row, spec, idx)
+    text: str = _render_chat(worded, spec, tokenizer, idx) if spec.apply_chat_template else worded
+    return text
 
 
 def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:

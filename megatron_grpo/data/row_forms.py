@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.config.importing import imported
 from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec
-from megatron_grpo.data.processors import math_data_processor
+from megatron_grpo.data.processors import math_data_processor, rendered
 
 RowForm = Callable[[dict[str, Any]], dict[str, Any]]
 """A row of a dataset -> the same with `prompt` and `answer`; ValueError when it is not of the dataset's shape."""
@@ -98,11 +98,26 @@ def processor_of(name: str | None) -> DataProcessor:
     return found
 
 
+def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
+    """What makes the text of a prompt, before it is tokenised, as a processor does; None: only a user's own knows.
+
+    Args:
+        processor: what `processor_of` has found.
+    """
+    if processor is math_data_processor:
+        return rendered
+    return processor.rendered if isinstance(processor, _Formed) else None
+
+
 class _Formed:
     """A processor of rows that have to be brought into form first."""
 
     def __init__(self, form: RowForm) -> None:
         self._form = form
+
+    def rendered(self, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
+        """The text of the row's prompt, as `processors.rendered` makes it."""
+        return rendered(self._form(row), spec, tokenizer, idx)
 
     def __call__(self, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
         return math_data_processor(self._form(row), spec, tokenizer, longest, idx)

@@ -56,6 +56,12 @@ def test_answers_are_compared_by_value(environment: MathEnvironment, response: s
     assert result.reward == float(correct)
 
 
+def test_a_box_that_holds_the_reference_is_right_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_answers, "parse", lambda *_, **__: pytest.fail("it was read"))
+    assert is_correct("so \\boxed{ \\frac{1}{\\sqrt{3}} }", "\\frac{1}{\\sqrt{3}}")
+    assert is_correct("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}")
+
+
 def test_the_last_complete_box_is_the_answer() -> None:
     assert final_answer("a \\boxed{1} b \\boxed{\\frac{1}{2}} c") == "\\boxed{\\frac{1}{2}}"
     assert final_answer("x" * 5000 + "42").endswith("x42")
