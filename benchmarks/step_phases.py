@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from header import header
@@ -124,4 +126,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.steps, arguments.overrides), indent=2))
+    with redirect_stdout(sys.stderr):  # what a run says of itself
+        measured = measure(arguments.steps, arguments.overrides)
+    print(json.dumps(measured, indent=2))

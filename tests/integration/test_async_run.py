@@ -63,9 +63,8 @@ def test_what_an_asynchronous_run_reports(straight: TrainingRun) -> None:
     assert len(sampled) == len(set(sampled)) == PROMPTS * STEPS
 
 
-@pytest.mark.parametrize(
-    "moments", [pytest.param([4.5], id="once"), pytest.param([0.1, 1.0, 2.2, 2.8, 3.5, 5.2], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [[4.5], [0.1, 1.0, 2.2, 2.8, 3.5, 5.2]], ids=len)
 def test_a_kill_at_any_moment_loses_and_repeats_no_prompt(
     moments: list[float], straight: TrainingRun, tmp_path: Path
 ) -> None:

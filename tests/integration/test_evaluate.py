@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.integration.runs import TrainingRun, read_jsonl
 
@@ -23,24 +24,44 @@ def evaluate(*words: object) -> dict[str, Any]:
     return json.loads((output / "results.json").read_text()) | {"rows": read_jsonl(output / "samples.jsonl")}
 
 
-def test_an_evaluation_finds_what_validation_found(straight_run: TrainingRun, tmp_path: Path) -> None:
-    checkpoint = straight_run.run_dir / "checkpoints" / "step_6"
+@pytest.fixture(scope="module")
+def prompts(straight_run: TrainingRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The held-out prompts that the run validated with."""
+    file = tmp_path_factory.mktemp("prompts") / "held_out.jsonl"
+    config = yaml.safe_load((straight_run.run_dir / "config.yaml").read_text())
+    lines = Path(config["data"]["val_path"]).read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: config["grpo"]["max_val_samples"]]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def greedy(straight_run: TrainingRun, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the most likely answers of the last checkpoint are."""
+    output = tmp_path_factory.mktemp("evaluations") / "greedy"
+    evaluate(f"checkpoint={straight_run.run_dir}/checkpoints/step_6", f"data.val_path={prompts}", f"output={output}")
+    return output
+
+
+def test_an_evaluation_finds_what_validation_found(straight_run: TrainingRun, greedy: Path) -> None:
     *_, validated = read_jsonl(straight_run.run_dir / "validation.jsonl")
-    prompts = tmp_path / "held_out.jsonl"
-    config = (straight_run.run_dir / "config.yaml").read_text()
-    (source,) = [line.split(": ")[1].strip() for line in config.splitlines() if line.strip().startswith("val_path:")]
-    prompts.write_text("".join(Path(source).read_text().splitlines(keepends=True)[:64]))
-    greedy = evaluate(f"checkpoint={checkpoint}", f"data.val_path={prompts}", f"output={tmp_path / 'greedy'}")
-    figures = greedy["sets"]["held_out"]
-    assert (figures["prompts"], greedy["temperature"]) == (64, 0.0)
+    results = json.loads((greedy / "results.json").read_text())
+    figures = results["sets"]["held_out"]
+    assert (figures["prompts"], results["temperature"]) == (64, 0.0)
     assert figures["accuracy"]["mean"] == pytest.approx(validated["val_accuracy"], abs=1e-12)
     assert figures["metrics"]["response_length"] == validated["val_response_length"]
+
+
+@pytest.mark.slow
+def test_several_samples_are_compared_with_one(
+    straight_run: TrainingRun, prompts: Path, greedy: Path, tmp_path: Path
+) -> None:
+    *_, validated = read_jsonl(straight_run.run_dir / "validation.jsonl")
     sampled = evaluate(
-        f"checkpoint={checkpoint}",
+        f"checkpoint={straight_run.run_dir}/checkpoints/step_6",
         f"data.val_path={prompts}",
         "samples=4",
         "k=[1,4]",
-        f"compare={tmp_path / 'greedy'}",
+        f"compare={greedy}",
         f"output={tmp_path / 'sampled'}",
     )
     figures = sampled["sets"]["held_out"]

@@ -61,14 +61,14 @@ def killed_driver(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def generation(model: Path, killed_driver: dict[str, Any]) -> Iterator[VllmGeneration]:
-    del killed_driver  # first, so that two engines never run at once
+def generation(model: Path) -> Iterator[VllmGeneration]:
     ray.init(include_dashboard=False, num_cpus=2, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
     with engines(model, pipeline=2) as started:
         yield started
     ray.shutdown()
 
 
+@pytest.mark.slow  # test_run.py looks for what a killed run leaves with every `make test`
 def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, Any]) -> None:
     assert len(killed_driver["processes"]) >= 4, "the engine's actor, its core and two workers"
     left = set(killed_driver["processes"])
@@ -78,6 +78,7 @@ def test_a_killed_driver_leaves_no_vllm_process_behind(killed_driver: dict[str, 
     assert not left
 
 
+@pytest.mark.slow
 def test_another_process_samples_the_same_bits(generation: VllmGeneration, killed_driver: dict[str, Any]) -> None:
     for _ in range(2):
         outputs = generate(generation, generation_driver.requests(), generation_driver.SETTINGS)

@@ -22,6 +22,8 @@ from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, k
 
 POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
 ENGINE_LAYOUTS = {"tp1": {"data": 2}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
+pytestmark = pytest.mark.slow  # with every `make test`, test_reshard.py compares a broadcast with what a folder gives
+
 PROMPTS = [[2 + i, 3, 5 + i, 7] for i in range(6)]
 TOKENS = 8
 REFIT = RefitConfig(bucket_mib=0.05, timeout_s=60.0, retries=0)
@@ -57,7 +59,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
 
 @pytest.fixture(
     scope="module",
-    params=["tp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2"))],
+    params=["tp1", "tp2", "pp2"],
 )
 def generation(request: pytest.FixtureRequest, base: Path) -> Iterator[VllmGeneration]:
     with engines(base, **ENGINE_LAYOUTS[request.param]) as started:

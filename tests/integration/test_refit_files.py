@@ -27,14 +27,13 @@ __all__ = ["ray_cluster"]  # a fixture of every test here
 
 REFIT = RefitConfig(mode="files", bucket_mib=0.02, timeout_s=60.0, retries=0)
 """Files so small that a version has many."""
-SLOW = ("ep2_to_ep2", "latent_tp2_to_pp2")
+OTHERS = ("ep2_to_ep2", "latent_tp2_to_pp2")
 TENSORS = 2 * 11 + 1 + 1
 """Of the dense model: 11 a layer, the (tied) embedding and the last norm."""
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES.values(), *(pytest.param(RARE[name], marks=pytest.mark.slow) for name in SLOW)], ids=[*CASES, *SLOW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES.values(), *(RARE[name] for name in OTHERS)], ids=[*CASES, *OTHERS])
 def test_the_engine_holds_the_same_bits_however_weights_come(case: Case, tmp_path: Path) -> None:
     family = FAMILIES[case.family]
     base = make_model(tmp_path / "base", seed=0, family=family)

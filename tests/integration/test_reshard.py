@@ -150,6 +150,7 @@ def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: An
     assert_serves(generation, oracle, version=14)
 
 
+@pytest.mark.slow
 def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any) -> None:
     generation, policy, oracle = engine_and_policy
     transport = ReshardTransport(policy, generation, replace(REFIT, shared_memory=False))

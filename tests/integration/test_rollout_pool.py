@@ -40,6 +40,7 @@ from tests.support.made_up_pool import (
     prompt,
     seed_text,
 )
+from tests.support.rare import rare
 from tests.support.recording import make_record
 
 
@@ -51,7 +52,10 @@ def cluster() -> Iterator[None]:
     cluster.shutdown()
 
 
-@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 1), (3, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("engines", "workers"),
+    [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 1), (2, 1), (1, 2)])],
+)
 def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: int, workers: int) -> None:
     prompts = [prompt(idx) for idx in (5, 3, 8, 0, 12, 7)]
     timer = StepTimer()
@@ -232,7 +236,7 @@ def failing(function: str, **changes: Any) -> EnvironmentConfig:
         ("dies_on_bad", "environment task: its process ended over this response"),
     ],
 )
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, *rare([2])])
 def test_only_the_samples_that_break_a_reward_function_fail(function: str, reason: str, processes: int) -> None:
     bad = {1: [seed_text(1, 2)], 4: [seed_text(4, 0)]}
     prompts = [prompt(idx, bad.get(idx, ())) for idx in range(PROMPTS)]

@@ -65,6 +65,7 @@ def test_a_server_serves_what_the_policy_is_however_weights_come_and_after_it_wa
         policy.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_of_another_model_is_told_at_the_start(server: ServerProcess, tmp_path: Path) -> None:
     from transformers import Qwen3Config
 

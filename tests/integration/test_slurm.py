@@ -149,6 +149,7 @@ def traces(job: str) -> list[str]:
     return processes_with(folder.name) + [str(folder)] * folder.exists()
 
 
+@pytest.mark.slow
 def test_quickstart_runs_under_slurm_and_leaves_nothing_behind(slurm: Slurm, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "+exp=quickstart", "grpo.max_num_steps=2", "grpo.val_at_start=false")
     state = slurm.wait(job, 300)

@@ -97,10 +97,8 @@ def versions(tmp_path: Path) -> Iterator[Versions]:
     found.policy.shutdown()
 
 
-# Every layout starts engines and ranks of its own.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "recomputed" else pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow  # every layout starts engines and ranks of its own
+@pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_every_token_was_drawn_by_the_version_that_its_span_names(name: str, versions: Versions) -> None:
     layout, recompute = LAYOUTS[name]

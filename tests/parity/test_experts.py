@@ -87,6 +87,7 @@ def test_padding_is_not_counted(model: TinyModel, alone: Any) -> None:
     assert torch.equal(chosen["1"], alone[1]["1"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_into_and_out_of_shared_experts(model: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     settings = {"moe": MOE}

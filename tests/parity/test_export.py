@@ -53,7 +53,7 @@ def assert_same_model(output: Path, model: TinyModel) -> None:
 
 
 # One whose embeddings are tied and one whose padded vocabulary is stored twice.
-@pytest.mark.parametrize("name", ["qwen3_tied", "llama_untied"])
+@pytest.mark.parametrize("name", ["qwen3_tied", pytest.param("llama_untied", marks=pytest.mark.slow)])
 def test_exported_folder_is_the_trained_model(name: str, tiny_models: dict[str, TinyModel], tmp_path: Path) -> None:
     checkpoint = make_run(tiny_models[name], tmp_path / "run", Layout(tensor=2, pipeline=2))
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]

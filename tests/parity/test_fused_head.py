@@ -28,6 +28,7 @@ def gradients_with_the_fused_head(models: list[TinyModel]) -> list[tuple[dict[st
         destroy_parallel()
 
 
+@pytest.mark.slow  # in Triton's interpreter; tests/unit/kernels compare the kernel with every `make test`
 def test_gradients_equal_transformers(tiny_models: dict[str, TinyModel]) -> None:
     models = [tiny_models["qwen3_tied"]]
     expect_gradients_of_transformers([interpreted(gradients_with_the_fused_head, models)], models, tolerance=1e-4)

@@ -16,9 +16,10 @@ from tests.parity.policy_training import make_batch, make_engine, whole_gradient
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, merged, step_counts
 from tests.support.loss_oracle import CONFIGS
+from tests.support.rare import rare
 from tests.support.tiny_models import TinyModel
 
-LAYOUTS = [Layout(), Layout(data=2), Layout(pipeline=2)]
+LAYOUTS = [*rare([Layout(), Layout(pipeline=2)]), Layout(data=2)]
 Gradients = dict[str, Tensor]
 """By the names of transformers."""
 

@@ -199,6 +199,7 @@ def load_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfi
     return whole_tensors(rank)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_other_layouts(
     tiny_models: dict[str, TinyModel], tmp_path: Path
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_other_layouts(
             run_on_ranks(Layout(), load_on_rank, model, folder, other)
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen2_tied"])
+@pytest.mark.parametrize("name", ["qwen2_tied", pytest.param("qwen3_tied", marks=pytest.mark.slow)])
 def test_what_is_exported_is_the_merged_model_and_an_adapter_that_peft_loads(
     name: str, tiny_models: dict[str, TinyModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def test_ranks_share_a_key_value_head(layout: Layout, tiny_models: dict[str, Tin
     expect_gradients_of_transformers(run_on_ranks(layout, gradients_on_rank, models), models, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_into_and_out_of_an_interleaved_pipeline(deep: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     expected = merged(run_on_ranks(INTERLEAVED, save_on_rank, deep, tmp_path / "checkpoint", {}))

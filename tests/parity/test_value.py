@@ -27,6 +27,7 @@ from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
 from megatron_grpo.policy.rank.value_rank import ValueRank
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
+from tests.support.rare import rare
 from tests.support.tiny_models import VOCAB, TinyModel
 
 SOURCES = {
@@ -135,7 +136,7 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
     return found
 
 
-@pytest.mark.parametrize("layout", VALUE_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*rare(LAYOUTS[:-1]), *VALUE_LAYOUTS[-2:]], ids=str)
 def test_values_equal_transformers(layout: Layout, reward_models: dict[str, RewardModel]) -> None:
     by_rank = run_on_ranks(layout, values_on_rank, [model.path for model in reward_models.values()])
     for index, (name, reward_model) in enumerate(reward_models.items()):
