@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given  # noqa: E402
-from megatron_grpo.data.rollout_files import read_rollouts  # noqa: E402
+from megatron_grpo.data.recording import read_recorded  # noqa: E402
+from megatron_grpo.data.rollout_files import rollouts_file  # noqa: E402
 from megatron_grpo.data.trajectory import Trajectory  # noqa: E402
 from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
@@ -76,8 +77,8 @@ def as_one_batch(trajectories: list[Trajectory]) -> TokenBatch:
 
 def written_trajectories(run_dir: Path, step: int) -> list[Trajectory]:
     """The rollouts of a step, as the run wrote them down."""
-    rows = read_rollouts(run_dir, step)
-    return [Trajectory.from_row({name: value for name, value in row.items() if name != "step"}) for row in rows]
+    _, groups = read_recorded(rollouts_file(run_dir, step))
+    return [one for group in groups for one in group]
 
 
 def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
