@@ -27,7 +27,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" --durations=10 tests/integration
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow tests/parity tests/integration
+	$(BIN)/python -m pytest -m slow tests
 
 test-unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 tests/unit
