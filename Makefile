@@ -22,9 +22,9 @@ quickstart: $(VENV)/.runtime
 	$(BIN)/python -m megatron_grpo.train +exp=quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
-	$(BIN)/python -m pytest -m "not slow" --durations=10 tests/parity
-	$(BIN)/python -m pytest -m "not slow" --durations=10 tests/integration
+	$(BIN)/python -m pytest -m "not slow" -n 2 --durations=30 tests/unit
+	$(BIN)/python -m pytest -m "not slow" --durations=30 tests/parity
+	$(BIN)/python -m pytest -m "not slow" --durations=30 tests/integration
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests
