@@ -58,3 +58,14 @@ def test_what_fp8_does_to_logprobs() -> None:
     for name, found in rows.items():
         numbers = " | ".join(f"{found[key]:.3f}" for key in ("mean_abs", "p99_abs", "max_abs"))
         assert f"| `{name}` | {numbers} | {found['kl']:.1e} |" in FP8_PAGE
+
+
+def test_what_a_million_rows_take() -> None:
+    result = newest("*_data_cpu.json")
+    page = " ".join((ROOT / "docs" / "data.md").read_text().split())
+    jsonl, parquet = result["jsonl"], result["parquet"]
+    assert result["rows"] == 1_000_000
+    assert result["visits_by_epoch"] == [[1, 1], [1, 1]]
+    assert f"took {jsonl['startup_s']:.0f} s and at most {jsonl['peak_mb'] / 1000:.1f} GB" in page
+    assert f"{parquet['startup_s']:.0f} s and {parquet['peak_mb'] / 1000:.1f} GB with Parquet" in page
+    assert result["date"] in page
