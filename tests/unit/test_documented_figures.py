@@ -69,3 +69,12 @@ def test_what_a_million_rows_take() -> None:
     assert f"took {jsonl['startup_s']:.0f} s and at most {jsonl['peak_mb'] / 1000:.1f} GB" in page
     assert f"{parquet['startup_s']:.0f} s and {parquet['peak_mb'] / 1000:.1f} GB with Parquet" in page
     assert result["date"] in page
+
+
+def test_what_is_said_of_the_speed_of_sampling() -> None:
+    page = " ".join((ROOT / "docs" / "generation.md").read_text().split())
+    result = newest("*_generation_cpu.json")
+    assert result["same_tokens"]
+    assert result["ratio"] >= 0.95
+    assert f"Both gave the same {result['tokens']:,} tokens, the run's way {result['ratio']:.2f} times" in page
+    assert f"{result['requests']} requests, 2 cores, {result['date']}" in page
