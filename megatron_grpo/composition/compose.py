@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
     """The resolved values, and what was wrong on the way."""
     environments = config_groups()["env"]
     read = read_overrides([*job.environment_override(environments), *arguments])
-    ConfigStore.instance().store("schema_defaults", _defaults_tree())
+    _store_defaults()
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
             composed = compose("config", [*hydra_override(added), *read.accepted])
@@ -164,11 +165,15 @@ def _overruled(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[
             yield Problem(f"{key}={shown(value)}", text)
 
 
-def _defaults_tree() -> dict[str, Any]:
-    """The schema's defaults; environments are left to conf/env, so that choosing one does not keep the default one."""
+@functools.cache
+def _store_defaults() -> None:
+    """Tell Hydra the schema's defaults, once for a process.
+
+    Environments are left to conf/env, so that choosing one does not keep the default one.
+    """
     tree = without_shared(dataclasses.asdict(Config()))
     tree["env"] = {}
-    return tree
+    ConfigStore.instance().store("schema_defaults", tree)
 
 
 def _not_composed(accepted: Sequence[str], error: Exception) -> Problem:

@@ -28,9 +28,15 @@ def test_the_published_variants_are_presets() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_composes_with_the_recipes(variant: str) -> None:
-    for recipe in config_groups()["exp"]:
-        if compose_config([f"+exp={recipe}"]).algorithm == "grpo":
+def test_every_variant_composes_with_the_quickstart(variant: str) -> None:
+    assert compose_config(["+exp=quickstart", f"+variant={variant}"]).name == "quickstart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", config_groups()["exp"])
+def test_every_variant_composes_with_the_recipes(recipe: str) -> None:
+    if compose_config([f"+exp={recipe}"]).algorithm == "grpo":
+        for variant in VARIANTS:
             assert compose_config([f"+exp={recipe}", f"+variant={variant}"]).name == recipe
 
 

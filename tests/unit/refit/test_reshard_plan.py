@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 
 
 @given(cases())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
     sources, engine = training_places(training, shape), engine_places(generation, shape)
@@ -113,7 +113,7 @@ def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -
 
 
 @given(cases())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     """Ranks that can have a single message under way, each in its own order, get through all of them."""
     shape, training, generation, bucket = case
