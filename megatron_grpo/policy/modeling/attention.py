@@ -14,7 +14,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_grpo.policy.modeling.packed_sequences import AttentionGroup, PackedSequences
+from megatron_grpo.policy.modeling.packed_sequences import AttentionCalls, AttentionGroup, PackedSequences
+from megatron_grpo.policy.modeling.regroup import into_slots, out_of_slots
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -68,14 +69,29 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
         assert calls is not None, "the microbatch was made for a model without windows"
-        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
+        out = self._in_calls(query[:, 0], key[:, 0], value[:, 0], calls)
+        return out[:, None].flatten(2)
+
+    def _in_calls(self, query: Tensor, key: Tensor, value: Tensor, calls: AttentionCalls) -> Tensor:
+        """[tokens, heads or groups, head_dim] each, to [tokens of this rank, heads, value_dim]."""
+        if calls.slots is not None and calls.out is not None:
+            query = into_slots(query, calls.slots, calls.out)
+            if calls.own_keys:  # slots that repeat a key are of keys that only queries see whose output is left out
+                key, value = (into_slots(tensor, calls.slots, calls.out) for tensor in (key, value))
+        sizes = [group.queries.numel() for group in calls.groups]
+        queries = query.split(sizes)
+        if calls.own_keys:
+            keys, values = key.split(sizes), value.split(sizes)
+        else:  # queries of several parts may see a key
+            keys, values = ([tensor[group.keys.flatten()] for group in calls.groups] for tensor in (key, value))
+        parts = [self._group(*each) for each in zip(queries, keys, values, calls.groups, strict=True)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (out if calls.out is None else out[calls.out])[:, None].flatten(2)
+        return out if calls.out is None else out_of_slots(out, calls.out)
 
     def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
-        """One attention call: [tokens, heads, head_dim] each, to [parts * most queries, heads, value_dim]."""
-        queries = query[group.queries].transpose(1, 2)
-        keys, values = (tensor[group.keys].transpose(1, 2) for tensor in (key, value))
+        """One attention call: [slots, heads or groups, head_dim] each, to [slots of queries, heads, value_dim]."""
+        queries = query.unflatten(0, group.queries.shape).transpose(1, 2)
+        keys, values = (tensor.unflatten(0, group.keys.shape).transpose(1, 2) for tensor in (key, value))
         sees_all = self.window is None or group.keys.shape[1] <= self.window
         mask = None if group.square and sees_all else self._mask(group)
         return self._attend(queries, keys, values, mask).transpose(1, 2).flatten(0, 1)

@@ -47,9 +47,13 @@ class AttentionCalls:
     """The attention calls of one layer, for all tokens of a microbatch on this rank."""
 
     groups: list[AttentionGroup]
+    slots: Tensor | None
+    """[slots], int64: each query's place among this rank's tokens, for the queries of all groups one after the other;
+    None: the tokens as they are."""
     out: Tensor | None
-    """[tokens of this rank], int64: each token's place in the outputs of all groups, one after the other; None: as it
-    is."""
+    """[tokens of this rank], int64: the slot of each token's query; None: that of its number."""
+    own_keys: bool
+    """Whether the keys of all groups stand where their queries do."""
 
 
 @dataclass
@@ -228,9 +232,11 @@ def attention_calls(placement: Placement, window: int | None = None) -> Attentio
             )
         )
         begin = end
+    own_keys = placement.size == 1 and window is None
     if done == len(out) and np.array_equal(out, np.arange(done)):
-        return AttentionCalls(groups, None)
-    return AttentionCalls(groups, torch.from_numpy(out))
+        return AttentionCalls(groups, None, None, own_keys)
+    slots = torch.cat([group.queries.flatten() for group in groups])
+    return AttentionCalls(groups, slots, torch.from_numpy(out), own_keys)
 
 
 def packed_sequences(
@@ -282,7 +288,8 @@ def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> Packe
         if isinstance(value, AttentionGroup):
             return AttentionGroup(move(value.queries), move(value.keys), move(value.first), value.square)
         if isinstance(value, AttentionCalls):
-            return AttentionCalls([all_moved(one) for one in value.groups], all_moved(value.out))
+            groups = [all_moved(one) for one in value.groups]
+            return AttentionCalls(groups, all_moved(value.slots), all_moved(value.out), value.own_keys)
         if isinstance(value, Membership):
             return Membership(move(value.sequence), move(value.weight), value.sequences)
         return value
