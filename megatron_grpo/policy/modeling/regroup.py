@@ -19,7 +19,7 @@ def into_slots(tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
     Returns:
         [slots, ...], the dtype of the tokens.
     """
-    taken: Tensor = _IntoSlots.apply(tokens, slots, back)  # type: ignore[no-untyped-call]
+    taken: Tensor = _IntoSlots.apply(tokens, slots, back)
     return taken
 
 
@@ -33,7 +33,7 @@ def out_of_slots(values: Tensor, back: Tensor) -> Tensor:
     Returns:
         [tokens, ...], the dtype of the values.
     """
-    taken: Tensor = _OutOfSlots.apply(values, back)  # type: ignore[no-untyped-call]
+    taken: Tensor = _OutOfSlots.apply(values, back)
     return taken
 
 
