@@ -18,6 +18,10 @@ from megatron_grpo.cluster.rendezvous import reach_store
 
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
+REACH_S = 10.0
+"""Time to find a store, less than whoever has failed is given to come back (diagnosis.SETTLE_S): a store listens before
+anybody is told of it, so one that is not found was closed, since another member of the attempt has failed."""
+
 
 class Group(Protocol):
     """The part of torch's process groups that is used here; its type stubs leave it out."""
@@ -51,8 +55,14 @@ class Rendezvous:
         return timedelta(seconds=self.timeout_s)
 
     def store(self) -> Store:
-        """A client of the store at this address."""
-        return reach_store(self.host, self.port, self.timeout_s)
+        """A client of the store at this address.
+
+        Raises:
+            RuntimeError: nothing listens there, within REACH_S.
+        """
+        store = reach_store(self.host, self.port, min(self.timeout_s, REACH_S))
+        store.set_timeout(self.timeout)  # for others' keys
+        return store
 
 
 def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from megatron_grpo.cluster.rendezvous import open_store
+from megatron_grpo.refit import groups
 from megatron_grpo.refit.broadcast.channel import join_stage, read_plans, write_plan
 from megatron_grpo.refit.broadcast.sender import BucketSender
 from megatron_grpo.refit.buckets import plan_buckets
+from megatron_grpo.refit.diagnosis import SETTLE_S
 from megatron_grpo.refit.groups import Rendezvous
 
 CPU = torch.device("cpu")
@@ -39,6 +42,26 @@ def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     with pytest.raises(RuntimeError):
         join_stage(rendezvous, 0, 0, CPU)
     assert time.monotonic() - began < 10
+
+
+def test_a_store_that_was_closed_is_not_sought_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes late to an attempt that has failed is back in time for the next one."""
+    assert groups.REACH_S < SETTLE_S
+    monkeypatch.setattr(groups, "REACH_S", 1.0)
+    store, rendezvous = _open(timeout_s=60.0)
+    del store
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1"):
+        rendezvous.store()
+    assert time.monotonic() - began < 20
+
+
+def test_a_key_may_come_later_than_a_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "REACH_S", 0.5)
+    store, rendezvous = _open(timeout_s=60.0)
+    reader = rendezvous.store()
+    threading.Timer(1.5, store.set, ("key", "value")).start()
+    assert reader.get("key") == b"value"
 
 
 def _open(timeout_s: float) -> tuple[Any, Rendezvous]:
