@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -34,12 +35,7 @@ def raw_links(outlook: RefitOutlook, repeats: int) -> list[float]:
     results = context.SimpleQueue()
     common = (outlook.links, sources, sources + targets, rendezvous, repeats, results)
     processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
-    for process in processes:
-        process.start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
+    return _slowest(processes, results)
 
 
 def _raw_member(
@@ -75,13 +71,7 @@ def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) 
     common = (rendezvous, total_bytes // stages, repeats, results)
     processes = [context.Process(target=_raw_sender, args=(stage, *common)) for stage in range(stages)]
     processes += [context.Process(target=_raw_receiver, args=(1 + rank, stages, *common)) for rank in range(receivers)]
-    for process in processes:
-        process.start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    # A broadcast has ended when its last member has.
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
+    return _slowest(processes, results)
 
 
 def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
@@ -106,7 +96,7 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
     context = multiprocessing.get_context("spawn")
     places = engine_places(engine, shape)
     results, together = context.SimpleQueue(), context.Barrier(len(places))
-    processes = []
+    processes: list[BaseProcess] = []
     for place in places:
         sizes: dict[str, tuple[int, int]] = {}
         for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
@@ -117,11 +107,7 @@ def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -
             sizes["head"] = (shape.vocab // place.tensor.count, shape.hidden)
         arguments = list(sizes.values()), together, repeats, results
         processes.append(context.Process(target=_packing_member, args=arguments))
-        processes[-1].start()
-    timings = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return [max(seconds) for seconds in zip(*timings, strict=True)]
+    return _slowest(processes, results)
 
 
 def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, results: Any) -> None:
@@ -139,6 +125,16 @@ def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, r
             packed[number] = _custom_ops.create_onednn_mm(matrix.t(), 32)
 
     results.put(_timed(pack, repeats))
+
+
+def _slowest(processes: Sequence[BaseProcess], results: Any) -> list[float]:
+    """Run processes, each of which puts its seconds of every repeat into `results`; a repeat ends with its last one."""
+    for process in processes:
+        process.start()
+    timings = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(seconds) for seconds in zip(*timings, strict=True)]
 
 
 def _timed(action: Callable[[], Any], repeats: int) -> list[float]:

@@ -14,8 +14,8 @@ def run_of(name: str, *, train: bool = True) -> Callable[..., None]:
     """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`.
 
     Args:
-        name: of the algorithm.
-        train: false: what it has in common with all others, sampling and scoring alone.
+        name: the algorithm's name in the configuration.
+        train: whether the run trains; else it samples and scores alone, which all algorithms do alike.
     """
     run: Callable[..., None] = importlib.import_module(ALGORITHMS[name] if train else _SAMPLING_ONLY).run
     return run

@@ -21,7 +21,7 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
         rows: how many of them are looked at.
 
     Raises:
-        ValueError: of the dataset, for a row that makes no prompt and is not to be left out.
+        ValueError: a row makes no prompt and is not to be left out; the message is the dataset's.
     """
     return sum(_of_part(dataset, range(begin, min(begin + BATCH_ROWS, rows))) for begin in range(0, rows, BATCH_ROWS))
 
@@ -32,7 +32,7 @@ def _of_part(dataset: AllTaskProcessedDataset, part: range) -> int:
 
 
 def _together(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """The same, tokenised together; None where a row has to be looked at by itself, since it may make no prompt."""
+    """How many rows of a part are left out, their prompts tokenised together; None: some row may make no prompt."""
     texts: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]

@@ -12,13 +12,11 @@ from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
 from megatron_grpo.config.schema import Config
-from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.environments.reward_check import check_reward_functions
-from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.rollouts.endpoint import endpoint_settings
 from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.start_rollouts import start_rollouts
 
 
 @contextmanager
@@ -47,20 +45,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         generation = _engines(config, model, cluster)
         stack.callback(generation.shutdown)
         generation.start()
-        environments = build_environments(config.env, environment_settings(config, model))
-        for environment in environments.values():
-            stack.callback(environment.shutdown)
-        rollouts = RolloutPool(
-            config.rollouts,
-            generation.engines,
-            environments,
-            max_total_sequence_length=config.policy.max_total_sequence_length,
-            max_turns=config.loop.max_rollout_turns,
-            generation_timeout_s=config.generation.timeout_s,
-            endpoint=endpoint_settings(config.generation.endpoint, model),
-        )
-        stack.callback(rollouts.shutdown)
-        rollouts.start()
+        rollouts = start_rollouts(config, model, generation, stack)
         generation.wait_ready()
         rollouts.wait_ready()
         yield rollouts

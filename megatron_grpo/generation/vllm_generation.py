@@ -56,6 +56,8 @@ class VllmGeneration(GenerationInterface):
             routed: what the experts look like that responses are to come with; None: they come without.
             in_flight: what happens to the cache when weights change under responses; None: they never do.
         """
+        self.routed = routed
+        """What the experts look like that responses come with; None: they come without."""
         self._config = config
         self._settings = [
             VllmSettings(

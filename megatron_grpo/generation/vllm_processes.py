@@ -15,8 +15,8 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
     """Set vLLM's variables in this process, from which the others have them; what the user has set stays.
 
     Args:
-        settings: of the engine.
-        name: by which the processes call their engine.
+        settings: what the engine is started with.
+        name: the engine's name in logs and heartbeats.
     """
     os.environ[ENGINE_MARKER] = name
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())

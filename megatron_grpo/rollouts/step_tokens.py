@@ -155,8 +155,8 @@ class StepTokens:
         Args:
             step: number of the training step, for the file's name.
             groups: rollouts of the step; a group's place is what the file has as `group`.
-            batch: the same rollouts with their advantages, and with whatever else is known of them by now; None: the
-                step learns nothing from them.
+            batch: the step's tensors, of which advantages and log-probabilities are written where they are known; None:
+                the step learns nothing from its rollouts.
             run_dir: the run's folder, in which the folder of rollouts lies.
             record: what the file says beside them.
             sample: write only this many rollouts, evenly spread over the step; None: all.

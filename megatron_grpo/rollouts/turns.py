@@ -183,8 +183,8 @@ def _continued(known: NDArray[Any] | None, rows: NDArray[Any] | None) -> NDArray
     """The experts of a conversation, [tokens, numbers of a token], int8 or int16, after another turn.
 
     Args:
-        known: of the turns before, the experts under which their tokens were sampled; None: there were none.
-        rows: of all tokens up to this turn's last but one: an engine looks at the whole conversation in every turn.
+        known: experts of the conversation's tokens before this turn; None: this turn is the first.
+        rows: experts of all tokens up to this turn's last but one: an engine looks at the whole conversation anew.
     """
     if known is None or rows is None:
         return rows

@@ -40,9 +40,9 @@ class RolloutDumps:
 
         Args:
             step: number of the training step.
-            groups: its rollouts.
-            batch: what is known of them when they are learnt from; None: they are not.
-            facts: what the file says of their sampling.
+            groups: the step's rollouts.
+            batch: the step's tensors; None: the step learns nothing from its rollouts.
+            facts: what the file says of the rollouts' sampling.
         """
         self._held = None
         if self._config.rollouts != "off":

@@ -85,7 +85,7 @@ def _up(
 
 def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     """Start everything, load the checkpoint to start from, and give generation its first weights."""
-    parts, folder = opening.parts, _model(config, opening.parts)
+    parts, given, folder = opening.parts, opening.given, _model(config, opening.parts)
     models = start_models(config, folder, opening.cluster, stack)
     transport: WeightTransport | None = None
     if models.generation is None:
@@ -93,7 +93,9 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     else:
         transport = transport_between(models.policy, models.generation, config.refit, opening.run_dir)
         stack.callback(transport.close)
-        rollouts = start_rollouts(config, folder, models.generation, transport.restore, opening.given, stack)
+        rollouts = start_rollouts(
+            config, folder, models.generation, stack, rewards=given.rewards, restore=transport.restore
+        )
     data = _prompts(config, folder, opening)
     _wait_ready(parts, rollouts, models)
     if transport is not None:
@@ -117,7 +119,8 @@ def _bring_up_sampling(config: Config, opening: Opening, stack: ExitStack) -> Sa
     """Start engines, which have the weights of the model folder, and what asks and scores them."""
     folder = _model(config, opening.parts)
     generation = start_engines(config, folder, opening.cluster, stack)
-    rollouts = start_rollouts(config, folder, generation, replaced_by(generation), opening.given, stack)
+    restore = replaced_by(generation)
+    rollouts = start_rollouts(config, folder, generation, stack, rewards=opening.given.rewards, restore=restore)
     data = _prompts(config, folder, opening)
     with opening.parts.part("waiting"):
         generation.wait_ready()

@@ -83,11 +83,6 @@ def _start_in_turn(config: Config, folder: Path, cluster: RayCluster, stack: Exi
     return Models(policy, value, generation)
 
 
-def routed_form(config: Config, folder: Path) -> RoutedForm | None:
-    """What the experts look like that engines return with the policy's responses; None: they return none."""
-    return RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None
-
-
 def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
     return VllmGeneration(
         str(folder),
@@ -96,7 +91,7 @@ def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGenera
         max_total_sequence_length=config.policy.max_total_sequence_length,
         actor_options=cluster.engine_options,
         startup_timeout_s=config.cluster.startup_timeout_s,
-        routed=routed_form(config, folder),
+        routed=RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
 

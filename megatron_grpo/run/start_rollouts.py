@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import Config
@@ -12,26 +13,30 @@ from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.environments.settings import environment_settings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.endpoint import endpoint_settings
-from megatron_grpo.rollouts.lost_engines import Restore
+from megatron_grpo.rollouts.lost_engines import Restore, not_replaced
 from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.given import Given
-from megatron_grpo.run.start_models import routed_form
 
 
 def start_rollouts(
-    config: Config, folder: Path, generation: VllmGeneration, restore: Restore, given: Given, stack: ExitStack
+    config: Config,
+    folder: Path,
+    generation: VllmGeneration,
+    stack: ExitStack,
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    restore: Restore = not_replaced,
 ) -> RolloutPool:
     """Begin to start rollout workers over engines, and the environments. The stack ends them.
 
     Args:
-        config: the run's configuration.
-        folder: of the model.
+        config: the configuration of a run, or of an evaluation.
+        folder: the model's folder in Hugging Face format.
         generation: the engines, which are being started.
-        restore: replaces engines that are lost.
-        given: reward functions of a script.
         stack: ends what is started here.
+        rewards: a script's reward functions, by their entry in reward_funcs.
+        restore: replaces engines that are lost.
     """
-    environments = build_environments(config.env, environment_settings(config, folder), given.rewards)
+    environments = build_environments(config.env, environment_settings(config, folder), rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
     rollouts = RolloutPool(
@@ -41,7 +46,7 @@ def start_rollouts(
         max_total_sequence_length=config.policy.max_total_sequence_length,
         max_turns=config.loop.max_rollout_turns,
         generation_timeout_s=config.generation.timeout_s,
-        routed=routed_form(config, folder),
+        routed=generation.routed,
         endpoint=endpoint_settings(config.generation.endpoint, folder),
         restore=restore,
     )

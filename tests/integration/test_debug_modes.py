@@ -22,7 +22,7 @@ OF_LEARNING = ("advantages", "prev_logprobs")
 
 
 def replay(recorded: TrainingRun, *overrides: str, name: str = "replay") -> TrainingRun:
-    """The same run once more, on what the other recorded."""
+    """A run with the settings of a recorded one, which trains on its recording."""
     given = [one for one in recorded.overrides if not one.startswith(("run_dir=", "+exp=", "logger.progress"))]
     recipe = next(one for one in recorded.overrides if one.startswith("+exp=")).removeprefix("+exp=")
     source = f"debug.rollouts_from={recorded.run_dir}"

@@ -47,7 +47,7 @@ SHAPES = {"qwen2": DENSE, "qwen3_moe": {**QWEN3_MOE, "hidden_size": 16, "vocab_s
 
 
 def full_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The same numbers for a name wherever it is asked for."""
+    """A weight drawn from its name: every process that asks for this name has the same numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 

@@ -69,8 +69,8 @@ class Process:
             sampler: what samples ahead.
             prompts: the data.
             config: how far ahead.
-            checkpoint: of an earlier process, from which this one goes on; None: it begins.
-            steps: of the whole run.
+            checkpoint: what an earlier process saved, from which this one goes on; None: the run begins.
+            steps: how many steps the whole run has.
             next_complete: which of so many prompts is complete next; None: FakeRollouts' own choice.
         """
         self.loader = prompts.loader(None if checkpoint is None else checkpoint["position"])

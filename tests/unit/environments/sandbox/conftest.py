@@ -1,0 +1,17 @@
+"""What holds after every test of the sandbox."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_grpo.environments.sandbox.process_tree import descendants
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    assert set(descendants(os.getpid())) <= before

@@ -1,0 +1,62 @@
+"""How strong a sandbox a machine allows, and what is told where it is less than is required."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.sandbox_schema import SandboxConfig
+from megatron_grpo.environments.sandbox.opening import open_sandbox
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError
+from tests.support.sandboxed import CONFIG, STRONGEST, isolated
+
+
+@isolated
+def test_what_keeps_a_program_from_starting_is_told() -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"the program was not run: .*Read-only file system"):
+        Sandbox(CONFIG, STRONGEST).run(["/bin/true"], {"../outside.txt": ""})
+
+
+def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", _only_limits)
+    assert open_sandbox(SandboxConfig(required="limits")).level == "limits"
+    for required in ("namespaces", "filtered"):
+        with pytest.raises(SandboxUnavailableError) as refused:
+            open_sandbox(SandboxConfig(required=required))
+        assert f"sandbox.required={required} is not possible on this machine: unshare" in str(refused.value)
+        assert "allow user namespaces" in str(refused.value)
+        assert "or accept less with sandbox.required=" in str(refused.value)
+
+
+def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", lambda sandbox: said)
+    with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
+        open_sandbox(SandboxConfig())
+
+
+def _only_limits(sandbox: Sandbox) -> str | None:
+    return None if sandbox.level == "limits" else "unshare: Operation not permitted"
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux's unshare makes the machine that refuses")
+@isolated
+def test_a_machine_without_namespaces_really_refuses() -> None:
+    """In a user namespace that may have no further ones, as in a container that forbids them."""
+    code = (
+        "from megatron_grpo.environments.sandbox.opening import open_sandbox\n"
+        "from megatron_grpo.config.sandbox_schema import SandboxConfig\n"
+        "print(open_sandbox(SandboxConfig(required='limits')).level)\n"
+        "open_sandbox(SandboxConfig())\n"
+    )
+    inner = f'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all {sys.executable} -c "$CODE"'
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "CODE": code}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "limits\n", done.stderr
+    assert "SandboxUnavailableError: sandbox.required=filtered is not possible on this machine: " in done.stderr
