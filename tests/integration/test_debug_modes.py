@@ -186,6 +186,22 @@ def test_ppo_trains_on_a_recording_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_recording_of_an_asynchronous_run_teaches_the_same(tmp_path: Path) -> None:
+    """Samples of older weights, and of several in one response, step by step as that run took them."""
+    first = TrainingRun(tmp_path / "run", *SHORT, recipe="quickstart_async")
+    assert first.finish() == 0, first.log()
+    assert any(row["trajectory_age"] > 0 for row in first.metrics()), first.metrics()
+    second = replay(first, "grpo.async_grpo.enabled=false")
+    assert second.finish() == 0, second.log()
+    ours, theirs = learnt(second), learnt(first)
+    assert len(ours) == len(theirs) == 3
+    for our, their in zip(ours, theirs, strict=True):
+        assert {"loss", "grad_norm", "reward", "approx_entropy", "gen_kl_error"} <= our.keys()
+        assert our == {name: value for name, value in their.items() if name in our}
+    assert [second.rollouts(step) for step in (1, 2, 3)] == [first.rollouts(step) for step in (1, 2, 3)]
+
+
+@pytest.mark.slow
 def test_another_loss_on_the_same_rollouts(recorded: TrainingRun) -> None:
     run = replay(recorded, "checkpointing=none", "loss_fn.token_level_loss=false", name="other_loss")
     assert run.finish() == 0, run.log()

@@ -120,9 +120,13 @@ class _Damaging(FilesTransport):
         return super()._on_engines(method, version, engines)
 
 
-@pytest.fixture
-def engine_and_policy(tmp_path: Path) -> Iterator[tuple[VllmGeneration, MegatronPolicy, Oracle]]:
-    base, trained = make_model(tmp_path / "base", seed=0), make_model(tmp_path / "trained", seed=1)
+@pytest.fixture(scope="module")
+def engine_and_policy(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[VllmGeneration, MegatronPolicy, Oracle]]:
+    """Tests leave the policy with the weights that it starts with, and connect anew."""
+    folder = tmp_path_factory.mktemp("models")
+    base, trained = make_model(folder / "base", seed=0), make_model(folder / "trained", seed=1)
     policy = start_policy(trained, ParallelConfig(pipeline=2))
     with engines(base) as generation:
         policy.wait_ready()
