@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import Level, SandboxConfig
+from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.environments.sandbox.opening import open_sandbox
 from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
 
@@ -24,6 +24,12 @@ isolated = pytest.mark.skipif(
     STRONGEST in (None, "limits"), reason="this machine allows no namespaces; sandbox.required refuses it"
 )
 filtered = pytest.mark.skipif(STRONGEST != "filtered", reason="this machine has no libseccomp or no namespaces")
+
+
+def require_level(level: Level) -> None:
+    """Skip the test on a machine that does not allow this level."""
+    if STRONGEST is None or LEVELS.index(level) > LEVELS.index(STRONGEST):
+        pytest.skip(f"sandbox.required={level} is not possible on this machine, which allows {STRONGEST}")
 
 
 def run(source: str, stdin: str = "", level: Level | None = None, config: SandboxConfig = CONFIG) -> Finished:

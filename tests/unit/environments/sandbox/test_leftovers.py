@@ -14,8 +14,8 @@ from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.sandbox.process_tree import descendants
-from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError
 from megatron_grpo.environments.settings import EnvironmentSettings
+from tests.support.sandboxed import require_level
 
 LIMITS = SandboxConfig(wall_time_s=60, cpu_time_s=1, memory_mb=200)
 PROGRAMS = {
@@ -50,12 +50,10 @@ def sleeping() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [LEVELS[0], LEVELS[2]])
 def test_nothing_is_left(level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_level(level)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("megatron_grpo.environments.sandbox.opening.LEVELS", LEVELS[: LEVELS.index(level) + 1])
-    try:
-        environment = CodeEnvironment(EnvironmentSettings(sandbox=replace(LIMITS, required=level)), programs_at_once=4)
-    except SandboxUnavailableError:
-        pytest.skip("not possible on this machine")
+    environment = CodeEnvironment(EnvironmentSettings(sandbox=replace(LIMITS, required=level)), programs_at_once=4)
     programs = [*list(PROGRAMS.values()) * 10, ENDLESS, ENDLESS]
     environment.score(requests(programs[:8]))  # starts the threads
     descriptors, mounts = os.listdir("/proc/self/fd"), Path("/proc/self/mountinfo").read_text()

@@ -15,13 +15,12 @@ import pytest
 from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.environments.sandbox import entrance
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
-from tests.support.sandboxed import CONFIG, STRONGEST, isolated, run
+from tests.support.sandboxed import CONFIG, STRONGEST, isolated, require_level, run
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_program_reads_writes_and_ends(level: Level) -> None:
-    if STRONGEST is None or LEVELS.index(level) > LEVELS.index(STRONGEST):
-        pytest.skip("not possible on this machine")
+    require_level(level)
     source = """
 import os, sys
 open('own.txt', 'w').write('kept')
@@ -126,8 +125,7 @@ def test_endless_output_is_cut() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_it_left_running_ends_with_it(level: Level) -> None:
-    if STRONGEST is None or LEVELS.index(level) > LEVELS.index(STRONGEST):
-        pytest.skip("not possible on this machine")
+    require_level(level)
     source = """
 import os, subprocess
 for _ in range(3):
