@@ -28,8 +28,8 @@ RECIPE: dict[str, Any] = {
 """What decides, with the model's configuration and the target, what is made; as in addition.py."""
 
 WARM_UP = {
-    "calculator": {"lr": 1e-3, "target_reward": 0.04, "probe_period_steps": 2},
-    "two_tasks": {"lr": 3e-3, "target_reward": 0.15, "probe_period_steps": 5},
+    "calculator": {"lr": 1e-3, "target_reward": 0.037, "probe_period_steps": 1},
+    "two_tasks": {"lr": 3e-3, "target_reward": 0.17, "probe_period_steps": 5},
 }
 """The warm-up of each ends when conversations that it has not seen come out as they should with the target probability.
 Calling a tool is learnt all at once, so that the first is taught slowly and looked at often."""
@@ -70,7 +70,8 @@ def split_lessons(name: str) -> tuple[list[Lesson], list[Lesson], list[Lesson]]:
     sums = split_problems()
     games = _split(list(_games()))
     held_out = RECIPE["val_problems"]
-    both = [[*map(_sum, some), *games[part]] for part, some in enumerate((sums[0], sums[1], sums[2][:held_out]))]
+    of_sums = sums[0], sums[1][: len(games[1])], sums[2][:held_out]  # a step samples as many of either
+    both = [[*map(_sum, some), *games[part]] for part, some in enumerate(of_sums)]
     return both[0], both[1], both[2]
 
 

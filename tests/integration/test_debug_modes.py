@@ -94,7 +94,7 @@ def test_sampling_without_training(recorded: TrainingRun) -> None:
 def test_what_was_sampled_without_training_can_be_trained_on(recorded: TrainingRun, tmp_path: Path) -> None:
     sampled = TrainingRun(tmp_path / "sampled", *SHORT, "debug.train=false", "grpo.val_at_start=false")
     assert sampled.finish() == 0, sampled.log()
-    given = [one for one in sampled.overrides if one.startswith("grpo.")]
+    given = [one for one in sampled.overrides if one.startswith(("grpo.", "policy."))]
     source = f"debug.rollouts_from={sampled.run_dir / 'rollouts'}"
     run = TrainingRun(tmp_path / "trained", *given, source, "data.val_path=null", "checkpointing=none")
     assert run.finish() == 0, run.log()
