@@ -80,6 +80,14 @@ class DatasetConfig(Section):
     """Visits of each row in an epoch of training: 2 shows the set twice, 0.5 a half of it, and the other half in the
     next epoch. Of validation sets not used."""
 
+    def visits(self, rows: int) -> int:
+        """How many rows of the set an epoch visits, those that it visits twice counted twice.
+
+        Args:
+            rows: rows that the set has.
+        """
+        return int(self.weight) * rows + round(self.weight % 1 * rows)
+
 
 @dataclass(kw_only=True)
 class DataConfig(PromptConfig):

@@ -98,7 +98,7 @@ def _loader(config: Config, tokenizer: Any, notes: list[str], columns: dict[str,
     for key, one in config.data.training.items():
         part, found = _read(config, key, one, tokenizer, notes, columns)
         parts.append(part)
-        usable += found
+        usable += min(found, one.visits(found))
     wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
     if usable < wanted:
         text = f"has {usable} usable rows, fewer than the {wanted} prompts that are sampled together"

@@ -14,8 +14,10 @@ import yaml
 
 from megatron_grpo.cluster.gpus import find_gpus
 from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.composition.suggestions import unknown_key
 from megatron_grpo.composition.typed import typed
 from megatron_grpo.config.errors import ConfigError, Problem, shown
+from megatron_grpo.config.loop_keys import named_for
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.checks.servers import server_problems
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
@@ -112,19 +114,40 @@ def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
         values = read_config_file(file)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
+    algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:
-        name, _, value = override.partition("=")
-        if name.startswith("+"):
+        if override.startswith("+"):
             raise ConfigError([Problem(override, "recipes are for folders; a checkpoint has its run's configuration")])
-        *sections, last = name.split(".")
-        node: dict[str, Any] = values
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = yaml.safe_load(value)
-    config, problems = typed(values, str(values.get("algorithm", "grpo")))
+        _set(values, override, algorithm)
+    config, problems = typed(values, algorithm)
     if problems or config is None:
         raise ConfigError(problems or [Problem(str(file), "is not the configuration of a run")])
     return config
+
+
+def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
+    """Change one key of a run's configuration.
+
+    Args:
+        values: the configuration as plain values.
+        override: section.key=value, with the value in YAML.
+        algorithm: the one that the run has, which reads the keys of the loop under its own name alone.
+
+    Raises:
+        ConfigError: the key is below one that is no section, or the value is not YAML.
+    """
+    name, _, text = override.partition("=")
+    *sections, last = named_for(algorithm, name).split(".")
+    node: Any = values
+    for section in sections:
+        node = node.setdefault(section, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise ConfigError([unknown_key(name, algorithm)])
+    try:
+        node[last] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that there is not
+        advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
+        raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None
 
 
 def _of_command_line(folder: Path, overrides: Sequence[str], files: Sequence[str]) -> Config:

@@ -186,7 +186,7 @@ class ServerEngine(EngineInterface):
         return served
 
     async def _receive(self, version: int) -> None:
-        """Pause the server and let its workers take a version."""
+        """Pause the server and let its workers take a version, which is what it calls its weights from then on."""
         client = self._connected()
         with _gone_told():
             await client.post("/pause", mode="keep", clear_cache="false" if self._settings.keeps_cache else "true")
@@ -194,11 +194,15 @@ class ServerEngine(EngineInterface):
         if started_anew and self._source is not None and self._source[0] == "files":
             await self._on_workers("connect_refit", *self._source)
         await self._on_workers("receive_refit", version)
-
-    async def _commit(self, version: int) -> None:
-        client = self._connected()
         with _gone_told():
             await client.post("/update_weight_version", {"new_version": self._label(version)})
+
+    async def _commit(self, version: int) -> None:
+        """Let the server serve the version that it received; RuntimeError if it has lost that."""
+        client = self._connected()
+        with _gone_told():
+            if await self._served() != self._label(version):
+                raise RuntimeError(f"{client.url} was started anew since it received version {version}")
             if not self._settings.keeps_cache and not (await client.post("/reset_prefix_cache"))["success"]:
                 raise RuntimeError(f"{client.url} could not empty its prefix cache, which is of other weights")
             await client.post("/resume")

@@ -176,5 +176,6 @@ def _cell(value: Any) -> str:
     """A cell of a Markdown table: no character of HTML or Markdown counts."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = html.escape(str(value)).replace("\n", "⏎")
+    # An apostrophe means nothing in a cell, and its entity has a # that would be escaped once more.
+    text = re.sub(r"\r\n?|\n", "⏎", html.escape(str(value), quote=False))
     return re.sub(r"([\\`*_{}\[\]()#+\-!|~])", lambda found: f"&#{ord(found[1])};", text)

@@ -35,7 +35,9 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             whole = remark.subject == one.path
             remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
         tasks |= report.tasks
-        rows += report.rows if key in training else 0
+        if key in training:
+            rows += min(report.rows, one.visits(report.rows))  # a row that is there twice is drawn with the same seeds
+            problems += _never_visited(key, one, report.rows)
         if not report.problems and key not in training and report.rows == 0:
             problems.append(Problem(f"{key}={one.path}", "has no rows"))
     if not problems and not config.data.streaming:
@@ -46,11 +48,11 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, remarks
 
 
-def training_rows(config: Config) -> float | None:
+def training_rows(config: Config) -> int | None:
     """Visits of training rows in an epoch; None: they are streamed, and nobody has counted them."""
     if config.data.streaming:
         return None
-    return sum(_report(config, key, one).rows * one.weight for key, one in config.data.training.items())
+    return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
@@ -65,13 +67,27 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     return examined(one, config.data, {name: env.type for name, env in config.env.items()}).report
 
 
+def _never_visited(key: str, one: DatasetConfig, rows: int) -> Iterator[Problem]:
+    """What to say of a training set with rows of which no epoch visits one."""
+    if rows and not one.visits(rows):
+        text = f"visits none of the {rows} rows in an epoch; give {1 / rows:.2g} or more, or leave the set out"
+        yield Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text)
+
+
 def _too_few(config: Config, rows: int) -> Iterator[Problem]:
-    """What to say of training sets that do not fill a step."""
+    """What to say of training sets that do not fill a step.
+
+    Args:
+        config: the sets and the prompts of a step.
+        rows: different rows that an epoch visits.
+    """
     wanted, training = config.prompts_per_generation_batch, config.data.training
-    if rows < wanted:
-        (key, one), *others = training.items()
-        subject = "data.train_sets" if others else f"{key}={one.path}"
-        yield Problem(subject, f"has {rows} rows, fewer than the {wanted} prompts that are sampled together")
+    if rows >= wanted:
+        return
+    (key, one), *others = training.items()
+    subject = "data.train_sets" if others else f"{key}={one.path}"
+    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in training.values()) else ""
+    yield Problem(subject, f"has {rows} rows{weighted}, fewer than the {wanted} prompts that are sampled together")
 
 
 def _prepared(config: Config, path: str, subject: str, *, training: bool) -> SetReport:

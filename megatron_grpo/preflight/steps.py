@@ -36,5 +36,5 @@ def settle_steps(config: Config) -> Iterator[Problem]:
         text = "needs rows that can be counted, and they are streamed; give a number of steps"
         yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
         return
-    per_epoch = int(rows // config.prompts_per_generation_batch)
+    per_epoch = rows // config.prompts_per_generation_batch
     config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.config.data_schema import DataConfig, PromptConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.hub import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
@@ -42,9 +43,20 @@ def _prompts(config: Config) -> Iterator[Problem]:
     else:
         yield from _tasks(config)
     yield from _sets(config)
-    for name in ("system_prompt", "system_prompt_file"):
-        if getattr(data, name) is not None and not data.apply_chat_template:
-            yield Problem(f"data.{name}", "has a place only in a chat; needs data.apply_chat_template=true")
+    yield from _system_prompts(data)
+
+
+def _system_prompts(data: DataConfig) -> Iterator[Problem]:
+    """System messages of prompts that are plain text: those of a task, or of all that take the one of data."""
+    chats = dict.fromkeys(data.tasks, data.apply_chat_template)
+    chats |= {task: one.apply_chat_template for task, one in data.tasks.items() if one.apply_chat_template is not None}
+    sections: list[tuple[str, PromptConfig, bool]] = [("data", data, data.apply_chat_template or any(chats.values()))]
+    sections += [(f"data.tasks.{task}", one, chats[task]) for task, one in data.tasks.items()]
+    for section, prompts, is_chat in sections:
+        for name in ("system_prompt", "system_prompt_file"):
+            if getattr(prompts, name) is not None and not is_chat:
+                text = f"has a place only in a chat; needs {section}.apply_chat_template=true"
+                yield Problem(f"{section}.{name}", text)
 
 
 def _tasks(config: Config) -> Iterator[Problem]:

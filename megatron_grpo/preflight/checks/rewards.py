@@ -39,7 +39,9 @@ def reward_problems(config: Config) -> Iterator[Problem]:
         yield from _functions(f"env.{name}", environment)
         if environment.type == REWARD_FUNCTIONS and environment.correctness_function() is None:
             yield from _unknown_correctness(f"env.{name}", config)
-        if config.data.answer_key is None and environment.type in WITH_ANSWER:
+        task = config.data.tasks.get(name)
+        unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
+        if unanswered and environment.type in WITH_ANSWER:
             text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
             yield Problem("data.answer_key=None", text)
     low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high

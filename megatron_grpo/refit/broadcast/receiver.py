@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
@@ -49,8 +50,19 @@ class BroadcastReceiver:
         Raises:
             ValueError: a seal was broken. Raised after the last bucket, so that senders and other workers are not kept
                 waiting and the groups stay usable.
-            RuntimeError: a stage stopped sending.
+            RuntimeError: a stage stopped sending, or the groups failed before.
         """
+        with ExitStack() as on_failure:
+            on_failure.callback(self._groups.clear)  # whoever waits for this worker is told by the end of its groups
+            broken = self._receive(version)
+            on_failure.pop_all()
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    def _receive(self, version: int) -> list[str]:
+        """Load every bucket up to the first whose seal is broken; what is wrong with those that are."""
+        if not self._groups:
+            raise RuntimeError("the groups of this worker failed before and were not made anew")
         ahead = len(self._buffers)
         under_way = {position: self._begin(position) for position in range(min(ahead, len(self._order)))}
         broken: list[str] = []
@@ -67,8 +79,7 @@ class BroadcastReceiver:
                 self._model.load_weights((slot.name, slot.view(buffer)) for slot in bucket.slots)
             if position + ahead < len(self._order):  # into the buffer that has just been emptied
                 under_way[position + ahead] = self._begin(position + ahead)
-        if broken:
-            raise ValueError("; ".join(broken))
+        return broken
 
     def finish(self) -> None:
         """Let vLLM compute with what was loaded."""

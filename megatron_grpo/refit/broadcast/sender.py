@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ class BucketSender:
 
     stage: int
     buckets: list[Bucket]
-    group: Group
+    group: Group | None
+    """None: a send has failed, and whoever waited for it was told by the end of the group."""
     device: torch.device
     buffers: Tensor = field(init=False)
     """[2, largest bucket], uint8: one is filled while the other one is under way."""
@@ -45,8 +47,25 @@ class BucketSender:
             version: number of the weights, which the buckets are sealed with.
 
         Raises:
-            RuntimeError: the receivers stopped receiving.
+            RuntimeError: the receivers stopped receiving, or the group failed before.
         """
+        with ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self._send(tensors, version)
+            on_failure.pop_all()
+        return Sent(
+            sum(bucket.nbytes for bucket in self.buckets),
+            sum(len(bucket.slots) for bucket in self.buckets),
+            len(self.buckets),
+        )
+
+    def close(self) -> None:
+        """Leave the group: receivers that wait for this rank are told at once."""
+        self.group = None
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> None:
+        if self.group is None:
+            raise RuntimeError("the group of this rank failed before and was not made anew")
         source = iter(tensors)
         under_way: list[tuple[int, Work]] = []
         for number, bucket in enumerate(self.buckets):
@@ -63,11 +82,6 @@ class BucketSender:
         for one in under_way:
             self._wait(*one)
         assert next(source, None) is None, "more tensors than planned"
-        return Sent(
-            sum(bucket.nbytes for bucket in self.buckets),
-            sum(len(bucket.slots) for bucket in self.buckets),
-            len(self.buckets),
-        )
 
     def _wait(self, number: int, work: Work) -> None:
         try:

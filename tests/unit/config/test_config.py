@@ -148,6 +148,11 @@ def test_mistakes_in_overrides(given: list[str], override: str, subject: str | N
             "apply_chat_template=true",
         ),
         (["data.system_prompt=hi", "data.apply_chat_template=false"], "data.system_prompt", "apply_chat_template=true"),
+        (
+            ["data.tasks.math.system_prompt=hi", "data.apply_chat_template=false"],
+            "data.tasks.math.system_prompt",
+            "needs data.tasks.math.apply_chat_template=true",
+        ),
         (["generation.stop_strings=['']"], "generation.stop_strings", "holds an empty text"),
         (
             ["checkpointing.keep_top_k=2", "checkpointing.metric_name=val_acuracy"],

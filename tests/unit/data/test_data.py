@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DataConfig
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
@@ -359,3 +360,10 @@ def test_a_resumed_stream_continues_exactly(tokenizer: PreTrainedTokenizerFast, 
     assert first + batches(resumed) == straight
     with pytest.raises(ConfigError, match="a run with other data"):
         make().load_state_dict({"epoch": 0})
+
+
+@pytest.mark.parametrize("weight", [0.01, 0.1, 0.5, 1.0, 2.25, 3.999])
+def test_visits_are_known_before_the_order_is_drawn(weight: float) -> None:
+    for rows in (1, 5, 40):
+        order = Visits([rows], [weight], shuffle=False, seed=3)
+        assert DatasetConfig(weight=weight).visits(rows) == len(order) == len(list(order))

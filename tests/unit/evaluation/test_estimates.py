@@ -93,3 +93,13 @@ def test_known_p_values() -> None:
     assert mcnemar(1, 5) == pytest.approx(2 * (1 + 6) / 64)
     assert wilcoxon([0.0, 0.0]) == 1.0
     assert wilcoxon([1, 2, 3, 4, 5, 6, 7, 8]) == pytest.approx(0.01171872, rel=1e-5)
+
+
+def test_differences_that_are_equal_but_for_rounding_are_tied() -> None:
+    """With three samples a prompt, one more right answer is 1 - 2/3 or 2/3 - 1/3, which differ in binary."""
+    thirds = [(3, 2)] * 6 + [(0, 1)] * 2 + [(2, 0)]
+    assert len({abs(now / 3 - before / 3) for now, before in thirds}) == 3, "two differences, one of them twice"
+    accuracies = wilcoxon([now / 3 - before / 3 for now, before in thirds])
+    assert accuracies == pytest.approx(wilcoxon([float(now - before) for now, before in thirds]), rel=1e-9)
+    assert accuracies > 0.05
+    assert wilcoxon([0.1 + 0.2 - 0.3]) == 1.0, "no difference"

@@ -38,6 +38,11 @@ def test_a_checkpoint_brings_its_configuration(checkpoint: Path, tmp_path: Path)
     assert not output.exists(), "nothing is made before the checks are through"
 
 
+def test_keys_of_the_loop_have_two_names(checkpoint: Path, tmp_path: Path) -> None:
+    words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
+    assert read_request([*words, "ppo.seed=7"]).config.loop.seed == 7
+
+
 def test_one_sample_is_greedy_unless_told(checkpoint: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
     assert read_request(words).temperature == 0.0
@@ -84,6 +89,9 @@ def test_a_folder_takes_its_configuration_from_the_command_line(checkpoint: Path
             ["env.addition.type=reward_functions", "env.addition.agent_func=m.agent"],
             r"env\.addition\.agent_func=m\.agent +asks .*; give generation\.endpoint\.enabled=true",
         ),
+        (["generation.temperature.high=1"], r"generation\.temperature\.high +unknown key"),
+        (["run_dir.folder=x"], r"run_dir\.folder +unknown key"),
+        (["generation.stop_strings=['a"], r"generation\.stop_strings=\['a +not understood; lists are written \[a,b\]"),
         (["+exp=quickstart"], r"\+exp=quickstart +recipes are for folders"),
     ],
 )

@@ -167,6 +167,22 @@ def test_a_server_that_has_lost_its_weights_is_given_them_again_and_asked_again(
     use(what)
 
 
+def test_a_server_that_was_started_anew_before_the_commit_has_not_the_version(use: Any) -> None:
+    async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
+        await engine.connect_weights("files", FILES, 0)
+        await engine.receive_weights(4)
+        server.served = "default"  # while other engines still receive
+        with pytest.raises(RuntimeError, match="was started anew since it received version 4"):
+            await engine.commit_weights(4)
+        assert server.served == "default"
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            await sampled(engine)
+        await publish(engine, 4)
+        assert all(one.spans[0].version == 4 for one in await sampled(engine))
+
+    use(what)
+
+
 def test_weights_that_only_a_step_brings_cannot_be_given_again(use: Any) -> None:
     async def what(engine: ServerEngine, server: MadeUpServer, _: Any) -> Any:
         await publish(engine, 4, mode="broadcast")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.sample_tables import one_a_group, prompt_text, sample_row
+from megatron_grpo.observability.trackers import TensorBoardTracker
 from tests.support.report_runs import byte_tokenizer
 from tests.support.trajectories import make_trajectory
 
@@ -74,6 +76,20 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path, config: Config) -> No
     assert "**" not in first
     assert "2 &#43; 2 =" in first
     assert event.step == 1
+
+
+def test_tensorboard_shows_a_cell_as_it_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path, None)
+    tracker.table(1, "train/completions", [{"response": 'it\'s "#1" &amp; <b>\rnext\r\nlast'}])
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("train/completions/text_summary")
+    *_, cell = event.tensor_proto.string_val[0].decode().split("\n")
+    assert "<" not in cell
+    assert html.unescape(cell) == '| it\'s "#1" &amp; <b>⏎next⏎last |'
 
 
 def test_wandb_keeps_figures_and_tables_offline(

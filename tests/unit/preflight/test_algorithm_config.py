@@ -289,3 +289,8 @@ def test_gdpo_needs_one_weight_for_a_function() -> None:
     (problem,) = problems_of(*FUNCTIONS, "grpo.adv_estimator.name=gdpo", f"+env.other={other}")
     assert problem.subject == "env.other.reward_weights"
     assert "one the weight 2, another environment 1" in problem.text
+
+
+def test_a_task_has_an_answer_and_a_chat_of_its_own() -> None:
+    own = ["data.tasks.addition.answer_key=answer", "data.tasks.addition.apply_chat_template=true"]
+    assert compose_config(["+exp=quickstart", "data.answer_key=null", "data.system_prompt=Add.", *own])

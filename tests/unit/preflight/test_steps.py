@@ -34,6 +34,22 @@ def test_mixed_sets_count_by_their_weights(sized: list[str]) -> None:
     assert load_config([*others, *sets, "grpo.max_num_steps=-1"]).grpo.max_num_steps == 150 // 8
 
 
+@pytest.mark.parametrize(
+    ("weight", "subject", "text"),
+    [
+        ("0.04", "data.train_sets.a.path", "has 4 rows, by weight, for an epoch, fewer than the 8 prompts"),
+        ("0.004", "data.train_sets.a.weight=0.004", "visits none of the 100 rows in an epoch; give 0.01 or more"),
+    ],
+)
+def test_a_weight_that_leaves_too_few_rows_is_refused(sized: list[str], weight: str, subject: str, text: str) -> None:
+    path = next(one for one in sized if one.startswith("data.train_path")).partition("=")[2]
+    others = [one for one in sized if not one.startswith("data.train_path")]
+    sets = [f"data.train_sets.a.path={path}", f"data.train_sets.a.weight={weight}"]
+    ((about, told),) = problems_of([*others, *sets]).items()
+    assert about.startswith(subject)
+    assert text in told
+
+
 def test_a_stream_needs_a_number(given: list[str]) -> None:
     others = [one for one in given if not one.startswith("data.train_path")]
     stream = ["data.train_path=some/name", "data.streaming=true"]
