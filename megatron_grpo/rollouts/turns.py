@@ -140,6 +140,8 @@ class Turns:
                 state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
                 raise talk.failure or failure from None
+        if talk.failure is not None:  # the agent made nothing of it, and what it returns is no end of its work
+            raise talk.failure
         if not talk.outputs:
             raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
         routed: NDArray[Any] | None = None
