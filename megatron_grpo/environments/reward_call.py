@@ -6,13 +6,13 @@ import asyncio
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.time_limit import time_limit
+from megatron_grpo.environments.time_limit import LateError, time_limit
 
 RewardFunction = Callable[..., Any]
 """(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion; or
@@ -56,8 +56,8 @@ class RewardCall:
             with time_limit(timeout_s):
                 given = self.function(**self._taken(arguments))
             return self._rewards(given, count)
-        except TimeoutError as error:
-            return self._late(error, timeout_s)
+        except LateError:
+            return self._late(timeout_s)
         except RewardError as failure:
             return failure
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises; whoever asked is told of it
@@ -68,20 +68,20 @@ class RewardCall:
     ) -> list[float | None] | RewardError:
         """`attempt` of a coroutine function, which is cancelled when it takes too long."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 given = await self.function(**self._taken(arguments))
             return self._rewards(given, count)
-        except TimeoutError as error:
-            return self._late(error, timeout_s)
         except RewardError as failure:
             return failure
         except Exception as error:  # noqa: BLE001 - as in `attempt`
-            return self._raised(error)
+            return self._late(timeout_s) if limit.expired() else self._raised(error)
 
     def _taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
 
     def _rewards(self, given: Any, count: int) -> list[float | None]:
+        if not isinstance(given, Iterable):
+            raise RewardError(f"{self.path} gave {type(given).__name__}, and no list of rewards")
         rewards = list(given)
         if len(rewards) != count:
             raise RewardError(f"{self.path} gave {len(rewards)} rewards for {count} completions")
@@ -91,9 +91,7 @@ class RewardCall:
             text = f"{self.path} gave something that is neither a number nor None: {error}"
             raise RewardError(text) from error
 
-    def _late(self, error: TimeoutError, timeout_s: float | None) -> RewardError:
-        if timeout_s is None or error.args:  # one of its own, of a server that it asked
-            return self._raised(error)
+    def _late(self, timeout_s: float | None) -> RewardError:
         failure = RewardError(f"{self.path} gave no rewards within reward_timeout_s={timeout_s:g} s")
         failure.late = True
         return failure

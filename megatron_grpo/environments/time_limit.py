@@ -9,13 +9,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class LateError(TimeoutError):
+    """The limit of `time_limit` has passed, and not one of the body's own."""
+
+
 class _Late(BaseException):
     """Raised inside the code that took too long; no `except Exception` there keeps it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeoutError when the body takes longer. Main thread only, where Python delivers signals.
+    """Raise LateError when the body takes longer. Main thread only, where Python delivers signals.
 
     SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never comes back to
     the interpreter is not interrupted; the deadline of the whole process is what ends it.
@@ -38,7 +42,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             timer.cancel()
             timer.join()  # after this nothing is sent any more
     except _Late:
-        raise TimeoutError from None
+        raise LateError from None
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 

@@ -90,7 +90,9 @@ class EnvironmentWorker:
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
         observation = turn.observation
-        if not turn.done and turn.text:
+        # A message may be empty, as what a program writes may be: without it the model would go on behind its own end.
+        is_message = self._settings.apply_chat_template and not len(observation)
+        if not turn.done and (turn.text or is_message):
             observation = self._observations.tokens(turn.text, turn.role, last_token)
         return Turn(done=turn.done, state=cloudpickle.dumps(turn.state), observation=observation)
 
@@ -114,7 +116,7 @@ class EnvironmentWorker:
         returns = self._environment.score(requests)
         if len(returns) != len(requests):
             raise RunError(f"{len(returns)} scores for {len(requests)} responses")
-        return returns
+        return [_plain(one) for one in returns]
 
     def _attempt(self, call: Callable[[], Value]) -> tuple[Value | None, str | None]:
         try:
@@ -123,3 +125,10 @@ class EnvironmentWorker:
             return None, f"environment {self._name}: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a user's environment raises; the rollout is told of it
             return None, f"environment {self._name}: {type(error).__name__}: {error}"
+
+
+def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
+    """A score in Python's own numbers: those of numpy or torch, which environments compute with, fail in metrics."""
+    reward = None if given.reward is None else float(given.reward)
+    correct = None if given.correct is None else bool(given.correct)
+    return replace(given, reward=reward, correct=correct)

@@ -53,7 +53,7 @@ class Conversation:
         """What was given and what was sampled, in turns, [tokens] each."""
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
-        """What the engine raised last: the agent hears of it only that its call failed."""
+        """What the engine raised over the last call: the agent hears of it only that its call failed."""
         self.settings = settings
         self._engine, self._tokenizer = engine, tokenizer
         self._seed, self._longest = seed, longest
@@ -171,6 +171,7 @@ class Conversation:
         except Exception as error:  # whatever it is, the rollout has to fail with it: the agent may well go on
             self.failure = error
             raise
+        self.failure = None  # the agent, or its client, has asked again
         self.pieces += [given, output.token_ids]
         self.outputs.append(output)
         return output

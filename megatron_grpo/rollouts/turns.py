@@ -118,13 +118,13 @@ class Turns:
             state = turn.state
             pieces.append(output.token_ids)
             length += len(output.token_ids) + len(turn.observation)
-            cut_off = output.stop_reason == "length" or length >= plan.max_total_sequence_length
-            if turn.done or cut_off or len(outputs) == plan.max_turns:
+            full = not turn.done and length >= plan.max_total_sequence_length
+            stop_reason: StopReason = "length" if full else output.stop_reason
+            if turn.done or stop_reason == "length" or len(outputs) == plan.max_turns:
                 break
             pieces.append(turn.observation)
         text = "".join(output.text for output in outputs)
         logprobs = [output.logprobs for output in outputs]
-        stop_reason = outputs[-1].stop_reason
         return Sampled(self._trajectory(sample, pieces, spans, logprobs, text, stop_reason, routed), state)
 
     async def _acted(self, sample: int, engine: Engine, agents: AgentHost) -> Sampled:
@@ -140,6 +140,8 @@ class Turns:
                 state = await self.environment.act(datum["prompt"], datum["extra_env_info"], access)
             except RolloutFailure as failure:
                 raise talk.failure or failure from None
+        if talk.failure is not None:  # the agent made nothing of it, and what it returns is no end of its work
+            raise talk.failure
         if not talk.outputs:
             raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
         routed: NDArray[Any] | None = None

@@ -68,6 +68,7 @@ def _limited(spec: dict[str, Any]) -> int:
     os.chdir(spec["folder"])
     child = _fork()
     if child == 0:
+        kernel.die_with_parent(signal.SIGKILL)  # nothing else keeps it from killing this process, and living on
         _become(spec)
     return _end_of_all(child)
 

@@ -189,6 +189,7 @@ class _Watch:
                         self._entrance.send_signal(signal.SIGTERM)
                     elif reason == "wall time":
                         self._entrance.kill()
+                        break  # what a program has left behind without an entrance may keep the pipes open for ever
                 self._read(selector, WATCH_S)
         self._entrance.wait()
         return self._finished(passed)

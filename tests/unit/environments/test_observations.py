@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -103,3 +104,39 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
         states=(first.state, last.state),
     )
     assert [scored.reward for scored in worker.score(job) if isinstance(scored, EnvironmentReturn)] == [1.0, 2.0]
+
+
+class Silent(Talking):
+    """Goes on without a word, and scores with numbers of numpy."""
+
+    def step(self, state: Any, response: str) -> Turn:
+        return Turn(done=False, state=state, role="tool")
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        given: Any = np.array([0, 1])
+        return [EnvironmentReturn(reward=given[number], correct=given[number] > 0) for number in range(len(requests))]
+
+
+def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
+    monkeypatch.setattr(worker_module, "begin_process_log", lambda _: None)
+    settings = EnvironmentSettings(tokenizer=str(folder), apply_chat_template=True)
+    worker = EnvironmentWorker("silent", worker_module.EnvironmentConfig(), settings)
+    worker._environment = Silent()
+    return worker
+
+
+def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = silent(folder, monkeypatch)
+    state, _ = worker.reset("", {})
+    assert state is not None
+    turn, _ = worker.step(state, "yes", IDS["<e>"])
+    assert turn is not None
+    assert words(turn.observation) == "<s> tool : <e> <s> assistant :"
+
+
+def test_scores_leave_the_process_as_plain_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    responses, reasons = ("", ""), ("stop", "stop")
+    job = ScoringJob(prompt="", extra_env_info={}, responses=responses, stop_reasons=reasons, states=(None, None))
+    scores = [one for one in silent(folder, monkeypatch).score(job) if isinstance(one, EnvironmentReturn)]
+    assert [(type(one.reward), one.reward, one.correct) for one in scores] == [(float, 0.0, False), (float, 1.0, True)]
+    assert [type(one.correct) for one in scores] == [bool, bool]

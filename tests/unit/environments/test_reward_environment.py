@@ -162,6 +162,10 @@ def one_too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 
 
+def gives_nothing(completions: list[str], **_: Any) -> None:
+    return None
+
+
 def words(completions: list[str], **_: Any) -> list[str]:
     return list(completions)
 
@@ -171,6 +175,7 @@ def words(completions: list[str], **_: Any) -> list[str]:
     [
         (raises_on_c, r"raised ZeroDivisionError: .* \(test_reward_environment.py:\d+\)"),
         (one_too_few, "gave 1 rewards for 2 completions"),
+        (gives_nothing, "gave NoneType, and no list of rewards"),
         (words, "gave something that is neither a number nor None: .*'b'"),
     ],
 )
@@ -300,6 +305,22 @@ def test_a_function_that_is_late_is_ended(function: Any) -> None:
     started = time.monotonic()
     assert [(score.reward, score.errors) for score in tolerant.score(requests)] == [(None, 1), (None, 1)]
     assert time.monotonic() - started < 5
+
+
+def asks_in_vain(completions: list[str], **_: Any) -> list[float]:
+    raise TimeoutError
+
+
+async def asks_in_vain_for_a_while(completions: list[str], **_: Any) -> list[float]:
+    await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+    return []
+
+
+@pytest.mark.parametrize("function", [asks_in_vain, asks_in_vain_for_a_while])
+def test_a_deadline_of_the_functions_own_is_not_that_of_the_configuration(function: Any) -> None:
+    limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=60)
+    with pytest.raises(RunError, match=rf"{function.__name__} raised TimeoutError"):
+        limited.score([request("a", "b")])
 
 
 def needs_level(completions: list[str], level: list[int], bonus: float = 1.0) -> list[float]:

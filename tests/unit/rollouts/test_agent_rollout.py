@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,6 +151,37 @@ def test_an_engine_that_fails_under_an_agent_is_the_engines_failure() -> None:
         rollouts(agent, Engine(SamplingError("the engine is gone")))
     trajectories, _ = rollouts(agent, Engine(RolloutFailure("it was given up")))
     assert [one.failure for one in trajectories] == ["it was given up"] * 2
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_an_agent_that_passes_over_a_failure_of_the_engine_is_a_failed_rollout(asked_before: bool) -> None:
+    async def agent(model: Conversation) -> int:
+        if asked_before:
+            await model.complete([5], None)
+        engine._trouble = RolloutFailure("it was given up")
+        with contextlib.suppress(RolloutFailure):
+            await model.complete([5, 1, 7, 9] if asked_before else [5], None)
+        engine._trouble = None
+        return 1
+
+    engine = Engine()
+    trajectories, environment = rollouts(agent, engine)
+    assert [one.failure for one in trajectories] == ["it was given up"] * 2
+    assert environment.jobs == []
+
+
+def test_an_agent_may_ask_again_what_the_engine_failed_over() -> None:
+    async def agent(model: Conversation) -> int:
+        engine._trouble = RolloutFailure("it was given up")
+        with pytest.raises(RolloutFailure):
+            await model.complete([5], None)
+        engine._trouble = None
+        await model.complete([5], None)
+        return 1
+
+    engine = Engine()
+    trajectories, _ = rollouts(agent, engine)
+    assert [(one.failure, one.reward) for one in trajectories] == [(None, 1.0)] * 2
 
 
 def test_an_agent_may_go_on_after_a_refused_call() -> None:

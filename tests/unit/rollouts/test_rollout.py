@@ -193,6 +193,9 @@ def test_a_rollout_ends_where_the_sequence_is_full() -> None:
     plan = replace(PLAN, samples_per_prompt=1, max_total_sequence_length=6)
     (one,) = run(FakeEngine(), FakeEnvironment(observations=[[50]]), plan)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201]
+    assert one.truncated, "the environment was not through with it"
+    (one,) = run(FakeEngine(), FakeEnvironment(), replace(plan, max_total_sequence_length=5))
+    assert not one.truncated, "it ended by itself, with the last token that there was room for"
 
 
 def test_a_rollout_ends_with_its_turns() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,32 @@ def test_a_request_to_end_that_comes_after_the_end_is_no_error() -> None:
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_program_that_kills_its_entrance_ends_with_it() -> None:
+    source = """
+import os, signal, time
+print(os.getpid(), flush=True)
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    finished = run(source, level="limits", config=replace(CONFIG, wall_time_s=60))
+    assert (finished.ending, finished.succeeded) == ("exited", False)
+    left = Path("/proc", finished.stdout.strip(), "cmdline")
+    assert not left.exists() or left.read_bytes() == b"", "it is gone, or waits for somebody to take leave of it"
+
+
+def test_nobody_waits_for_what_has_escaped_its_entrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.ENDING_S", 0.2)
+    source = """
+import os, signal, time
+entrance = os.getppid()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    os.kill(entrance, signal.SIGKILL)
+    time.sleep(30)
+time.sleep(30)
+"""
+    finished = run(source, level="limits")
+    os.kill(int(finished.stdout), signal.SIGKILL)
+    assert finished.ending == "wall time"
