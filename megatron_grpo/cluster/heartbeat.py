@@ -116,9 +116,10 @@ class HeartbeatWriter:
 
     def stop(self) -> None:
         """Write no more; idempotent."""
-        self._stopped.set()
         THIS_PROCESS.on_enter = None
-        faulthandler.cancel_dump_traceback_later()
+        with _clock:  # or the thread winds the clock up once more, over a log that is closed by then
+            self._stopped.set()
+            faulthandler.cancel_dump_traceback_later()
 
     def phase_entered(self) -> None:
         """Show a new phase at once, unless there have been too many."""
@@ -134,6 +135,8 @@ class HeartbeatWriter:
             # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
             # itself needs no lock.
             with _clock:
+                if self._stopped.is_set():
+                    return
                 faulthandler.dump_traceback_later(FROZEN_S, file=self._log)
             if self._stopped.wait(BEAT_S):
                 return

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Literal
 
 from megatron_grpo.data.answers import code_tests
@@ -72,7 +73,7 @@ class CodeEnvironment(Environment):
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
         tests = code_tests(request.extra_env_info.get("answer", request.extra_env_info[REFERENCE]))
-        share = passed(self._sandbox, program_of(request.response), tests) / len(tests)
+        share = passed(self._sandbox, program_of(request.response), tests, every=self._share) / len(tests)
         return EnvironmentReturn(reward=share if self._share else float(share == 1.0), correct=share == 1.0)
 
 
@@ -82,11 +83,20 @@ def program_of(response: str) -> str:
     return str(blocks[-1]) if blocks else response
 
 
-def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]]) -> int:
-    """How many of the tests a program passes: statements that do not raise after it, and (input, output)."""
+def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool) -> int:
+    """How many of the tests a program passes: statements that do not raise after it, and (input, output).
+
+    Args:
+        sandbox: where it runs.
+        program: its source, in Python.
+        tests: the statements and the cases.
+        every: whether to go on after a case that it fails; an endless program takes all of its time in each.
+    """
     statements = [test for test in tests if isinstance(test, str)]
-    count = sum(_gives(sandbox, program, *test) for test in tests if not isinstance(test, str))
-    if statements:
+    cases = [test for test in tests if not isinstance(test, str)]
+    outcomes = (_gives(sandbox, program, *case) for case in cases)
+    count = sum(outcomes if every else takewhile(bool, outcomes))
+    if statements and (every or count == len(cases)):
         mark = secrets.token_hex(16)
         source = f"{_HARNESS}\n_judge({program!r}, {statements!r})\n"
         last = sandbox.run_python(source, f"{mark}\n").stdout.rstrip().rpartition("\n")[2].split(" ")

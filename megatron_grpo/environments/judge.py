@@ -71,7 +71,10 @@ class JudgeEnvironment(Environment):
         self._model, self._url, self._question = model, f"{url.rstrip('/')}/chat/completions", question
         self._lowest, self._highest, self._correct_from = lowest, highest, correct_from
         self._max_tokens, self._timeout_s, self._attempts = max_tokens, request_timeout_s, attempts
-        self._key = None if api_key_variable is None else os.environ.get(api_key_variable)
+        self._key = None if api_key_variable is None else os.environ.get(api_key_variable, "").strip()
+        if self._key == "":
+            text = "the environment has no such variable; export it where the run is started"
+            raise ValueError(f"options.api_key_variable={api_key_variable}: {text}")
         self._pool = ThreadPoolExecutor(requests_at_once)
         # A proxy does not reach this machine's own loopback.
         local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
@@ -123,10 +126,10 @@ class JudgeEnvironment(Environment):
             "temperature": 0.0,
         }
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        reason = ""
-        for attempt in range(self._attempts):
-            if attempt:
-                time.sleep(min(2.0**attempt / 4, 10.0))
+        reason, attempts = "", 0
+        for attempts in range(1, self._attempts + 1):
+            if attempts > 1:
+                time.sleep(min(2.0**attempts / 8, 10.0))
             try:
                 sent = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
                 with self._opener.open(sent, timeout=self._timeout_s) as reply:
@@ -137,7 +140,7 @@ class JudgeEnvironment(Environment):
                     break
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
-        raise RunError(f"the judge at {self._url} gave no answer in {self._attempts} attempts: {reason}")
+        raise RunError(f"the judge at {self._url} gave no answer in {attempts} of {self._attempts} attempts: {reason}")
 
 
 def _content(reply: bytes) -> str:

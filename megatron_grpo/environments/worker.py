@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 from ray import cloudpickle
 
@@ -89,7 +90,7 @@ class EnvironmentWorker:
 
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
-        observation = turn.observation
+        observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may give a list
         # A message may be empty, as what a program writes may be: without it the model would go on behind its own end.
         is_message = self._settings.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or is_message):

@@ -78,6 +78,20 @@ def test_all_or_nothing_and_the_order_of_the_samples() -> None:
     assert [result.reward for result in results] == [1.0, 0.0, 0.0, 1.0]
 
 
+def test_a_program_that_fails_a_case_is_not_asked_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless one would take all of its time in each, and the environment's deadline would pass."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "megatron_grpo.environments.code._gives", lambda *given: asked.append(given[2]) or given[2] != "b"
+    )
+    cases = [{"input": one, "output": ""} for one in "abcd"]
+    assert [one.reward for one in CodeEnvironment(SETTINGS).score([request("", cases)])] == [0.0]
+    assert asked == ["a", "b"]
+    asked.clear()
+    assert [one.reward for one in CodeEnvironment(SETTINGS, reward="share").score([request("", cases)])] == [0.75]
+    assert asked == ["a", "b", "c", "d"]
+
+
 def test_the_last_block_is_the_program() -> None:
     assert program_of("```py\na\n```\n```\nb\n```") == "b\n"
     assert program_of("a = 1") == "a = 1"

@@ -105,6 +105,18 @@ def test_what_it_is_asked(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None
     assert asked["messages"] == [{"role": "user", "content": "6 * 7?|{answer} of 41|{prompt} 42|1-5"}]
 
 
+def test_a_key_that_is_not_there_is_told_at_the_start(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, " \n"):
+        monkeypatch.delenv("JUDGE_KEY", raising=False)
+        if value is not None:
+            monkeypatch.setenv("JUDGE_KEY", value)
+        with pytest.raises(
+            ValueError, match=r"options\.api_key_variable=JUDGE_KEY: the environment has no such variable"
+        ):
+            scored(judge, "42", api_key_variable="JUDGE_KEY")
+    assert judge.asked == []
+
+
 def test_what_passes_is_tried_again(judge: Judge) -> None:
     judge.answers = [503, "hang", "Score: 10"]
     assert scored(judge, "42")[0].reward == 1.0
@@ -121,11 +133,11 @@ def test_options_have_bounds(judge: Judge) -> None:
 
 def test_a_judge_that_does_not_answer_fails_the_rollout(judge: Judge) -> None:
     judge.answers = [500]
-    with pytest.raises(RunError, match="gave no answer in 2 attempts: HTTP 500"):
+    with pytest.raises(RunError, match="gave no answer in 2 of 2 attempts: HTTP 500"):
         scored(judge, "42", attempts=2)
     judge.answers = [401]
     judge.asked.clear()
-    with pytest.raises(RunError, match="HTTP 401"):
+    with pytest.raises(RunError, match="in 1 of 3 attempts: HTTP 401"):
         scored(judge, "42")
     assert len(judge.asked) == 1, "a refusal does not pass"
     judge.url = "http://127.0.0.1:9"

@@ -125,6 +125,17 @@ def silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentWorker:
     return worker
 
 
+def test_tokens_that_an_environment_gives_as_a_list_are_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = silent(folder, monkeypatch)
+    given: Any = [5, 7]
+    monkeypatch.setattr(Silent, "step", lambda *_: Turn(done=False, state=None, observation=given))
+    state, _ = worker.reset("", {})
+    assert state is not None
+    turn, _ = worker.step(state, "yes", IDS["<e>"])
+    assert turn is not None
+    assert (turn.observation.dtype, turn.observation.tolist()) == (np.int32, [5, 7])
+
+
 def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = silent(folder, monkeypatch)
     state, _ = worker.reset("", {})
