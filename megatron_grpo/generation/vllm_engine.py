@@ -168,7 +168,12 @@ class VllmEngine(EngineInterface):
 
     @phase("commit weights")
     async def commit_weights(self, version: int) -> None:
-        """Serve what was received, under this version."""
+        """Serve what was received, under this version.
+
+        Raises:
+            EngineLostError: a process of the engine has ended; what is asked first is whether every worker is there.
+        """
+        await self._on_workers("confirm_refit", version)
         llm = await self._parked()
         with deaths_explained():
             await while_alive(llm, llm.update_weight_version(str(version)))

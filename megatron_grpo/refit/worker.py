@@ -102,6 +102,9 @@ class RefitWorker(Worker):
     answer, and takes the second for the answer to the next call.
     """
 
+    received: int | None = None
+    """The version that this worker holds whole; None: it has received none, or lost it in a refit that failed."""
+
     @phase("connect the refit")
     def connect_refit(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> str | None:
         """Connect to the policy. Where to meet travels as a dict: vLLM's messages carry plain types only."""
@@ -115,6 +118,7 @@ class RefitWorker(Worker):
     @phase("receive weights")
     def receive_refit(self, version: int) -> str | None:
         """Receive one version in one call."""
+        self.received = None
         try:
             self.start_weight_update()
             self.update_weights({"version": version})
@@ -122,7 +126,14 @@ class RefitWorker(Worker):
         except Exception as error:  # noqa: BLE001 - see the class
             self.weight_transfer_engine.abandon()
             return self._described(error)
+        self.received = version
         return None
+
+    def confirm_refit(self, version: int) -> str | None:
+        """Whether this worker holds a version: vLLM's other calls of a commit would be answered without the workers."""
+        if self.received == version:
+            return None
+        return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
 
     def describe(self) -> dict[str, Any]:
         """What a run has to know of a server before it uses it, in types that JSON has; "problem" if it cannot."""
