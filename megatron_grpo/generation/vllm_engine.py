@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
 
+LEAVE_S = 10.0
+"""Time that responses which were given up have to leave before something that needs the engine paused is refused."""
+
 WEIGHTS_TO_HOST = 1
 """vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
 
@@ -288,6 +291,14 @@ class VllmEngine(EngineInterface):
             self._parking = asyncio.create_task(self._park())
 
     async def _parked(self) -> AsyncLLM:
+        """The engine, paused.
+
+        Raises:
+            RuntimeError: responses are in flight, and stay so.
+        """
+        began = time.monotonic()
+        while self._parking is None and time.monotonic() < began + LEAVE_S:
+            await asyncio.sleep(0.05)  # whoever gave responses up did not wait for their end
         if self._parking is None:
             raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
         await self._parking
