@@ -23,6 +23,8 @@ from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.models.routed import RoutedForm
 
 ENGINE_NAME = "generation engine {}".format
+SLEEP_S = 60.0
+"""Time that engines have to go to sleep beside one that has failed to."""
 SHUTDOWN_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -178,9 +180,14 @@ class VllmGeneration(GenerationInterface):
         """Let models in training have the devices.
 
         Raises:
-            RunError: an engine has responses in flight, failed, or did not come to an end in time.
+            RunError: an engine has responses in flight, failed, or did not come to an end in time. The others sleep.
         """
-        self._gather(self.submit("sleep"), "engines going to sleep")
+        calls = self.submit("sleep")
+        try:
+            self._gather(calls, "engines going to sleep")
+        except RunError:
+            ray.wait(calls, num_returns=len(calls), timeout=SLEEP_S)  # models take back their devices all the same
+            raise
 
     def wake(self, part: EngineMemory) -> None:
         """Have a part of the devices' memory again: the weights first, then the cache, after which engines sample.
