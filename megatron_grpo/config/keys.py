@@ -82,10 +82,16 @@ def keys() -> dict[str, Key]:
     return {key.name: key for group in groups() for key in group.keys}
 
 
+@functools.cache
+def _patterns() -> tuple[str, ...]:
+    """Names of leaves of which the user chooses a part: "env.<name>.type"."""
+    return tuple(name for name in keys() if "<" in name)
+
+
 def known_key(name: str) -> str | None:
     """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
     name = named_for("grpo", name)
-    return next((key for key in keys() if matches(key, name)), None)
+    return name if name in keys() else next((key for key in _patterns() if matches(key, name)), None)
 
 
 def known_section(name: str) -> bool:
