@@ -117,8 +117,8 @@ def _checked(
     overrides += _environment_overrides(environments)
     folder = Path(run_dir) / DATA_FOLDER
     made = not folder.exists()
-    overrides += _data_overrides(folder, *datasets, bool(rewards))
     try:
+        overrides += _data_overrides(folder, *datasets, bool(rewards))
         checked = check_overrides(overrides)
         checked.require()
     except ConfigError:
@@ -228,14 +228,15 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
     """The path of a dataset, written there if it is an object, and the names of its columns as far as they are known.
 
     Raises:
-        ConfigError: it is nothing that has rows.
+        ConfigError: it is nothing that has rows, or a row is nothing that JSON can hold.
     """
     if isinstance(dataset, str | Path):
         return str(dataset), set()
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         file = path.with_suffix(".jsonl")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in dataset), encoding="utf-8")
+        lines = (_line(row, f"{subject}[{number}]") for number, row in enumerate(dataset))
+        file.write_text("".join(lines), encoding="utf-8")
         return str(file), {str(column) for row in dataset for column in row}
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
         text = (
@@ -247,6 +248,14 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
     file.parent.mkdir(parents=True, exist_ok=True)
     dataset.to_parquet(str(file))
     return str(file), set(dataset.column_names)
+
+
+def _line(row: dict[Any, Any], subject: str) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        text = f"cannot be kept as JSON: {error}; give numbers, texts, lists and dicts, or a datasets.Dataset"
+        raise ConfigError([Problem(subject, text)]) from None
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +80,26 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
     options._devices = [gloo.create_device(hostname=_own_address_towards(rendezvous.host))]
     options._timeout = rendezvous.timeout
     return cast("Group", gloo(store, rank, size, options))
+
+
+@contextmanager
+def left_on_failure(leave: Callable[[], object]) -> Iterator[None]:
+    """Let others know at once when what happens inside fails: a member that leaves its group closes its connections.
+
+    A group lasts as long as a transfer under way, and an error keeps the variables of all functions that it has passed.
+
+    Args:
+        leave: drops the group.
+    """
+    try:
+        yield
+    except BaseException as error:
+        passed: BaseException | None = error
+        while passed is not None:
+            traceback.clear_frames(passed.__traceback__)  # of functions that are over
+            passed = passed.__cause__ or passed.__context__
+        leave()
+        raise
 
 
 def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:

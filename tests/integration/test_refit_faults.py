@@ -265,7 +265,12 @@ def _assert_sent_again(transport: Transport, scene: Scene, fault: str, moment: s
     seconds = time.monotonic() - began
     print(f"{transport.mode}, {fault}, {moment}: {seconds:.1f} s")
     scene.assert_serves(version)
-    assert (report.retries, report.replaced) == (1, ())
+    assert report.retries == 1
+    if transport.mode == "broadcast" and (fault, moment) == (DROP, FIRST):
+        assert len(report.replaced) == 2, "gloo ends a process to which another size comes than it waits for"
+        assert seconds < RESTART_S
+        return
+    assert report.replaced == ()
     assert scene.generation.restarts == restarts
     assert seconds < (DEADLINE_S + SETTLE_S if fault == DROP else 0.0) + 15
 

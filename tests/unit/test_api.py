@@ -74,6 +74,10 @@ def test_a_dataset_without_answers_has_none(started: list[tuple[Config, Given]],
 
 def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
     base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}"]
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": {3}}]
+    with pytest.raises(ConfigError, match=r"val_dataset\[1\] +cannot be kept as JSON: .* set .*; give numbers, texts"):
+        megatron_grpo.train(base, train_dataset=ROWS, val_dataset=rows)
+    assert not (tmp_path / "r" / "data").exists()
     with pytest.raises(ConfigError, match=r"train_dataset +is int; give a list of dicts"):
         megatron_grpo.train(base, train_dataset=3)
     with pytest.raises(ConfigError, match="fewer than the 32 prompts"):

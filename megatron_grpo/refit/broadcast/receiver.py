@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed import Work
 from megatron_grpo.refit.broadcast.channel import join_stage, read_plans
 from megatron_grpo.refit.broadcast.loading import TensorwiseLoading
 from megatron_grpo.refit.buckets import Bucket, broken_seal
-from megatron_grpo.refit.groups import Rendezvous
+from megatron_grpo.refit.groups import Rendezvous, left_on_failure
 
 
 class BroadcastReceiver:
@@ -52,10 +51,8 @@ class BroadcastReceiver:
                 waiting and the groups stay usable.
             RuntimeError: a stage stopped sending, or the groups failed before.
         """
-        with ExitStack() as on_failure:
-            on_failure.callback(self._groups.clear)  # whoever waits for this worker is told by the end of its groups
+        with left_on_failure(self._groups.clear):
             broken = self._receive(version)
-            on_failure.pop_all()
         if broken:
             raise ValueError("; ".join(broken))
 

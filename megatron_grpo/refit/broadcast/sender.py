@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from megatron_grpo.models.hf_weights import hf_specs, iter_hf_tensors
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.refit.broadcast.channel import join_stage, write_plan
 from megatron_grpo.refit.buckets import Bucket, plan_buckets, seal
-from megatron_grpo.refit.groups import Group, Rendezvous
+from megatron_grpo.refit.groups import Group, Rendezvous, left_on_failure
 from megatron_grpo.refit.interface import Sent
 
 if TYPE_CHECKING:
@@ -49,10 +48,8 @@ class BucketSender:
         Raises:
             RuntimeError: the receivers stopped receiving, or the group failed before.
         """
-        with ExitStack() as on_failure:
-            on_failure.callback(self.close)
+        with left_on_failure(self.close):
             self._send(tensors, version)
-            on_failure.pop_all()
         return Sent(
             sum(bucket.nbytes for bucket in self.buckets),
             sum(len(bucket.slots) for bucket in self.buckets),

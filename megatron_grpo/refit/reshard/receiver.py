@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.models.families import shape_of_folder, weight_entries
 from megatron_grpo.models.places import engine_places
 from megatron_grpo.refit.buckets import broken_seal
-from megatron_grpo.refit.groups import Rendezvous
+from megatron_grpo.refit.groups import Rendezvous, left_on_failure
 from megatron_grpo.refit.reshard.landing import ModelWriter
 from megatron_grpo.refit.reshard.links import BUFFERS, Links
 
@@ -57,10 +56,8 @@ class ReshardReceiver:
                 that comes after it is written.
             RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
-        with ExitStack() as on_failure:
-            on_failure.callback(self._links.close)
+        with left_on_failure(self._links.close):
             self._receive(version)
-            on_failure.pop_all()
 
     def _receive(self, version: int) -> None:
         links, messages = self._links, self._links.messages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from megatron_grpo.models.merge import split_parameter
 from megatron_grpo.models.weight_map import WeightSlice
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.refit.buckets import seal
-from megatron_grpo.refit.groups import Rendezvous
+from megatron_grpo.refit.groups import Rendezvous, left_on_failure
 from megatron_grpo.refit.interface import Sent
 from megatron_grpo.refit.reshard.links import BUFFERS, Links, Transfer
 from megatron_grpo.refit.reshard.plan import box_of
@@ -66,10 +65,8 @@ class ShardSender:
             RuntimeError: a receiver stopped receiving.
         """
         self._bind()
-        with ExitStack() as on_failure:
-            on_failure.callback(self._links.close)
+        with left_on_failure(self._links.close):
             self._send(version)
-            on_failure.pop_all()
         return Sent(sum(self._links.sizes), sum(map(len, self._cuts)), len(self._cuts))
 
     def _send(self, version: int) -> None:

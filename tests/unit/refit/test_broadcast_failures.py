@@ -68,12 +68,12 @@ def _members(*, bad_sender: bool = False, bad_receiver: bool = False) -> Members
     return [lambda: sender.send(weights(), 1), *(partial(one.receive, 1) for one in made)]
 
 
-def _failure(member: Callable[[], object]) -> str | None:
-    """What a member says of its failure, of which nothing else is kept: neither do workers and ranks."""
+def _failure(member: Callable[[], object]) -> Exception | None:
+    """A member's failure, which is kept while others still wait, with all that it refers to."""
     try:
         member()
     except Exception as error:  # noqa: BLE001 - whatever it is
-        return str(error)
+        return error
     return None
 
 
@@ -82,7 +82,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "TensorwiseLoading", lambda *_: None)
 
 
-def _failures(members: Members) -> list[str | None]:
+def _failures(members: Members) -> list[Exception | None]:
     began = time.monotonic()
     with ThreadPoolExecutor(len(members)) as pool:
         found = list(pool.map(_failure, members))
@@ -93,10 +93,10 @@ def _failures(members: Members) -> list[str | None]:
 def test_everybody_is_told_of_a_worker_that_cannot_load() -> None:
     members = _members(bad_receiver=True)
     sender, bad, other = _failures(members)
-    assert bad == "'no such parameter'"
+    assert str(bad) == "'no such parameter'"
     assert "receivers are gone" in str(sender)
     assert "stage 0 stopped sending" in str(other)
-    assert [_failure(member) for member in members[1:]] == [
+    assert [str(_failure(member)) for member in members[1:]] == [
         "the groups of this worker failed before and were not made anew"
     ] * RECEIVERS
 
@@ -104,6 +104,6 @@ def test_everybody_is_told_of_a_worker_that_cannot_load() -> None:
 def test_everybody_is_told_of_a_rank_that_cannot_send() -> None:
     members = _members(bad_sender=True)
     sender, *others = _failures(members)
-    assert sender == "cannot be gathered"
+    assert str(sender) == "cannot be gathered"
     assert all("stage 0 stopped sending" in str(other) for other in others)
-    assert _failure(members[0]) == "the group of this rank failed before and was not made anew"
+    assert str(_failure(members[0])) == "the group of this rank failed before and was not made anew"
