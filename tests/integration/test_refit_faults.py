@@ -350,17 +350,27 @@ def _in_links(moment: str, fault: Callable[[Any], bool]) -> None:
     links.begin = faulty  # type: ignore[method-assign]
 
 
+class _FaultyGroup:
+    """A sender's group, of which it has the only reference: without it, the group is gone.
+
+    Args:
+        group: the real one.
+        number: of the message that is due at the moment.
+        fault: whether that message is to be sent.
+    """
+
+    def __init__(self, group: Any, number: int, fault: Callable[[Any], bool]) -> None:
+        self._group, self._number, self._fault, self._numbers = group, number, fault, count()
+
+    def broadcast(self, buffer: Any, root: int) -> Any:
+        if next(self._numbers) == self._number and not self._fault(buffer):
+            return _Done()
+        return self._group.broadcast(buffer, root)
+
+
 def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
     from megatron_grpo.refit.broadcast import sender
 
     one = sender._sender
     assert one is not None
-    group, numbers = one.group, count()
-
-    class Faulty:
-        def broadcast(self, buffer: Any, root: int) -> Any:
-            if next(numbers) == _number(moment, len(one.buckets)) and not fault(buffer):
-                return _Done()
-            return group.broadcast(buffer, root)
-
-    one.group = Faulty()  # type: ignore[assignment]
+    one.group = _FaultyGroup(one.group, _number(moment, len(one.buckets)), fault)  # type: ignore[assignment]
