@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_grpo.composition.either_name import drop_shared, unite, without_shared
@@ -34,6 +34,9 @@ from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.keys import known_key
 from megatron_grpo.config.loop_keys import LOOPS, named_for
 from megatron_grpo.config.schema import Config
+
+DEFAULT_ENVIRONMENT = {name: {"type": environment.type} for name, environment in Config().env.items()}
+"""The environments of a run that names none."""
 
 
 def _fifth_of(length: Any) -> int:
@@ -137,9 +140,26 @@ def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     plain = {str(name): value for name, value in values.items()}
+    if not any(argument.startswith("~env.") for argument in arguments):
+        _add_default_environment(plain)
+    _choose_training(plain, keys_on(arguments))
     drop_shared(plain, algorithm)
     expand_homes(plain)
     return _Values(plain, algorithm, problems, overruled, united.given_as)
+
+
+def _add_default_environment(plain: dict[str, Any]) -> None:
+    """Add the environment of a run that names none, or none for the prompts that name none."""
+    for name, environment in DEFAULT_ENVIRONMENT.items():
+        if not plain["env"] or plain["data"]["task_name"] == name:
+            plain["env"].setdefault(name, dict(environment))
+
+
+def _choose_training(plain: dict[str, Any], on_command_line: Collection[str]) -> None:
+    """Let training sets that are given on the command line take the place of the recipe's single set."""
+    sets = any(name.startswith("data.train_sets") for name in on_command_line)
+    if sets and "data.train_path" not in on_command_line:
+        plain["data"]["train_path"] = MISSING
 
 
 def _files(accepted: Sequence[str]) -> list[str]:

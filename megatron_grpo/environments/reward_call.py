@@ -38,6 +38,8 @@ class RewardCall:
     """Module and name of the function, for messages."""
     accepts: frozenset[str] | None
     """Names that it takes; None: any."""
+    requires: frozenset[str]
+    """Columns that it cannot be called without."""
     is_async: bool
 
     @classmethod
@@ -46,7 +48,7 @@ class RewardCall:
         name = getattr(function, "__qualname__", type(function).__name__)
         path = f"{getattr(function, '__module__', '?')}.{name}"
         is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-        return cls(function, path, _accepted(function), is_async)
+        return cls(function, path, _accepted(function), frozenset(_required(function)) - {*PASSED}, is_async)
 
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
@@ -54,7 +56,7 @@ class RewardCall:
         """The rewards of `count` completions, or how the function failed. Main thread only."""
         try:
             with time_limit(timeout_s):
-                given = self.function(**self._taken(arguments))
+                given = self.function(**self._taken(arguments, count))
             return self._rewards(given, count)
         except LateError:
             return self._late(timeout_s)
@@ -69,15 +71,17 @@ class RewardCall:
         """`attempt` of a coroutine function, which is cancelled when it takes too long."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                given = await self.function(**self._taken(arguments))
+                given = await self.function(**self._taken(arguments, count))
             return self._rewards(given, count)
         except RewardError as failure:
             return failure
         except Exception as error:  # noqa: BLE001 - as in `attempt`
             return self._late(timeout_s) if limit.expired() else self._raised(error)
 
-    def _taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
+    def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """What it takes of the arguments; a column that none of these `count` rows has is None in each."""
+        taken = {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
+        return {name: [None] * count for name in self.requires} | taken
 
     def _rewards(self, given: Any, count: int) -> list[float | None]:
         if not isinstance(given, Iterable):

@@ -44,7 +44,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         problems += _too_few(config, rows)
     for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
         text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
-        problems.append(Problem(f"env.{name}", f"{text}; mistyped?"))
+        problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} takes it away"))
     return problems, remarks
 
 

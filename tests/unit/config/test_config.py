@@ -35,8 +35,8 @@ GOES_WITH = {  # options that make sense only beside others
     ("data", "addition_moe"): ["env=addition"],
     ("data", "calculator"): ["env=calculator"],
     ("data", "two_tasks"): ["env=two_tasks"],
-    ("data", "tldr"): ["~env.math", "env.tldr={type:reward_functions,reward_funcs:[mine.reward]}"],
-    ("data", "countdown"): ["~env.math", "env.countdown={type:reward_functions,reward_funcs:[mine.reward]}"],
+    ("data", "tldr"): ["env.tldr={type:reward_functions,reward_funcs:[mine.reward]}"],
+    ("data", "countdown"): ["env.countdown={type:reward_functions,reward_funcs:[mine.reward]}"],
     ("env", "addition"): ["data.task_name=addition"],
     ("env", "calculator"): ["data.task_name=tools"],
     ("env", "two_tasks"): ["data.task_name=addition"],
@@ -52,6 +52,26 @@ GOES_WITH = {  # options that make sense only beside others
 def test_every_option_of_every_group_composes(given: list[str], group: str, option: str) -> None:
     chosen = compose_config([*given, f"{group}={option}", *GOES_WITH.get((group, option), [])])
     assert chosen != compose_config(given) or (group, option) in (("env", "math"), ("algorithm", "grpo"))
+
+
+def test_an_environment_that_is_named_takes_the_place_of_the_default_one(given: list[str]) -> None:
+    def types(*overrides: str) -> dict[str, str]:
+        return {name: one.type for name, one in compose_config([*given, *overrides]).env.items()}
+
+    mine = ("env.my_task.type=my_pkg.envs:MyEnv", "data.task_name=my_task")
+    assert types() == {"math": "math"}
+    assert types(*mine) == {"my_task": "my_pkg.envs:MyEnv"}
+    assert types("env=math", *mine) == {"math": "math", "my_task": "my_pkg.envs:MyEnv"}
+    assert types(mine[0]) == {"my_task": "my_pkg.envs:MyEnv", "math": "math"}, "for rows that name no task"
+    assert types("env.math.num_workers=2") == {"math": "math"}
+
+
+def test_training_sets_on_the_command_line_take_the_place_of_the_recipes_single_one(given: list[str]) -> None:
+    sets = "data.train_sets={sums:{path:a.jsonl}}"
+    recipe = ["+exp=qwen3_8b_8gpu", "policy.model.path=m"]
+    assert list(compose_config([*recipe, sets]).data.training) == ["data.train_sets.sums.path"]
+    problems = problems_of([*recipe, sets, "data.train_path=b.jsonl"])
+    assert problems == {"data.train_path=b.jsonl": "and data.train_sets say the same; give one of them"}
 
 
 def test_all_mistakes_come_in_one_message(given: list[str]) -> None:

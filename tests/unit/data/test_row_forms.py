@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "countdown": ({"target": 98, "nums": [44, 19, 35]}, "44, 19, 35", "98"),
 }
 REWARDS = "env.{0}={{type:reward_functions,reward_funcs:[tests.integration.example_rewards.right]}}"
-FURTHER = {name: ["~env.math", REWARDS.format(name)] for name in ("tldr", "countdown")}
+FURTHER = {name: [REWARDS.format(name)] for name in ("tldr", "countdown")}
 
 
 class Characters:

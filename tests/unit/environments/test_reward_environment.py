@@ -154,6 +154,16 @@ def test_a_column_that_a_row_lacks_is_none() -> None:
     assert seen == {"prompts": ["a", "c"], "x": [1, None], "y": [None, 2]}
 
 
+def test_a_column_that_no_row_of_a_prompt_has_is_none_too() -> None:
+    """Others of the same data have it: the check before the run has seen them."""
+
+    def needs(completions: list[str], x: list[Any], y: list[Any], z: int = 3) -> list[float]:
+        return [1.0 if (one, other, z) == (None, 2, 3) else 0.0 for one, other in zip(x, y, strict=True)]
+
+    environment = RewardFunctionEnvironment({"needs": needs}, {"needs": 1.0}, None)
+    assert [score.reward for score in environment.score([request("a", "b", y=2), request("a", "c", y=2)])] == [1.0, 1.0]
+
+
 def raises_on_c(completions: list[str], **_: Any) -> list[float]:
     return [1.0 / (completion != "c") for completion in completions]
 
