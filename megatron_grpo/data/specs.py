@@ -10,7 +10,7 @@ from typing import TypeVar
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.data.interfaces import TaskDataSpec
-from megatron_grpo.data.row_forms import ROW_FORMS
+from megatron_grpo.data.row_forms import ROW_FORMS, processor_of
 
 T = TypeVar("T")
 
@@ -47,11 +47,7 @@ def processor_name(data: DataConfig, task: str) -> str | None:
 
 def spec_problems(data: DataConfig) -> Iterator[Problem]:
     """What is wrong with the files and names that prompts are made with."""
-    sections: dict[str, PromptConfig] = {
-        "data": data,
-        **{f"data.tasks.{name}": one for name, one in data.tasks.items()},
-    }
-    for section, config in sections.items():
+    for section, config in _sections(data).items():
         for name in _FILES:
             file = getattr(config, name)
             try:
@@ -65,6 +61,20 @@ def spec_problems(data: DataConfig) -> Iterator[Problem]:
         if processor is not None and processor not in ROW_FORMS and not _is_import_path(processor):
             text = f"is no processor; there is {', '.join(ROW_FORMS)}, or give a function as package.module.function"
             yield Problem(f"{section}.processor={processor}", text)
+
+
+def processor_problems(data: DataConfig) -> Iterator[Problem]:
+    """Which processors cannot be imported, or not be called; imports a user's own."""
+    for section, config in _sections(data).items():
+        try:
+            processor_of(config.processor)
+        except ValueError as error:
+            yield Problem(f"{section}.processor={config.processor}", str(error))
+
+
+def _sections(data: DataConfig) -> dict[str, PromptConfig]:
+    """Where the configuration says how prompts are made, by key."""
+    return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
 
 
 def _answer_key(data: DataConfig, own: TaskConfig, form: bool) -> str | None:
