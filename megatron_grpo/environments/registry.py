@@ -100,6 +100,7 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
             problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))
     required = (name for name, one in parameters.items() if one.default is inspect.Parameter.empty)
     problems += [(name, f"is required by {kind.__name__}") for name in required if name not in options]
+    problems += [] if problems else kind.option_problems(arguments)
     return arguments, problems
 
 
