@@ -148,8 +148,8 @@ def _read(
         columns.setdefault(task, set()).update(names)
     if not looked.report.rows:
         raise ConfigError([Problem(subject, "has no rows")])
+    dataset = _processed(config, one, looked, tokenizer)
     try:
-        dataset = _processed(config, one, looked, tokenizer)
         rendered = min(len(dataset), data.rows_rendered_at_start)
         left_out = count_left_out(dataset, rendered)
     except ValueError as error:
