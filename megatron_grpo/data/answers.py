@@ -55,7 +55,10 @@ def code_tests(answer: Any) -> list[str | tuple[str, str]]:
         ValueError: it is nothing of this.
     """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
-        answer = json.loads(answer)
+        try:
+            answer = json.loads(answer)
+        except RecursionError as error:  # thousands of brackets
+            raise ValueError(f"is no JSON that can be read: {error}") from None
     if isinstance(answer, str):
         answer = [answer] if answer.strip() else []
     if isinstance(answer, dict) and _are_lists(answer.get("inputs"), answer.get("outputs")):

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec
+from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec, task_of
+from megatron_grpo.data.own_processors import in_our_form
+from megatron_grpo.data.row_forms import rendering_of
 from megatron_grpo.data.sources import Source
 
 
@@ -79,7 +81,7 @@ class AllTaskProcessedDataset:
     def __getitem__(self, idx: int) -> DatumSpec:
         """
         Raises:
-            ValueError: nothing processes the row's task, or its loss_multiplier is neither 0 nor 1.
+            ValueError: the row makes no prompt, and is not to be left out.
             IndexError: there is no such row.
         """
         try:
@@ -100,25 +102,35 @@ class AllTaskProcessedDataset:
             idx: the number that the prompt is known by.
 
         Raises:
-            ValueError: nothing processes the row's task, its processor refuses it, or its loss_multiplier is neither 0
-                nor 1.
+            ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
         """
-        task = row.get("task_name", self.default_task_data_spec.task_name)
+        task = task_of(row, self.default_task_data_spec.task_name)
         try:
             spec, process = self.task_data_processors[task]
-        except KeyError:
+        except (KeyError, TypeError):
             known = ", ".join(sorted(self.task_data_processors)) or "none"
             raise ValueError(f'row {idx}: no data processor for task_name "{task}"; there is {known}') from None
+        name = f"row {idx}: its processor {_name_of(process)}"
+        ours = rendering_of(process) is not None
         try:
-            datum = process(row, spec, self.tokenizer, self.max_seq_length, idx)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:  # of a user's own processor
-            raise ValueError(f"row {idx}: its processor raised {type(error).__name__}: {error}") from error
-        if datum["loss_multiplier"] not in (0, 1):
-            given = datum["loss_multiplier"]
-            raise ValueError(
-                f"row {idx}: loss_multiplier={given:g}: a prompt is left out (0) or counts like others (1)"
-            )
-        return datum
+            given = process(row, spec, self.tokenizer, self.max_seq_length, idx)
+        except Exception as error:  # whatever a user's own processor raises
+            if ours and isinstance(error, ValueError):
+                raise
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise ValueError(f"{name} raised {reason}") from error
+        if ours:
+            return given
+        try:
+            return in_our_form(given, row, spec, task=task, tasks=self.task_data_processors, idx=idx)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+
+
+def _name_of(process: DataProcessor) -> str:
+    """A user's own processor by its import path, as far as it has one."""
+    named = process if hasattr(process, "__qualname__") else type(process)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _left_out(idx: int, task: str) -> DatumSpec:

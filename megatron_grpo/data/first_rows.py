@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.interfaces import TaskDataSpec
+from megatron_grpo.data.interfaces import TaskDataSpec, task_of
 from megatron_grpo.data.row_forms import rendering_of
 
 BATCH_ROWS = 1000
@@ -36,7 +36,7 @@ def _together(dataset: AllTaskProcessedDataset, part: range) -> int | None:
     texts: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
-        task = row.get("task_name", dataset.default_task_data_spec.task_name)
+        task = task_of(row, dataset.default_task_data_spec.task_name)
         try:
             spec, process = dataset.task_data_processors[task]
             render = rendering_of(process)

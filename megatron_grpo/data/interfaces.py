@@ -63,3 +63,9 @@ class TaskDataSpec:
 
 DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpec]
 """(row, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec."""
+
+
+def task_of(row: Mapping[str, Any], default: str) -> Any:
+    """What a row has as task_name; the default where it has no such column, or null in it, as Parquet fills gaps."""
+    task = row.get("task_name")
+    return default if task is None else task

@@ -15,10 +15,10 @@ from megatron_grpo.data.datasets import AllTaskProcessedDataset, UsableRows
 from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.examine import Examined, examined
 from megatron_grpo.data.first_rows import count_left_out
-from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec
 from megatron_grpo.data.loader import Batches, PromptLoader
 from megatron_grpo.data.row_forms import processor_of
-from megatron_grpo.data.specs import processor_name, task_spec
+from megatron_grpo.data.specs import processor_name, processor_problems, task_spec
 from megatron_grpo.data.stream import StreamLoader, open_stream
 
 
@@ -66,8 +66,7 @@ def held_out_prompts(config: Config, model: Path, path: str) -> HeldOutPrompts:
     dataset, usable = _read(replace(config, data=data), key, one, tokenizer, notes, {})
     if not usable:
         raise ConfigError([Problem(f"data.val_path={path}", "has no usable row")])
-    prompts = [prompt for prompt in (dataset[idx] for idx in range(len(dataset))) if prompt["loss_multiplier"] > 0]
-    return HeldOutPrompts(prompts, tokenizer.eos_token_id, notes)
+    return HeldOutPrompts(_usable(dataset, f"data.val_path={path}"), tokenizer.eos_token_id, notes)
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -118,10 +117,22 @@ def _validation(
         held_out, usable = _read(config, key, one, tokenizer, notes, columns)
         if not usable:
             raise ConfigError([Problem(f"{key}={one.path}", "has no usable row")])
-        prompts = [held_out[idx] for idx in range(len(held_out))]
-        prompts = [prompt for prompt in prompts if prompt["loss_multiplier"] > 0][: config.loop.max_val_samples]
+        prompts = _usable(held_out, f"{key}={one.path}")[: config.loop.max_val_samples]
         name = key.split(".")[2] if key != "data.val_path" else None
         yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
+
+
+def _usable(dataset: AllTaskProcessedDataset, subject: str) -> list[DatumSpec]:
+    """The prompts of a set that are not left out.
+
+    Raises:
+        ConfigError: a row makes no prompt.
+    """
+    try:
+        prompts = [dataset[idx] for idx in range(len(dataset))]
+    except ValueError as error:
+        raise ConfigError([Problem(subject, str(error))]) from error
+    return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
 
 def _read(
@@ -137,8 +148,8 @@ def _read(
         columns.setdefault(task, set()).update(names)
     if not looked.report.rows:
         raise ConfigError([Problem(subject, "has no rows")])
+    dataset = _processed(config, one, looked, tokenizer)
     try:
-        dataset = _processed(config, one, looked, tokenizer)
         rendered = min(len(dataset), data.rows_rendered_at_start)
         left_out = count_left_out(dataset, rendered)
     except ValueError as error:
@@ -159,24 +170,30 @@ def _processed(config: Config, one: DatasetConfig, looked: Examined, tokenizer: 
     """The rows of a set as prompts.
 
     Raises:
-        ValueError: a processor cannot be imported.
+        ConfigError: a processor cannot be imported.
     """
     assert looked.source is not None, "rows were looked at"
     data, default = config.data, one.task_name or config.data.task_name
-    processors = {}
-    for task in config.env:
-        try:
-            processors[task] = (task_spec(data, task), processor_of(processor_name(data, task)))
-        except ValueError as error:
-            raise ValueError(f"data.processor={processor_name(data, task)} {error}") from None
     return AllTaskProcessedDataset(
         UsableRows(looked.source, looked.usable),
         tokenizer,
         task_spec(data, default),
-        processors,
+        _processors(config),
         data.max_input_seq_length,
         skip_refused=data.bad_rows == "skip",
     )
+
+
+def _processors(config: Config) -> dict[str, tuple[TaskDataSpec, DataProcessor]]:
+    """What makes prompts of the rows of each task.
+
+    Raises:
+        ConfigError: a processor cannot be imported.
+    """
+    data, problems = config.data, list(processor_problems(config.data))
+    if problems:
+        raise ConfigError(problems)
+    return {task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in config.env}
 
 
 def _stream(config: Config, tokenizer: Any) -> StreamLoader:
@@ -187,13 +204,15 @@ def _stream(config: Config, tokenizer: Any) -> StreamLoader:
         raise ConfigError([Problem(f"{key}={one.path}", str(error))]) from None
     environments: Mapping[str, str] = {name: env.type for name, env in config.env.items()}
     data, default = config.data, one.task_name or config.data.task_name
-    processors = {task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in config.env}
+    prompts = AllTaskProcessedDataset(
+        [], tokenizer, task_spec(data, default), _processors(config), data.max_input_seq_length
+    )
     return StreamLoader(
         stream,
         config=one,
         data=data,
         environments=environments,
-        process=AllTaskProcessedDataset([], tokenizer, task_spec(data, default), processors, data.max_input_seq_length),
+        process=prompts,
         prompts_per_batch=config.prompts_per_generation_batch,
         seed=config.loop.seed,
     )

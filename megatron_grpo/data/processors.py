@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
+from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec, task_of
 
 
 def math_data_processor(
@@ -55,7 +55,7 @@ def math_data_processor(
         extra_env_info=extra,
         loss_multiplier=1.0 if len(token_ids) <= max_seq_length else 0.0,
         idx=idx,
-        task_name=datum_dict.get("task_name", task_data_spec.task_name),
+        task_name=task_of(datum_dict, task_data_spec.task_name),
         prompt=datum_dict[task_data_spec.prompt_key],
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.data.answers import unusable_answer
-from megatron_grpo.data.interfaces import TaskDataSpec
+from megatron_grpo.data.interfaces import TaskDataSpec, task_of
 from megatron_grpo.data.row_forms import RowForm
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ class RowCheck:
 
     def task(self, row: Row) -> Any:
         """Task name of a row, whatever it is."""
-        return row.get("task_name", self.default_task)
+        return task_of(row, self.default_task)
 
     def in_form(self, row: Row) -> Row | str:
         """The row in the form that its task has, or as text why it cannot be used."""
@@ -101,7 +101,7 @@ class RowCheck:
         prompt = row[spec.prompt_key]
         if isinstance(prompt, list) and not spec.apply_chat_template:
             return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
-        if not ((isinstance(prompt, str) and prompt) or _is_conversation(prompt)):
+        if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
             return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
         if spec.answer_key is None or kind is None:
             return None
@@ -140,7 +140,8 @@ def _broken_text(row: Row) -> str | None:
     return None
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of {role, content} messages, and not empty."""
     return isinstance(value, list) and bool(value) and all(_is_message(turn) for turn in value)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import Formatter
 from typing import TypeVar
 
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.data.interfaces import TaskDataSpec
-from megatron_grpo.data.row_forms import ROW_FORMS
+from megatron_grpo.data.row_forms import ROW_FORMS, processor_of
 
 T = TypeVar("T")
 
@@ -47,15 +48,12 @@ def processor_name(data: DataConfig, task: str) -> str | None:
 
 def spec_problems(data: DataConfig) -> Iterator[Problem]:
     """What is wrong with the files and names that prompts are made with."""
-    sections: dict[str, PromptConfig] = {
-        "data": data,
-        **{f"data.tasks.{name}": one for name, one in data.tasks.items()},
-    }
-    for section, config in sections.items():
+    for section, config in _sections(data).items():
         for name in _FILES:
             file = getattr(config, name)
+            own = name == "prompt_file" and _is_import_path(config.processor or data.processor or "")
             try:
-                _read(file, _definitions if name == "tools" else str)
+                _read(file, str if own else _FORMS.get(name, str))
             except ValueError as error:
                 yield Problem(f"{section}.{name}={file}", str(error))
         if config.system_prompt is not None and config.system_prompt_file is not None:
@@ -65,6 +63,20 @@ def spec_problems(data: DataConfig) -> Iterator[Problem]:
         if processor is not None and processor not in ROW_FORMS and not _is_import_path(processor):
             text = f"is no processor; there is {', '.join(ROW_FORMS)}, or give a function as package.module.function"
             yield Problem(f"{section}.processor={processor}", text)
+
+
+def processor_problems(data: DataConfig) -> Iterator[Problem]:
+    """Which processors cannot be imported, or not be called; imports a user's own."""
+    for section, config in _sections(data).items():
+        try:
+            processor_of(config.processor)
+        except ValueError as error:
+            yield Problem(f"{section}.processor={config.processor}", str(error))
+
+
+def _sections(data: DataConfig) -> dict[str, PromptConfig]:
+    """Where the configuration says how prompts are made, by key."""
+    return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
 
 
 def _answer_key(data: DataConfig, own: TaskConfig, form: bool) -> str | None:
@@ -97,12 +109,27 @@ def _read(file: str | None, form: Callable[[str], T]) -> T | None:
         raise ValueError("is not UTF-8 text") from None
 
 
+def _words(text: str) -> str:
+    """Words around a prompt, which have a place for what differs between rows."""
+    try:
+        places = [place for _, place, _, _ in Formatter().parse(text) if place is not None]
+    except ValueError as error:
+        raise ValueError(f"has a brace too many: {error}; braces that are meant are written {{{{ and }}}}") from None
+    if not places:
+        raise ValueError("has neither {} nor a {column}, so all prompts would be the same; write {} where they stand")
+    return text
+
+
 def _definitions(text: str) -> list[dict[str, object]]:
     """A JSON list of tool definitions."""
     try:
         tools = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
         raise ValueError("is no list of tool definitions: [{...}, ...]")
     return tools
+
+
+_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _words, "tools": _definitions}
+"""What is more than a text; a user's own processor may use the words of prompt_file otherwise."""

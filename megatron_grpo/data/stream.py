@@ -130,13 +130,16 @@ class StreamLoader:
 
     def _prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
         """The prompt of a row; None: it is left out, and counted."""
-        reason = self._check.in_form(row)
-        try:
-            prompt = None if isinstance(reason, str) else self._process.prompt(row, number)
-        except ValueError as error:
-            prompt, reason = None, str(error)
-        if isinstance(reason, str) and self._data.bad_rows == "fail":
-            raise RunError(f"{self._config.path}, row {number}: the row {reason}; data.bad_rows=skip leaves it out")
+        formed, prompt, reason = self._check.in_form(row), None, ""
+        if isinstance(formed, str):
+            reason = f"row {number}: the row {formed}"
+        else:
+            try:
+                prompt = self._process.prompt(row, number)
+            except ValueError as error:
+                reason = str(error)
+        if reason and self._data.bad_rows == "fail":
+            raise RunError(f"{self._config.path}, {reason}; data.bad_rows=skip leaves it out")
         if prompt is None or prompt["loss_multiplier"] == 0:
             self.left_out += 1
             return None

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Literal
 
+from megatron_grpo.config.section import Positive
 from megatron_grpo.data.answers import code_tests
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
@@ -57,7 +58,7 @@ class CodeEnvironment(Environment):
     """
 
     def __init__(
-        self, settings: EnvironmentSettings, reward: Literal["all", "share"] = "all", programs_at_once: int = 2
+        self, settings: EnvironmentSettings, reward: Literal["all", "share"] = "all", programs_at_once: Positive = 2
     ) -> None:
         """
         Raises:

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
+
+
+def _expression(pattern: str) -> str:
+    """A text that is a regular expression.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return pattern
 
 
 class FormatEnvironment(Environment):
@@ -16,16 +32,8 @@ class FormatEnvironment(Environment):
         whole: whether the whole response has to match, or some part of it.
     """
 
-    def __init__(self, pattern: str, whole: bool = True) -> None:
-        """
-        Raises:
-            ValueError: the pattern is no regular expression.
-        """
-        try:
-            self._pattern = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"options.pattern={pattern} is no regular expression: {error}") from error
-        self._whole = whole
+    def __init__(self, pattern: Annotated[str, AfterValidator(_expression)], whole: bool = True) -> None:
+        self._pattern, self._whole = re.compile(pattern), whole
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         """Reward 1 for a match, else 0."""

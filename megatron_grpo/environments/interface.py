@@ -27,6 +27,17 @@ class Environment(ABC):
     reads_token_ids: bool = False
     """Whether `score` is given the token ids of responses, which have to travel for it."""
 
+    @classmethod
+    def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
+        """What is wrong with options that are of the constructor's types, each NAME=VALUE with the reason.
+
+        It is asked before a run starts, where nothing is made yet.
+
+        Args:
+            options: those that are given, converted.
+        """
+        return []
+
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
         """State of a rollout that begins.
 

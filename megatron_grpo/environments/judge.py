@@ -147,6 +147,6 @@ def _content(reply: bytes) -> str:
     """The text of the first choice of a reply; "" when the reply is malformed."""
     try:
         content: Any = json.loads(reply)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         return ""
     return content if isinstance(content, str) else ""

@@ -14,6 +14,7 @@ from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, Environ
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
 from megatron_grpo.config.importing import imported
 from megatron_grpo.config.schema import Config
+from megatron_grpo.data.specs import processor_problems
 from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
@@ -99,6 +100,7 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
             problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))
     required = (name for name, one in parameters.items() if one.default is inspect.Parameter.empty)
     problems += [(name, f"is required by {kind.__name__}") for name in required if name not in options]
+    problems += [] if problems else kind.option_problems(arguments)
     return arguments, problems
 
 
@@ -125,13 +127,14 @@ def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
 
 
 def check_environments(config: Config) -> None:
-    """Import every class of `env`, before processes are started that would fail one by one.
+    """Import every class of `env` and every processor, before processes are started that would fail one by one.
 
     Raises:
         ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
     """
     make_importable(import_folders())
-    problems = [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
+    problems = list(processor_problems(config.data))
+    problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
     if problems:
         raise ConfigError(problems)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -48,9 +51,23 @@ class CallParser:
         return [ToolCall(one.function.name, _object(one.function.arguments)) for one in found.tool_calls]
 
 
+def parser_names() -> frozenset[str]:
+    """Names of vLLM's tool parsers, read from its source, which takes seconds to import; none where it is not found."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return frozenset()
+    file = Path(package.origin).parent / "tool_parsers" / "__init__.py"
+    if not file.is_file():
+        return frozenset()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TOOL_PARSERS_TO_REGISTER":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
 def _object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

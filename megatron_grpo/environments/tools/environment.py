@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_grpo.config.section import Positive
@@ -14,7 +15,7 @@ from megatron_grpo.environments.math_verifier import Verifier
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from megatron_grpo.environments.settings import EnvironmentSettings
 from megatron_grpo.environments.tools.calculator import calculate
-from megatron_grpo.environments.tools.calls import CallParser, ToolCall
+from megatron_grpo.environments.tools.calls import CallParser, ToolCall, parser_names
 from megatron_grpo.environments.tools.retriever import Retriever
 
 _LONGEST_RESULT = 4000
@@ -64,7 +65,6 @@ class ToolEnvironment(Environment):
         """
         Raises:
             SandboxUnavailableError: with the tool python, this machine allows less isolation than is required.
-            ValueError: vLLM has no such parser, or the retriever has no documents.
         """
         self._tools: dict[str, Tool] = {
             name: _tool(name, settings, documents, found) for name in tools or ["calculator"]
@@ -72,6 +72,21 @@ class ToolEnvironment(Environment):
         self._parser = CallParser(parser, settings.load_tokenizer())
         self._verifier = Verifier() if compare == "math" else None
         self._max_calls = max_calls
+
+    @classmethod
+    def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
+        """A parser that vLLM lacks, and a retriever without documents."""
+        problems = []
+        parser, documents = options.get("parser"), options.get("documents")
+        known = parser_names()
+        if parser is not None and known and parser not in known:
+            problems.append((f"parser={parser}", f"is no tool parser of vLLM; there is {', '.join(sorted(known))}"))
+        if "retriever" in (options.get("tools") or ()):
+            if documents is None:
+                problems.append(("documents", "is missing: the retriever searches a file; give one"))
+            elif not Path(documents).is_file():
+                problems.append((f"documents={documents}", "no such file"))
+        return problems
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Conversation:
         """A conversation without a turn."""
@@ -114,8 +129,7 @@ def _tool(name: str, settings: EnvironmentSettings, documents: str | None, found
     if name == "python":
         sandbox = settings.open_sandbox()
         return lambda code: _ran(sandbox, code)
-    if documents is None:
-        raise ValueError("the retriever needs options.documents")
+    assert documents is not None, "the options were checked"
     retriever = Retriever.from_file(documents)
     return lambda query: "\n\n".join(retriever.search(query, found)) or "nothing found"
 

@@ -57,5 +57,9 @@ def test_what_is_no_sum(answer: Any) -> None:
     assert unusable_answer("addition", answer)
 
 
+def test_brackets_without_end_are_no_tests() -> None:
+    assert "is no JSON that can be read" in str(unusable_answer("code", "[" * 100_000))
+
+
 def test_reward_functions_get_whatever_there_is() -> None:
     assert unusable_answer("reward_functions", [1, {"a": math.nan}]) is None

@@ -118,6 +118,12 @@ def test_tasks_have_forms_and_keys_of_their_own(tmp_path: Path) -> None:
     assert report.columns["math"] == {"problem", "solution", "task_name", "prompt", "answer"}
 
 
+def test_a_task_name_of_null_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{**ROWS[0], "task_name": None}, {**ROWS[1], "task_name": "math"}])
+    report = examined(DatasetConfig(path=str(path)), DataConfig(), KINDS).report
+    assert (report.rows, report.problems, report.tasks) == (2, [], {"math"})
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "file.arrow"])
 def test_a_value_that_python_cannot_hold_makes_a_bad_row(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

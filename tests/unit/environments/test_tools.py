@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.sandbox_schema import SandboxConfig
-from megatron_grpo.config.schema import EnvironmentConfig
+from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.registry import check_environments, create_environment
 from megatron_grpo.environments.settings import EnvironmentSettings
 from megatron_grpo.environments.tools.calculator import calculate
+from megatron_grpo.environments.tools.calls import parser_names
 from megatron_grpo.environments.tools.retriever import Retriever
 from megatron_grpo.models.prepared import CONVERSATION_VOCABULARY
 from megatron_grpo.prepare.folder import _tokenizer
@@ -177,7 +179,33 @@ def test_the_last_turn_is_compared_by_value(folder: Path) -> None:
 
 
 def test_what_is_missing_is_told(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no tool parser of vLLM; there is .*hermes"):
+    with pytest.raises(RunError, match=r"options\.parser=hermez is no tool parser of vLLM; there is .*hermes"):
         environment(folder, parser="hermez")
-    with pytest.raises(ValueError, match=r"needs options\.documents"):
+    with pytest.raises(RunError, match=r"options\.documents is missing: the retriever"):
         environment(folder, documents=None)
+    with pytest.raises(RunError, match=r"options\.documents=gone.txt no such file"):
+        environment(folder, documents="gone.txt")
+
+
+def test_the_names_of_parsers_are_those_that_vllm_registers() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    assert parser_names() == frozenset(ToolParserManager.list_registered())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "subject"),
+    [
+        ("format", {"pattern": "(a"}, "env.math.options.pattern=(a"),
+        ("code", {"programs_at_once": 0}, "env.math.options.programs_at_once=0"),
+        ("tools", {"tools": ["retriever"]}, "env.math.options.documents"),
+        ("tools", {"tools": ["retriever"], "documents": "gone.txt"}, "env.math.options.documents=gone.txt"),
+        ("tools", {"parser": "hermez"}, "env.math.options.parser=hermez"),
+    ],
+)
+def test_options_are_looked_at_before_a_run(kind: str, options: dict[str, Any], subject: str) -> None:
+    config = Config(env={"math": EnvironmentConfig(type=kind, options=options)})
+    config.grpo.max_rollout_turns = 3
+    with pytest.raises(ConfigError) as caught:
+        check_environments(config)
+    assert [one.subject for one in caught.value.problems] == [subject]

@@ -1,0 +1,132 @@
+"""Processors that a user wrote: NeMo RL's form is understood, and each mistake is one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config.data_schema import DataConfig, TaskConfig
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.interfaces import REFERENCE, TaskDataSpec
+from megatron_grpo.data.specs import processor_problems
+from megatron_grpo.data.stream import StreamLoader
+
+SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
+ROW = {"prompt": "1+1=", "answer": "2"}
+TALK = [{"role": "system", "content": "Add.", "token_ids": [3]}, {"role": "user", "content": "1", "token_ids": [4, 5]}]
+
+
+def nemo_rl(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> dict[str, Any]:
+    """A processor as NeMo RL's documents write it."""
+    return {
+        "message_log": [{**turn, "token_ids": torch.tensor(turn["token_ids"])} for turn in TALK],
+        "length": 3,
+        "extra_env_info": {"ground_truth": "two"},
+        "loss_multiplier": 1.0,
+        "idx": idx,
+        "task_name": spec.task_name,
+    }
+
+
+def prompt_of(process: Callable[..., Any], row: dict[str, Any], **options: bool) -> dict[str, Any]:
+    dataset = AllTaskProcessedDataset([row], None, SPEC, {"math": (SPEC, process)}, 10, **options)
+    return dict(dataset[0])
+
+
+def changed(**changes: Any) -> Callable[..., Any]:
+    def process(*arguments: Any) -> dict[str, Any]:
+        given = {**nemo_rl(*arguments), **changes}
+        return {key: value for key, value in given.items() if not isinstance(value, str) or value != "ABSENT"}
+
+    return process
+
+
+def test_a_processor_of_nemo_rl_gives_what_ours_give() -> None:
+    assert prompt_of(nemo_rl, ROW) == {
+        "message_log": TALK,
+        "length": 3,
+        "extra_env_info": {"ground_truth": "two", "answer": "two", REFERENCE: "two"},
+        "loss_multiplier": 1.0,
+        "idx": 0,
+        "task_name": "math",
+        "prompt": "1+1=",
+    }
+
+
+def test_what_a_processor_leaves_open() -> None:
+    bare = changed(task_name="ABSENT", length="ABSENT", idx="ABSENT", extra_env_info=None)
+    datum = prompt_of(bare, {"question": "1+1", "answer": 2})
+    assert (datum["prompt"], datum["task_name"], datum["length"], datum["idx"]) == ("Add.1", "math", 3, 0)
+    assert datum["extra_env_info"] == {"answer": 2, REFERENCE: "2"}
+    assert prompt_of(changed(prompt="as it says"), ROW)["prompt"] == "as it says"
+    assert prompt_of(changed(message_log=[], loss_multiplier=0), ROW)["loss_multiplier"] == 0.0
+
+
+MISTAKES = {
+    "returned NoneType, not a DatumSpec": lambda *_: None,
+    "raised ZeroDivisionError: ": lambda *_: 1 // 0,
+    "raised StopIteration": lambda *_: next(iter(())),
+    "raised ValueError: invalid literal": lambda *_: int("x"),
+    "returned no message_log, only": changed(message_log="ABSENT"),
+    "returned no loss_multiplier, only": changed(loss_multiplier="ABSENT"),
+    "returned loss_multiplier=None": changed(loss_multiplier=None),
+    r"returned loss_multiplier=tensor\(\[1, 1\]\)": changed(loss_multiplier=torch.tensor([1, 1])),
+    "returned dict as message_log": changed(message_log={}),
+    r"returned no token_ids in message_log\[0\]": changed(message_log=[{"role": "user", "content": "1"}]),
+    "that are no flat list": changed(message_log=[{"role": "user", "token_ids": torch.tensor([[1, 2]])}]),
+    "returned a message_log without tokens": changed(message_log=[]),
+    "returned list as extra_env_info": changed(extra_env_info=[1]),
+    "returned task_name='chess', which is no environment": changed(task_name="chess"),
+    "returned int as prompt": changed(prompt=3),
+}
+
+
+@pytest.mark.parametrize("reason", MISTAKES)
+def test_a_mistake_is_one_message_with_row_and_processor(reason: str) -> None:
+    process = MISTAKES[reason]
+    with pytest.raises(ValueError, match=rf"^row 0: its processor {__name__}\..* {reason}"):
+        prompt_of(process, ROW)
+    assert prompt_of(process, ROW, skip_refused=True)["loss_multiplier"] == 0.0, "data.bad_rows=skip leaves it out"
+
+
+@pytest.mark.parametrize("bad_rows", ["fail", "skip"])
+def test_a_stream_treats_processors_as_files_do(bad_rows: Any) -> None:
+    def picky(row: dict[str, Any], *others: Any) -> Any:
+        return None if row["prompt"] == "no" else nemo_rl(row, *others)
+
+    data = DataConfig(train_path="some/name", streaming=True, bad_rows=bad_rows, shuffle=False, processor="my.picky")
+    (config,) = data.training.values()
+    loader = StreamLoader(
+        [ROW, {"prompt": "no"}, ROW],
+        config=config,
+        data=data,
+        environments={"math": "math"},
+        process=AllTaskProcessedDataset([], None, SPEC, {"math": (SPEC, picky)}, 10),
+        prompts_per_batch=2,
+        seed=1,
+    )
+    if bad_rows == "fail":
+        with pytest.raises(RunError, match=r"^some/name, row 1: its processor .*picky returned NoneType"):
+            list(loader)
+    else:
+        assert [[datum["idx"] for datum in batch] for batch in loader] == [[0, 2]]
+        assert loader.left_out == 1
+
+
+def test_a_task_name_of_null_is_none() -> None:
+    for process in (nemo_rl, changed(task_name=None)):
+        assert prompt_of(process, {**ROW, "task_name": None})["task_name"] == "math"
+
+
+def test_a_processor_that_cannot_be_imported_is_found_before_the_run() -> None:
+    data = DataConfig(processor="no_mod.f", tasks={"math": TaskConfig(processor="json.JSON"), "code": TaskConfig()})
+    assert [(one.subject, one.text.partition(":")[0]) for one in processor_problems(data)] == [
+        ("data.processor=no_mod.f", "cannot be imported"),
+        ("data.tasks.math.processor=json.JSON", "cannot be imported"),
+    ]
+    assert not list(processor_problems(replace(data, processor="json.loads", tasks={})))
