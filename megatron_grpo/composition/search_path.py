@@ -19,7 +19,7 @@ CONF_MODULE = "megatron_grpo.conf"
 OPTION = "--config-dir"
 """Adds a folder."""
 SEARCH_KEY = "hydra.searchpath"
-"""Adds several."""
+"""Adds several: hydra.searchpath=[FOLDER,...]."""
 _FILE = "file://"
 
 _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
