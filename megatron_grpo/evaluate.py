@@ -12,14 +12,15 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.evaluation.request import read_request
 
 USAGE = """\
-python -m megatron_grpo.evaluate checkpoint=PATH output=DIR [data.val_path=FILE] [key=value ...]
+python -m megatron_grpo.evaluate checkpoint=PATH output=DIR [data.val_path=SET] [key=value ...]
 
 Samples responses with vLLM, scores them as validation does, and writes DIR/results.json and DIR/samples.jsonl.
 
   checkpoint     RUN_DIR/checkpoints/step_N, evaluated under its run's configuration; or a folder in Hugging Face
-                 format, for which the command line composes one (+exp=RECIPE, env.*, data.*)
+                 format, for which the command line composes one (+exp=RECIPE, env.*, data.*, data=gsm8k)
   output         folder to write; must not exist yet
-  data.val_path  a file of prompts, or [file,file]; by default that of the configuration
+  data.val_path  a file of prompts, a folder or a hub name, or [file,file]; by default all validation sets of the
+                 configuration, data.val_sets among them
   samples        responses to each prompt (1)
   temperature    0 is greedy; by default 0 for one sample, and generation.temperature for more
   k              of pass@k and cons@k, such as [1,4] ([1])

@@ -17,8 +17,9 @@ from megatron_grpo.config.errors import Problem, shown
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
 OPTION = "--config-dir"
-"""Adds a folder; hydra.searchpath=[FOLDER,...] adds several."""
-_KEY = "hydra.searchpath"
+"""Adds a folder."""
+SEARCH_KEY = "hydra.searchpath"
+"""Adds several: hydra.searchpath=[FOLDER,...]."""
 _FILE = "file://"
 
 _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
@@ -49,7 +50,7 @@ def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], 
         name, _, value = argument.lstrip("+").partition("=")
         if name == OPTION:
             given = [value or next(rest, "")]
-        elif name == _KEY:
+        elif name == SEARCH_KEY:
             given = _listed(value)
         else:
             others.append(argument)
@@ -66,7 +67,7 @@ def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], 
 
 def hydra_override(added: Sequence[Path]) -> list[str]:
     """What tells Hydra of the folders."""
-    return [f"{_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
+    return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
 def _listed(value: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,35 +38,34 @@ class PromptData:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompts:
-    """The usable prompts of one file."""
+    """The usable prompts of one set."""
 
     prompts: list[DatumSpec]
     eos_token_id: int | None
     notes: list[str]
-    """What to tell the user about the file."""
+    """What to tell the user about the set."""
 
 
-def held_out_prompts(config: Config, model: Path, path: str) -> HeldOutPrompts:
-    """Read, render and tokenize the rows of one file as those of data.val_path are, all of them.
+def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
+    """Read, render and tokenize the rows of one set as those of validation are, all of them.
 
     Args:
         config: how rows become prompts.
         model: folder with the tokenizer.
-        path: the file.
+        key: the key of its path, for messages.
+        one: the set.
 
     Raises:
-        ConfigError: the file or a row in it cannot be used, or no row is short enough.
+        ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    data = replace(config.data, val_path=path, val_sets={})
-    ((key, one),) = data.validation.items()
     notes: list[str] = []
-    dataset, usable = _read(replace(config, data=data), key, one, tokenizer, notes, {})
+    dataset, usable = _read(config, key, one, tokenizer, notes, {})
     if not usable:
-        raise ConfigError([Problem(f"data.val_path={path}", "has no usable row")])
-    return HeldOutPrompts(_usable(dataset, f"data.val_path={path}"), tokenizer.eos_token_id, notes)
+        raise ConfigError([Problem(f"{key}={one.path}", "has no usable row")])
+    return HeldOutPrompts(_usable(dataset, f"{key}={one.path}"), tokenizer.eos_token_id, notes)
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:

@@ -16,7 +16,7 @@ from megatron_grpo.data.load_prompts import held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.evaluation.request import SAMPLES_FILE, Request
 from megatron_grpo.evaluation.results import Answered, Row, comparison, read_samples, sample_row, set_results
-from megatron_grpo.evaluation.sampling import answering
+from megatron_grpo.evaluation.sampling import answering, check_scoring
 from megatron_grpo.observability.json_files import json_line, write_json
 from megatron_grpo.observability.timers import StepTimer
 from megatron_grpo.rollouts.pool import RolloutPool
@@ -29,17 +29,18 @@ def evaluate(request: Request) -> dict[str, Any]:
     """Answer every set, and write samples.jsonl and results.json into the output; what results.json holds.
 
     Raises:
-        ConfigError: a file of prompts, or a row in it, cannot be used.
+        ConfigError: an environment cannot be made, or a set of prompts, or a row in it, cannot be used.
         RunError: the checkpoint cannot be exported, or something did not come up or failed.
     """
     config, timer = request.config, StepTimer()
+    check_scoring(config, [one.rows for one in request.sets.values()])
     before = None if request.compare is None else read_samples(request.compare, SAMPLES_FILE)
     request.output.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     rows: list[Row] = []
     with _model(request) as model:
         with timer.phase("prompts"):
-            prompts = {name: held_out_prompts(config, model, file) for name, file in request.sets.items()}
+            prompts = {name: held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()}
         for note in (note for held_out in prompts.values() for note in held_out.notes):
             print(note, flush=True)
         with answering(config, model, request.output) as rollouts, (request.output / SAMPLES_FILE).open("w") as file:

@@ -12,18 +12,20 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.cluster.gpus import find_gpus
 from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.composition.overrides import config_groups
+from megatron_grpo.composition.search_path import OPTION, SEARCH_KEY
 from megatron_grpo.composition.suggestions import unknown_key
 from megatron_grpo.composition.typed import typed
 from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.loop_keys import named_for
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.checks.servers import server_problems
+from megatron_grpo.evaluation.sets import DATA_KEY, EvaluatedSet, evaluated_sets, set_problems
+from megatron_grpo.preflight.checks.prompts import MIN_TEMPERATURE
+from megatron_grpo.preflight.evaluating import evaluation_problems
 from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 
 _OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
-DATA_KEY = "data.val_path"
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -36,8 +38,8 @@ class Request:
     is_run: bool
     """Whether it is a checkpoint of a run, whose weights are exported first."""
     output: Path
-    sets: dict[str, str]
-    """Files of prompts, by the name that their figures have."""
+    sets: dict[str, EvaluatedSet]
+    """Sets of prompts, by the name that their figures have."""
     k: tuple[int, ...]
     samples: int
     """Responses to each prompt."""
@@ -66,10 +68,9 @@ def read_request(arguments: Sequence[str]) -> Request:
         raise ConfigError([Problem(f"checkpoint={checkpoint}", text)])
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
-    config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides, files)
-    _require_engines(config)
-    find_gpus(config.cluster)
-    sets = _named(files or ([config.data.val_path] if config.data.val_path else []))
+    config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides)
+    sets = evaluated_sets(config, files)
+    _require_usable(config, sets)
     samples = _whole("samples", own.get("samples", "1"))
     temperature = _temperature(own, samples, config)
     compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
@@ -89,22 +90,30 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """The words of an evaluation itself by name, those of the configuration, and the files of prompts."""
+    """The words of an evaluation itself by name, those of the configuration, and the sets of prompts."""
     own: dict[str, str] = {}
     overrides, files = [], []
-    for argument in arguments:
+    rest = iter(arguments)
+    for argument in rest:
         name, equals, value = argument.partition("=")
         if name in _OWN and equals:
             own[name] = value
         elif name == DATA_KEY:
             files += [one.strip() for one in value.removeprefix("[").removesuffix("]").split(",") if one.strip()]
-        elif equals and (name.startswith("+") or "." in name):
+        elif name == OPTION:
+            overrides.append(argument if equals else f"{argument}={next(rest, '')}")
+        elif equals and (name.startswith("+") or "." in name or _composes(name)):
             overrides.append(argument)
         else:
             near = difflib.get_close_matches(name.lstrip("-"), [*_OWN, DATA_KEY], 1)
             hint = f"did you mean {near[0]}=...?" if near else "--help shows what there is"
             raise ConfigError([Problem(argument, f"is not an argument; {hint}")])
     return own, overrides, files
+
+
+def _composes(name: str) -> bool:
+    """Whether a word says what a configuration is composed of: an option of a group, or a folder of options."""
+    return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
 
 
 def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
@@ -116,8 +125,9 @@ def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
         raise ValueError(f"{file} does not exist; a checkpoint has to stay in its run directory") from None
     algorithm = str(values.get("algorithm", "grpo"))
     for override in overrides:
-        if override.startswith("+"):
-            raise ConfigError([Problem(override, "recipes are for folders; a checkpoint has its run's configuration")])
+        if override.startswith("+") or _composes(override.partition("=")[0]):
+            text = "recipes and groups are for folders; a checkpoint has its run's configuration, of which keys change"
+            raise ConfigError([Problem(override, text)])
         _set(values, override, algorithm)
     config, problems = typed(values, algorithm)
     if problems or config is None:
@@ -150,18 +160,17 @@ def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
         raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None
 
 
-def _of_command_line(folder: Path, overrides: Sequence[str], files: Sequence[str]) -> Config:
-    """The configuration that a command line composes for a model of its own."""
-    given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    trained_on = [f"data.train_path={files[0]}"] if files and "data.train_path" not in given else []
-    composed = compose_typed([*trained_on, *overrides, f"policy.model.path={folder}"])
-    if composed.problems or composed.config is None:
-        raise ConfigError(composed.named(composed.problems))
+def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration that a command line composes for a model of its own, which needs no rows to train on."""
+    composed = compose_typed([*overrides, f"policy.model.path={folder}"])
+    problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
+    if problems or composed.config is None:
+        raise ConfigError(composed.named(problems))
     return composed.config
 
 
-def _require_engines(config: Config) -> None:
-    """Whether an evaluation can answer with engines of its own, and agents of the environments ask them.
+def _require_usable(config: Config, sets: dict[str, EvaluatedSet]) -> None:
+    """Whether an evaluation can answer the sets with engines of its own, and the environments score that.
 
     Raises:
         ConfigError: it cannot.
@@ -173,23 +182,10 @@ def _require_engines(config: Config) -> None:
             "checkpoint; add generation.server.urls=[]"
         )
         raise ConfigError([Problem(f"generation.server.urls={shown(urls)}", text)])
-    problems = list(server_problems(config))
+    # What rows have to look like is known once the configuration is right.
+    problems = evaluation_problems(config) or list(set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
-
-
-def _named(files: Sequence[str]) -> dict[str, str]:
-    """Files by their names without folder and suffix, or by their whole path where two have one name."""
-    if not files:
-        raise ConfigError([Problem(DATA_KEY, "is missing: the file, or [file,file], with the prompts to respond to")])
-    for file in files:
-        if not os.path.isfile(os.path.expanduser(file)):
-            raise ConfigError([Problem(f"{DATA_KEY}={file}", "no such file")])
-    names = [Path(file).stem for file in files]
-    return {
-        (name if names.count(name) == 1 else file): os.path.expanduser(file)
-        for name, file in zip(names, files, strict=True)
-    }
 
 
 def _ks(text: str, samples: int) -> tuple[int, ...]:
@@ -212,6 +208,9 @@ def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ConfigError([Problem(f"temperature={text}", "is not a number from 0 on")])
+    if 0 < value < MIN_TEMPERATURE:
+        advice = f"vLLM samples with {MIN_TEMPERATURE} or more; use that, or 0 for greedy"
+        raise ConfigError([Problem(f"temperature={text}", advice)])
     if value == 0 and samples > 1:
         raise ConfigError([Problem("temperature=0", f"makes all samples={samples} of a prompt equal; give samples=1")])
     return value

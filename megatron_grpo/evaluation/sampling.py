@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,24 @@ from megatron_grpo.cluster.guardian import guarded
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.cluster.signals import terminated_like_interrupted
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.environments.reward_check import check_reward_functions
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.run.reward_columns import columns_known
 from megatron_grpo.run.start_rollouts import start_rollouts
+
+
+def check_scoring(config: Config, sets: Sequence[DatasetConfig]) -> None:
+    """Look at the environments before processes are started that would fail over them.
+
+    Raises:
+        ConfigError: one cannot be made, or a reward function not be called with the columns of the sets.
+    """
+    check_environments(config)
+    check_reward_functions(config.env, columns_known(config, sets))
 
 
 @contextmanager
@@ -29,13 +41,10 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         output: folder whose logs/ the processes write to.
 
     Raises:
-        ConfigError: an environment cannot be made.
         RunError: something did not come up; the message says what.
     """
     with ExitStack() as stack:
         stack.enter_context(terminated_like_interrupted())
-        check_environments(config)  # before processes are started
-        check_reward_functions(config.env)
         stack.enter_context(driver_log(output, config.logger.level))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded())

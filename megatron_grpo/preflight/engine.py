@@ -16,6 +16,13 @@ def engine_problems(config: Config) -> Iterator[Problem]:
     yield from _speculation(config)
 
 
+def recorded_routing_problems(config: Config) -> Iterator[Problem]:
+    """What keeps engines from recording the experts of tokens, for policy.moe.replay_routing, wherever they run."""
+    if config.policy.moe.replay_routing and config.generation.engine.speculative.num_speculative_tokens:
+        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
+        yield Problem("policy.moe.replay_routing=True", text)
+
+
 def _on_cpu(config: Config) -> Iterator[Problem]:
     engine = config.generation.engine
     if engine.batch_invariant:
@@ -56,6 +63,3 @@ def _speculation(config: Config) -> Iterator[Problem]:
     if pipeline > 1:
         text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
         yield Problem(f"generation.parallel.pipeline={pipeline}", text)
-    if config.policy.moe.replay_routing:
-        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
-        yield Problem("policy.moe.replay_routing=True", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, GenerationParallelConfig, MoeConfig, ParallelConfig
@@ -14,7 +14,7 @@ from megatron_grpo.preflight.splits import divisors, listed, tensor_problems, tr
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     """Layouts against the model's sizes, the machines and the batches; with shape None, without the model."""
     yield from _parallel(config)
-    yield from _devices(config)
+    yield from _devices(config, _gpus_needed(config), _trained(config))
     yield from _batch(config)
     if shape is not None:
         yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
@@ -22,6 +22,13 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
         yield from _replay(config, shape)
         yield from _generation(config, shape)
         yield from _value_model(config, shape)
+
+
+def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """The engines' layout against the model's sizes and the machines, where no model is trained beside them."""
+    yield from _devices(config, _gpus_of_engines(config), ())
+    if shape is not None:
+        yield from _generation(config, shape)
 
 
 def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
@@ -112,11 +119,20 @@ def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
     return [("policy", config.policy.parallel), *value]
 
 
-def _devices(config: Config) -> Iterator[Problem]:
+def _devices(
+    config: Config, wanted: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
+) -> Iterator[Problem]:
+    """What the machines do not have.
+
+    Args:
+        config: the machines, the engines and the reward models.
+        wanted: GPUs of models and engines, by section.
+        trained: layouts of the models that are trained, by section.
+    """
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
-    needs: dict[str, float] = dict(_gpus_needed(config))
+    needs: dict[str, float] = dict(wanted)
     served = {name: env.reward_model.gpus * env.reward_model.num_workers for name, env in config.env.items()}
     needs |= {
         f"env.{name}.reward_model.gpus": gpus * len(config.env[name].reward_model_folders)
@@ -132,7 +148,7 @@ def _devices(config: Config) -> Iterator[Problem]:
             f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller, or "
             "give more GPUs, or 0 for a run on CPU",
         )
-    tensors = [(section, layout.tensor) for section, layout in _trained(config)]
+    tensors = [(section, layout.tensor) for section, layout in trained]
     for section, tensor in [*tensors, ("generation", parallel.tensor)]:
         if tensor > cluster.gpus:
             text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
@@ -141,14 +157,18 @@ def _devices(config: Config) -> Iterator[Problem]:
 
 def _gpus_needed(config: Config) -> dict[str, int]:
     """How many GPUs who takes, by section."""
-    engines = config.generation.parallel
-    of_engines = {"generation.parallel": engines.ranks_per_engine * engines.data}
+    of_engines = _gpus_of_engines(config)
     if not config.debug.train:
         return of_engines
     if config.generation.colocated:  # all others have those of the policy; preflight/placement.py sees to that
         return {"policy.parallel": config.policy.parallel.world_size}
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
     return needs if config.generation.server.urls or not config.generates else {**needs, **of_engines}
+
+
+def _gpus_of_engines(config: Config) -> dict[str, int]:
+    parallel = config.generation.parallel
+    return {"generation.parallel": parallel.ranks_per_engine * parallel.data}
 
 
 def _batch(config: Config) -> Iterator[Problem]:

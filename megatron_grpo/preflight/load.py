@@ -14,7 +14,7 @@ from megatron_grpo.models.source import known_shape
 from megatron_grpo.preflight.adapters import adapter_problems
 from megatron_grpo.preflight.checks import config_problems
 from megatron_grpo.preflight.checks.cautions import remarks
-from megatron_grpo.preflight.engine import engine_problems
+from megatron_grpo.preflight.engine import engine_problems, recorded_routing_problems
 from megatron_grpo.preflight.fp8 import fp8_problems
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.lengths import length_problems
@@ -134,6 +134,7 @@ def _problems(config: Config) -> list[Problem]:
         *training_problems(config, shape),
         *megatron_field_problems(config),
         *engine_problems(config),
+        *recorded_routing_problems(config),
         *vllm_argument_problems(config),
         *refit_problems(config, shape),
         *placement_problems(config),

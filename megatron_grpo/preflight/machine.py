@@ -41,8 +41,7 @@ def examine_machine(config: Config) -> MachineReport:
         return MachineReport(missing_gpus)
     files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
     problems = [
-        *_nodes(config),
-        *_ray(config),
+        *_reached(config),
         *_driver_gpu(config),
         *_packages(config),
         *_kernels(config),
@@ -54,6 +53,16 @@ def examine_machine(config: Config) -> MachineReport:
         *folder_problems(config),
     ]
     return MachineReport(problems, remarks)
+
+
+def cluster_problems(config: Config) -> list[Problem]:
+    """What stands against the GPUs and the nodes of `cluster` as seen from this machine."""
+    return list(_gpus(config)) or list(_reached(config))
+
+
+def _reached(config: Config) -> Iterator[Problem]:
+    yield from _nodes(config)
+    yield from _ray(config)
 
 
 def _gpus(config: Config) -> Iterator[Problem]:

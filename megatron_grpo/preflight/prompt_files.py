@@ -60,6 +60,17 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
     subject = f"{key}={one.path}"
     if made_before_the_run(config, one.path):
         return _prepared(config, one.path, subject, training=key in config.data.training)
+    return report_of_rows(config, subject, one)
+
+
+def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
+    """What a set that exists holds.
+
+    Args:
+        config: how rows become prompts, and the environments.
+        subject: its key and path, for what is wrong with it as a whole.
+        one: the set.
+    """
     reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.examine import examined
 from megatron_grpo.data.prepared import PREPARED_PROMPTS
@@ -11,19 +12,20 @@ from megatron_grpo.data.specs import task_spec
 from megatron_grpo.models.source import made_before_the_run
 
 
-def columns_known(config: Config) -> Callable[[str], set[str] | None]:
-    """A function of a task's name that gives the columns of its rows, training and validation together.
+def columns_known(config: Config, sets: Sequence[DatasetConfig] | None = None) -> Callable[[str], set[str] | None]:
+    """A function of a task's name that gives the columns of its rows in some sets; None: in those of the run together.
 
     Its answer is None where nobody has looked at the rows: while streaming, or when a set cannot be read, which is told
     elsewhere; or when no row is for the task.
     """
+    looked_at = [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
 
     def columns_of(task: str) -> set[str] | None:
-        if config.data.streaming:
+        if config.data.streaming and sets is None:
             return None
         environments = {name: env.type for name, env in config.env.items()}
         found: set[str] = set()
-        for one in [*config.data.training.values(), *config.data.validation.values()]:
+        for one in looked_at:
             if made_before_the_run(config, one.path):
                 assert config.prepare.name is not None
                 made = PREPARED_PROMPTS[config.prepare.name]

@@ -30,23 +30,21 @@ def _temperatures(config: Config) -> Iterator[Problem]:
 
 
 def _prompts(config: Config) -> Iterator[Problem]:
-    data = config.data
-    negative = next((token for token in config.generation.stop_token_ids if token < 0), None)
-    if negative is not None:
-        yield Problem("generation.stop_token_ids", f"has {negative}, and tokens are numbered from 0")
-    if "" in config.generation.stop_strings:
-        yield Problem("generation.stop_strings", "holds an empty text, which would end every response at once")
-    if not config.env:
-        yield Problem(
-            "env", "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
-        )
-    else:
+    yield from scorer_problems(config)
+    if config.env:
         yield from _tasks(config)
     yield from _sets(config)
-    yield from _system_prompts(data)
+    yield from system_prompt_problems(config.data)
 
 
-def _system_prompts(data: DataConfig) -> Iterator[Problem]:
+def scorer_problems(config: Config) -> Iterator[Problem]:
+    """Whether there is anything that scores responses."""
+    if not config.env:
+        text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
+        yield Problem("env", text)
+
+
+def system_prompt_problems(data: DataConfig) -> Iterator[Problem]:
     """System messages of prompts that are plain text: those of a task, or of all that take the one of data."""
     chats = dict.fromkeys(data.tasks, data.apply_chat_template)
     chats |= {task: one.apply_chat_template for task, one in data.tasks.items() if one.apply_chat_template is not None}

@@ -35,21 +35,27 @@ def reward_problems(config: Config) -> Iterator[Problem]:
         yield from _groups(config)
     yield from _scaling(config)
     yield from _shaping(config)
+    yield from environment_problems(config)
     for name, environment in config.env.items():
-        yield from _functions(f"env.{name}", environment)
         if environment.type == REWARD_FUNCTIONS and environment.correctness_function() is None:
             yield from _unknown_correctness(f"env.{name}", config)
-        task = config.data.tasks.get(name)
-        unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
-        if unanswered and environment.type in WITH_ANSWER:
-            text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
-            yield Problem("data.answer_key=None", text)
     low, high = config.loop.advantage_clip_low, config.loop.advantage_clip_high
     if low is not None and high is not None and low == high:
         yield Problem(
             f"{config.algorithm}.advantage_clip_low={low:g}",
             f"equals {config.algorithm}.advantage_clip_high, which leaves no advantage",
         )
+
+
+def environment_problems(config: Config) -> Iterator[Problem]:
+    """Keys of the environments that exclude each other or lack what they need."""
+    for name, environment in config.env.items():
+        yield from _functions(f"env.{name}", environment)
+        task = config.data.tasks.get(name)
+        unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
+        if unanswered and environment.type in WITH_ANSWER:
+            text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
+            yield Problem("data.answer_key=None", text)
 
 
 def _estimator(config: Config) -> Iterator[Problem]:

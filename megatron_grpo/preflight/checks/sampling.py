@@ -18,12 +18,21 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "ba
 
 def sampling_problems(config: Config) -> Iterator[Problem]:
     """Keys of sampling that exclude each other, or that vLLM would refuse at the first request."""
-    generation = config.generation
+    yield from request_problems(config.generation)
+    yield from _left_out(config)
+    yield from _filters(config)
+
+
+def request_problems(generation: GenerationConfig) -> Iterator[Problem]:
+    """Keys of sampling that exclude each other, whatever becomes of the responses."""
+    negative = next((token for token in generation.stop_token_ids if token < 0), None)
+    if negative is not None:
+        yield Problem("generation.stop_token_ids", f"has {negative}, and tokens are numbered from 0")
+    if "" in generation.stop_strings:
+        yield Problem("generation.stop_strings", "holds an empty text, which would end every response at once")
     if "" in generation.bad_words:
         yield Problem("generation.bad_words", "holds an empty text, which nobody can sample")
     yield from _structure(generation.structured)
-    yield from _left_out(config)
-    yield from _filters(config)
     yield from _at_once(generation)
     yield from _speculation(generation)
 

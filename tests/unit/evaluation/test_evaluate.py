@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.load_prompts import HeldOutPrompts
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.evaluation import evaluate as module
 from megatron_grpo.evaluation.evaluate import evaluate
 from megatron_grpo.evaluation.request import Request
+from megatron_grpo.evaluation.sets import EvaluatedSet
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.trajectories import make_trajectory
@@ -51,8 +53,8 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
         assert model.is_dir()
         yield fake
 
-    def held_out_prompts(config: object, model: Path, file: str) -> HeldOutPrompts:
-        return HeldOutPrompts([datum(idx, file) for idx in range(PROMPTS[file])], 2, [])
+    def held_out_prompts(config: object, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
+        return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], 2, [])
 
     monkeypatch.setattr(module, "answering", answering)
     monkeypatch.setattr(module, "held_out_prompts", held_out_prompts)
@@ -65,7 +67,9 @@ def request(folder: Path, name: str, **changes: Any) -> Request:
         "checkpoint": folder,
         "is_run": False,
         "output": folder / name,
-        "sets": {"easy": "easy.jsonl", "hard": "hard.jsonl"},
+        "sets": {
+            file.removesuffix(".jsonl"): EvaluatedSet("data.val_path", DatasetConfig(path=file)) for file in PROMPTS
+        },
         "k": (1, 4),
         "samples": 4,
         "temperature": 0.6,
@@ -109,3 +113,21 @@ def test_a_checkpoint_that_cannot_be_exported_is_told(rollouts: FakeRollouts, tm
     with pytest.raises(RunError, match=r"checkpoint=.* is not a checkpoint"):
         evaluate(request(tmp_path, "out", is_run=True))
     assert not list((tmp_path / "out").iterdir()), "nothing half made is left"
+
+
+def needs_hint(prompts: list[str], completions: list[str], hint: list[str]) -> list[float]:
+    """A reward function that wants a column which no set has."""
+    return [0.0 for _ in hint]
+
+
+def test_reward_functions_are_given_the_columns_of_the_sets(rollouts: FakeRollouts, tmp_path: Path) -> None:
+    file = tmp_path / "easy.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    asked = request(
+        tmp_path, "out", sets={"easy": EvaluatedSet("data.val_path", DatasetConfig(path=str(file)))}, is_run=True
+    )
+    asked.config.env["addition"].type = "reward_functions"
+    asked.config.env["addition"].reward_funcs = [f"{__name__}.needs_hint"]
+    with pytest.raises(ConfigError, match=r"env\.addition\.reward_funcs=.*needs_hint +.*hint"):
+        evaluate(asked)
+    assert not (tmp_path / "out").exists(), "nothing is exported before"

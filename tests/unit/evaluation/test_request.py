@@ -8,11 +8,31 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict
 
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.evaluate import main
-from megatron_grpo.evaluation.request import read_request
+from megatron_grpo.evaluation.request import Request, read_request
+from megatron_grpo.models.prepared import PREPARED_MODELS
 from megatron_grpo.preflight.load import compose_config
+
+
+def write_row(file: Path) -> None:
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+
+
+def paths(request: Request) -> dict[str, str]:
+    """The paths of the sets, by name."""
+    return {name: one.rows.path for name, one in request.sets.items()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder in Hugging Face format, as far as a command line looks at it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PREPARED_MODELS["addition"]))
+    return folder
 
 
 @pytest.fixture
@@ -20,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of a run of the quickstart, as far as a command line looks at it."""
     config = compose_config(["+exp=quickstart", "generation.temperature=0.7"])
     config.data.val_path = str(tmp_path / "val.jsonl")
-    (tmp_path / "val.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    write_row(tmp_path / "val.jsonl")
     folder = tmp_path / "run" / "checkpoints" / "step_3"
     (folder / "megatron").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
@@ -34,7 +54,7 @@ def test_a_checkpoint_brings_its_configuration(checkpoint: Path, tmp_path: Path)
     )
     assert (request.is_run, request.samples, request.k, request.temperature) == (True, 8, (1, 4), 0.7)
     assert request.config.generation.max_new_tokens == 3
-    assert request.sets == {"val": str(tmp_path / "val.jsonl")}
+    assert paths(request) == {"val": str(tmp_path / "val.jsonl")}
     assert not output.exists(), "nothing is made before the checks are through"
 
 
@@ -52,20 +72,83 @@ def test_one_sample_is_greedy_unless_told(checkpoint: Path, tmp_path: Path) -> N
 def test_sets_are_named_by_their_files(checkpoint: Path, tmp_path: Path) -> None:
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "run" / "a.jsonl"]
     for file in files:
-        file.touch()
+        write_row(file)
     words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}"]
     request = read_request([*words, f"data.val_path=[{','.join(map(str, files))}]"])
-    assert request.sets == {str(files[0]): str(files[0]), "b": str(files[1]), str(files[2]): str(files[2])}
+    assert paths(request) == {str(files[0]): str(files[0]), "b": str(files[1]), str(files[2]): str(files[2])}
 
 
-def test_a_folder_takes_its_configuration_from_the_command_line(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    words = [f"checkpoint={folder}", f"output={tmp_path / 'out'}", f"data.val_path={tmp_path / 'val.jsonl'}"]
+def test_sets_of_the_configuration_have_their_names(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    write_row(other)
+    words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", f"data.val_sets.hard.path={other}"]
+    assert paths(read_request(words)) == {"val": str(tmp_path / "val.jsonl"), "hard": str(other)}
+    assert paths(read_request([*words, f"data.val_path={other}"])) == {"other": str(other)}, "the command line alone"
+
+
+def test_a_folder_takes_its_configuration_from_the_command_line(model: Path, tmp_path: Path) -> None:
+    write_row(tmp_path / "val.jsonl")
+    words = [f"checkpoint={model}", f"output={tmp_path / 'out'}", f"data.val_path={tmp_path / 'val.jsonl'}"]
     request = read_request([*words, "+exp=quickstart"])
-    assert (request.is_run, request.config.policy.model.path) == (False, str(folder))
+    assert (request.is_run, request.config.policy.model.path) == (False, str(model))
     assert request.config.env.keys() == {"addition"}
+    for training_only in ("policy.parallel.tensor=3", "policy.microbatch_tokens=1", "grpo.num_prompts_per_step=7"):
+        read_request([*words, "+exp=quickstart", training_only])
+
+
+def test_a_folder_needs_no_rows_to_train_on(model: Path, tmp_path: Path) -> None:
+    write_row(tmp_path / "val.jsonl")
+    words = [f"checkpoint={model}", f"output={tmp_path / 'out'}", f"data.val_sets.easy.path={tmp_path / 'val.jsonl'}"]
+    lengths = ["generation.max_new_tokens=4", "data.max_input_seq_length=8", "policy.max_total_sequence_length=12"]
+    assert paths(read_request([*words, *lengths, "env=addition", "data.task_name=addition"])).keys() == {"easy"}
+
+
+def test_groups_and_folders_of_options_are_composed(model: Path, tmp_path: Path) -> None:
+    write_row(tmp_path / "val.jsonl")
+    options = tmp_path / "mine" / "env"
+    options.mkdir(parents=True)
+    (options / "short.yaml").write_text("addition:\n  type: addition\n")
+    words = [f"checkpoint={model}", f"output={tmp_path / 'out'}", f"data.val_path={tmp_path / 'val.jsonl'}"]
+    for folder in ([f"--config-dir={tmp_path / 'mine'}"], ["--config-dir", str(tmp_path / "mine")]):
+        groups = ["data=addition", "generation=addition", "policy=addition", "algorithm=ppo", "env=short"]
+        config = read_request([*words, *folder, *groups]).config
+        assert (config.algorithm, list(config.env)) == ("ppo", ["addition"])
+
+
+def test_a_folder_that_datasets_saved_is_a_set(checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "saved.rows"
+    DatasetDict({"test": Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])}).save_to_disk(str(folder))
+    words = [f"checkpoint={checkpoint}", f"output={tmp_path / 'out'}", f"data.val_path={folder}"]
+    assert paths(read_request(words)) == {"saved.rows": str(folder)}
+    with pytest.raises(ConfigError, match=r"data\.val_path=.*saved\.rows +has no split 'dev'"):
+        read_request([*words, "data.val_split=dev"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("env.addition.type=reward_functions", r"env\.addition\.reward_funcs +is empty"),
+        (
+            "policy.max_total_sequence_length=9999",
+            r"policy\.max_total_sequence_length=9999 +the model has \d+ positions",
+        ),
+        ("generation.max_new_tokens=500", r"policy\.max_total_sequence_length=\d+ +.* do not fit"),
+        ("generation.parallel.tensor=3", r"generation\.parallel\.tensor=3 +does not divide the model's"),
+        ("generation.engine_args.nope=1", r"generation\.engine_args\.nope=1 +(is no argument|cannot be checked)"),
+        ("generation.stop_token_ids=[-1]", r"generation\.stop_token_ids +has -1"),
+        ("data.prompt_file=nope", r"data\.prompt_file=nope +cannot be read: No such file"),
+        ("data.tools=nope", r"data\.tools=nope +cannot be read: No such file"),
+        ("data.chat_template=nope", r"data\.chat_template=nope +cannot be read: No such file"),
+        ("data.prompt_key=question", r"val\.jsonl:1 .*question"),
+        ("data.val_sets.b.path=nope.jsonl", r"data\.val_sets\.b\.path=nope\.jsonl +no such file"),
+        ("temperature=0.001", r"temperature=0\.001 +vLLM samples with 0\.01 or more"),
+    ],
+)
+def test_the_configuration_is_checked_as_for_training(word: str, told: str, model: Path, tmp_path: Path) -> None:
+    write_row(tmp_path / "val.jsonl")
+    words = [f"checkpoint={model}", f"output={tmp_path / 'out'}", f"+data.val_path={tmp_path / 'val.jsonl'}"]
+    with pytest.raises(ConfigError, match=told):
+        read_request([*words, "+exp=quickstart", word])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +175,8 @@ def test_a_folder_takes_its_configuration_from_the_command_line(checkpoint: Path
         (["generation.temperature.high=1"], r"generation\.temperature\.high +unknown key"),
         (["run_dir.folder=x"], r"run_dir\.folder +unknown key"),
         (["generation.stop_strings=['a"], r"generation\.stop_strings=\['a +not understood; lists are written \[a,b\]"),
-        (["+exp=quickstart"], r"\+exp=quickstart +recipes are for folders"),
+        (["+exp=quickstart"], r"\+exp=quickstart +recipes and groups are for folders"),
+        (["env=math"], r"env=math +recipes and groups are for folders"),
     ],
 )
 def test_mistakes_are_named(words: list[str], told: str, checkpoint: Path, tmp_path: Path) -> None:
