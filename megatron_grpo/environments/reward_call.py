@@ -53,7 +53,7 @@ class RewardCall:
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
     ) -> Outcome | Coroutine[Any, Any, Outcome]:
-        """The rewards of `count` completions, or how the function failed; a coroutine of that, where it is to be awaited.
+        """The rewards of `count` completions, or how the function failed; a coroutine of that where it has to wait.
 
         Main thread only.
         """
