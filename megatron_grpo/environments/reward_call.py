@@ -125,9 +125,9 @@ def load_reward_function(path: str) -> RewardFunction:
     if not callable(function):
         raise RunError(f"reward function {path} is {type(function).__name__}, which cannot be called")
     loaded: RewardFunction = function
-    reason = not_callable_by_name(path, loaded)
-    if reason is not None:
-        raise RunError(reason)
+    unfit = not_callable_by_name(path, loaded)
+    if unfit is not None:
+        raise RunError(unfit)
     return loaded
 
 

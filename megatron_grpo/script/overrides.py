@@ -20,8 +20,8 @@ GIVEN = "given"
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
-def written(config: Overrides) -> list[str]:
-    """Overrides as they stand on a command line.
+def written(config: Any) -> list[str]:
+    """Overrides as they stand on a command line; what is given for them may be anything.
 
     Raises:
         ConfigError: a value is nothing that a command line can hold, or there are no overrides in what was given.

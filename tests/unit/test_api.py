@@ -109,9 +109,9 @@ def test_values_of_a_mapping() -> None:
     with pytest.raises(ConfigError, match=r"data.tasks.one +is set; give"):
         written({"data.tasks": {"one": {1}}})
     with pytest.raises(ConfigError, match=r"config +is int; give a list of overrides"):
-        written(3)  # type: ignore[arg-type]
+        written(3)
     with pytest.raises(ConfigError, match=r"config\[1\] +is int; give the text of an override"):
-        written(["+exp=quickstart", 3])  # type: ignore[list-item]
+        written(["+exp=quickstart", 3])
 
 
 @pytest.mark.parametrize(
