@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +16,12 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 from megatron_grpo.run.callbacks import Callback
 from megatron_grpo.run.given import Given
+from megatron_grpo.script.checks import check_objects
+from megatron_grpo.script.datasets import data_overrides
+from megatron_grpo.script.overrides import Overrides, environment_overrides, reward_overrides, written
 
 DATA_FOLDER = "data"
 """Folder of the run in which the datasets of a script are kept."""
-GIVEN = "given"
-"""Stands in the place of a module in the entries of functions that cannot be imported."""
-
-Overrides = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +46,25 @@ def train(
     *,
     train_dataset: Any = None,
     val_dataset: Any = None,
-    rewards: Sequence[str | Callable[..., Any]] = (),
+    rewards: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     environments: Mapping[str, str | type] | None = None,
     tokenizer: Any = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callback | Sequence[Callback] | None = None,
 ) -> FinishedRun:
     """Train as the command line does, from start (or resume) to end.
 
     Args:
         config: what would stand on the command line (["+exp=quickstart", "grpo.max_num_steps=3"]), or the same as a
-            mapping ({"+exp": "quickstart", "grpo.max_num_steps": 3}); or a Config.
+            mapping ({"+exp": "quickstart", "grpo.max_num_steps": 3}) or, of one override, as a text; or a Config.
         train_dataset: training rows: a list of dicts, a `datasets.Dataset`, or a path or hub name; kept in the folder
             of the run, so that it can be resumed. None: as the configuration says.
         val_dataset: validation rows of the same kinds, or a mapping of several such sets by name.
-        rewards: reward functions, import paths of such, and folders of reward models, in place of the environment that
-            data.task_name names.
+        rewards: reward functions, import paths of such, and folders of reward models, or one of these, in place of the
+            environment that data.task_name names.
         environments: by task name, classes of environments (`megatron_grpo.environments.interface.Environment`) that
             can be imported, or their types.
         tokenizer: tokenizer of the prompts; None: that of the model.
-        callbacks: told of steps, validations, checkpoints and the end.
+        callbacks: one or several, told of steps, validations, checkpoints and the end.
 
     Returns:
         The folder of the run and what was logged there.
@@ -77,13 +74,17 @@ def train(
         RunError: the run failed.
     """
     functions: dict[str, Callable[..., Any]] = {}
+    rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else () if rewards is None else rewards
+    callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
+    environments = {} if environments is None else environments
+    check_objects(rewards, environments, tokenizer, callbacks)
     if isinstance(config, Config):
         if train_dataset is not None or val_dataset is not None or rewards or environments:
             text = "has its data and environments already; give overrides instead to have others"
             raise ConfigError([Problem("config", text)])
         checked = check_config(config)
     else:
-        checked = _checked(config, (train_dataset, val_dataset), rewards, environments or {}, functions)
+        checked = _checked(config, (train_dataset, val_dataset), rewards, environments, functions)
     settled = checked.require()
     for remark in checked.remarks:
         print(f"{remark.subject} {remark.text}", flush=True)
@@ -110,15 +111,15 @@ def _checked(
     Raises:
         ConfigError: something is wrong; nothing is left in the run's folder then that was not there.
     """
-    overrides = _written(config)
+    overrides = written(config)
     task, run_dir = _found(overrides)
     overrides.append(f"run_dir={run_dir}")
-    overrides += _reward_overrides(task, rewards, functions)
-    overrides += _environment_overrides(environments)
+    overrides += reward_overrides(task, rewards, functions)
+    overrides += environment_overrides(environments)
     folder = Path(run_dir) / DATA_FOLDER
     made = not folder.exists()
     try:
-        overrides += _data_overrides(folder, *datasets, bool(rewards))
+        overrides += data_overrides(folder, *datasets, bool(rewards))
         checked = check_overrides(overrides)
         checked.require()
     except ConfigError:
@@ -128,134 +129,10 @@ def _checked(
     return checked
 
 
-def _written(config: Overrides) -> list[str]:
-    """Overrides as they stand on a command line."""
-    if isinstance(config, Mapping):
-        return [f"{key}={_value(value)}" for key, value in config.items()]
-    return list(config)
-
-
-def _value(value: Any) -> str:
-    """A value in Hydra's syntax."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_value(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(_value(one) for one in value) + "]"
-    return json.dumps(value)
-
-
 def _found(overrides: Sequence[str]) -> tuple[str, str]:
     """Task name and folder of the run that overrides make; of what is wrong with them nothing is said yet."""
     config = compose_typed(overrides).config
     return (Config().data.task_name, "") if config is None else (config.data.task_name, config.run_dir)
-
-
-def _reward_overrides(
-    task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
-) -> list[str]:
-    """The environment of reward functions; those that cannot be imported are added to `functions`."""
-    if not rewards:
-        return []
-    entries = []
-    for reward in rewards:
-        if isinstance(reward, str):
-            entries.append(reward)
-            continue
-        entry = _import_path(reward)
-        if entry is None:
-            entry = f"{GIVEN}.{_name(reward)}"
-            if entry in functions:
-                text = f"has two functions called {_name(reward)}; their rewards could not be told apart"
-                raise ConfigError([Problem("rewards", text)])
-            functions[entry] = reward
-        entries.append(entry)
-    quoted = ",".join(json.dumps(entry) for entry in entries)
-    return [f"env.{task}.type=reward_functions", f"env.{task}.reward_funcs=[{quoted}]"]
-
-
-def _import_path(function: Callable[..., Any]) -> str | None:
-    """The path that leads to a function from anywhere; None: it is of a notebook or script, or inside another one."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or not name.isidentifier():
-        return None
-    found = getattr(inspect.getmodule(function), name, None)
-    return f"{module}.{name}" if found is function else None
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """What a function is called in metrics; of an object, what its class is."""
-    name = getattr(function, "__name__", type(function).__name__)
-    return re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
-
-
-def _environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
-    written = []
-    for task, kind in environments.items():
-        if isinstance(kind, str):
-            written.append(f"env.{task}.type={kind}")
-            continue
-        if kind.__module__ == "__main__" or not kind.__qualname__.isidentifier():
-            text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
-            raise ConfigError([Problem(f"environments[{task!r}]", text)])
-        written.append(f"env.{task}.type={kind.__module__}:{kind.__qualname__}")
-    return written
-
-
-def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
-    """Where the datasets are, once those that are objects are written into the folder."""
-    written = []
-    columns: set[str] = set()
-    if training is not None:
-        path, columns = _kept(training, folder / "train", "train_dataset")
-        written.append(f"data.train_path={path}")
-    if isinstance(validation, Mapping):
-        for name, one in validation.items():
-            path, _ = _kept(one, folder / f"val_{name}", f"val_dataset[{name!r}]")
-            written.append(f"data.val_sets.{name}.path={path}")
-        written.append("data.val_path=null")
-    elif validation is not None:
-        written.append(f"data.val_path={_kept(validation, folder / 'val', 'val_dataset')[0]}")
-    elif training is not None:
-        written.append("data.val_path=null")  # the recipe's held-out rows are of its own task
-    if rewarded and columns and "answer" not in columns:
-        written.append("data.answer_key=null")
-    return written
-
-
-def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
-    """The path of a dataset, written there if it is an object, and the names of its columns as far as they are known.
-
-    Raises:
-        ConfigError: it is nothing that has rows, or a row is nothing that JSON can hold.
-    """
-    if isinstance(dataset, str | Path):
-        return str(dataset), set()
-    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        file = path.with_suffix(".jsonl")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = (_line(row, f"{subject}[{number}]") for number, row in enumerate(dataset))
-        file.write_text("".join(lines), encoding="utf-8")
-        return str(file), {str(column) for row in dataset for column in row}
-    if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
-        text = (
-            f"is {type(dataset).__name__}; give a list of dicts, a datasets.Dataset, or a path or hub name (of a large "
-            "hub set with data.streaming=true)"
-        )
-        raise ConfigError([Problem(subject, text)])
-    file = path.with_suffix(".parquet")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    dataset.to_parquet(str(file))
-    return str(file), set(dataset.column_names)
-
-
-def _line(row: dict[Any, Any], subject: str) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
-        text = f"cannot be kept as JSON: {error}; give numbers, texts, lists and dicts, or a datasets.Dataset"
-        raise ConfigError([Problem(subject, text)]) from None
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

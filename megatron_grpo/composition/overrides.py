@@ -114,6 +114,8 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         read.accepted.append(f"{name}={given}")
     elif known_key(name) or (known_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
+    elif matches("env.<name>", name) and (key := name.replace("env.", "env.NAME.", 1)) in _of_environments():
+        return Problem(text, f"is {key}; NAME is an environment's, such as the one that data.task_name names")
     elif known_section(name):
         return Problem(text, f"{name} is a section; set one of its keys: {', '.join(_members(name))}")
     else:
@@ -198,6 +200,11 @@ def _unknown_option(group: str, value: str, options: Sequence[str]) -> Problem:
     hint = f"did you mean {close[0]}? " if close else ""
     kind = "recipe" if group == RECIPES else "option"
     return Problem(f"{group}={value}", f"no such {kind}; {hint}there is {', '.join(options)}")
+
+
+def _of_environments() -> set[str]:
+    """The keys of an environment, of no environment in particular."""
+    return {name.replace("<name>", "NAME") for name in keys() if name.startswith("env.<name>.")}
 
 
 def _members(section: str) -> list[str]:

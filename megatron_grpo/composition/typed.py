@@ -39,6 +39,12 @@ PATHS = (
 )
 """Keys that name files and folders; * stands for each name that there is."""
 
+_OF_LISTS = {
+    "data.train_path": "; several sets are data.train_sets.NAME.path=...",
+    "data.val_path": "; several sets are data.val_sets.NAME.path=...",
+}
+"""What to say where a list is given in the place of one."""
+
 
 def expand_homes(values: dict[str, Any]) -> None:
     """Put the home folder in the place of a leading ~, as the shell does where it sees one."""
@@ -104,10 +110,11 @@ def _problem(detail: ErrorDetails, algorithm: str) -> Problem:
     subject = f"{name}={shown(detail['input'])}"
     key = known_key(name)
     if key is not None:
-        return Problem(subject, f"must be {keys()[key].type}")
+        hint = _OF_LISTS.get(name, "") if isinstance(detail["input"], list) else ""
+        return Problem(subject, f"must be {keys()[key].type}{hint}")
     whole = known_key(".".join(str(part) for part in detail["loc"][:-1]))
     if whole is not None:
-        return Problem(subject, f"is an element of {keys()[whole].type}")
+        return Problem(subject, f"is an element of what must be {keys()[whole].type}")
     members = [key.name.rpartition(".")[2] for group in groups() if _is(group.names, name) for key in group.keys]
     return Problem(subject, f"must be a section with keys of its own{': ' if members else ''}{', '.join(members)}")
 

@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ class RewardError(RunError):
     """Whether it took too long."""
 
 
+Outcome = list[float | None] | RewardError
+"""The rewards that a function gave, or how it failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardCall:
     """A function, with what has to be known to call it."""
@@ -40,23 +44,26 @@ class RewardCall:
     """Names that it takes; None: any."""
     requires: frozenset[str]
     """Columns that it cannot be called without."""
-    is_async: bool
 
     @classmethod
     def of(cls, function: RewardFunction) -> RewardCall:
-        """A function or an object that can be called; a coroutine function if calling it makes a coroutine."""
+        """A function or an object that can be called."""
         name = getattr(function, "__qualname__", type(function).__name__)
         path = f"{getattr(function, '__module__', '?')}.{name}"
-        is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-        return cls(function, path, _accepted(function), frozenset(_required(function)) - {*PASSED}, is_async)
+        return cls(function, path, _accepted(function), frozenset(one.name for one in _required(function)) - {*PASSED})
 
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
-    ) -> list[float | None] | RewardError:
-        """The rewards of `count` completions, or how the function failed. Main thread only."""
+    ) -> Outcome | Coroutine[Any, Any, Outcome]:
+        """The rewards of `count` completions, or how the function failed; a coroutine of that where it has to wait.
+
+        Main thread only.
+        """
         try:
             with time_limit(timeout_s):
                 given = self.function(**self._taken(arguments, count))
+            if inspect.isawaitable(given):
+                return self._awaited(given, count, timeout_s)
             return self._rewards(given, count)
         except LateError:
             return self._late(timeout_s)
@@ -65,14 +72,12 @@ class RewardCall:
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises; whoever asked is told of it
             return self._raised(error)
 
-    async def attempt_async(
-        self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
-    ) -> list[float | None] | RewardError:
-        """`attempt` of a coroutine function, which is cancelled when it takes too long."""
+    async def _awaited(self, given: Awaitable[Any], count: int, timeout_s: float | None) -> Outcome:
+        """What `attempt` says, once it is there; what takes too long is cancelled."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                given = await self.function(**self._taken(arguments, count))
-            return self._rewards(given, count)
+                rewards = await given
+            return self._rewards(rewards, count)
         except RewardError as failure:
             return failure
         except Exception as error:  # noqa: BLE001 - as in `attempt`
@@ -124,11 +129,28 @@ def load_reward_function(path: str) -> RewardFunction:
     if not callable(function):
         raise RunError(f"reward function {path} is {type(function).__name__}, which cannot be called")
     loaded: RewardFunction = function
-    accepts = _accepted(loaded)
-    if accepts is not None and not accepts & {"prompts", "completions", "completion_ids"}:
-        text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
-        raise RunError(f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}")
+    unfit = not_callable_by_name(path, loaded)
+    if unfit is not None:
+        raise RunError(unfit)
     return loaded
+
+
+def not_callable_by_name(path: str, function: RewardFunction) -> str | None:
+    """What to say of a function that cannot be called with prompts and completions by name; None: it can.
+
+    Args:
+        path: the function's import path, for the message.
+        function: the function.
+    """
+    text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
+    own = _required(function, of_wrapped=False)  # a wrapper may well turn names into positions
+    unnamed = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if unnamed:
+        return f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters"
+    accepts = _accepted(function)
+    if accepts is not None and not accepts & {"prompts", "completions", "completion_ids"}:
+        return f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}"
+    return None
 
 
 def missing_columns(path: str, function: RewardFunction, columns: Collection[str]) -> str | None:
@@ -139,7 +161,7 @@ def missing_columns(path: str, function: RewardFunction, columns: Collection[str
         function: the function.
         columns: names of all columns of the rows that it will score.
     """
-    lacking = [name for name in _required(function) if name not in PASSED and name not in columns]
+    lacking = [one.name for one in _required(function) if one.name not in PASSED and one.name not in columns]
     if not lacking:
         return None
     there = ", ".join(sorted(columns)) or "none"
@@ -158,9 +180,10 @@ def _found(path: str) -> Any:
         return getattr(getattr(importlib.import_module(outer), holder), name)
 
 
-def _parameters(function: RewardFunction) -> Sequence[inspect.Parameter] | None:
+def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter] | None:
+    """The parameters of a function, or of the one that it wraps; None: nobody knows."""
     try:
-        return list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(function, follow_wrapped=of_wrapped).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
         return None
 
@@ -174,8 +197,8 @@ def _accepted(function: RewardFunction) -> frozenset[str] | None:
     return frozenset(one.name for one in parameters if one.kind in by_name)
 
 
-def _required(function: RewardFunction) -> Iterator[str]:
-    for one in _parameters(function) or ():
+def _required(function: RewardFunction, of_wrapped: bool = True) -> Iterator[inspect.Parameter]:
+    for one in _parameters(function, of_wrapped) or ():
         variadic = one.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if not variadic and one.default is inspect.Parameter.empty:
-            yield one.name
+            yield one

@@ -7,7 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from megatron_grpo.config.data_schema import EnvironmentConfig, is_model_folder
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.environments.agent import RESULT, load_agent_function
-from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function, missing_columns
+from megatron_grpo.environments.reward_call import (
+    RewardFunction,
+    load_reward_function,
+    missing_columns,
+    not_callable_by_name,
+)
 from megatron_grpo.environments.reward_model import model_problem
 
 ColumnsOf = Callable[[str], Collection[str] | None]
@@ -51,7 +56,9 @@ def _problems(
             except RunError as error:
                 reason = str(error)
             else:
-                reason = None if columns is None else missing_columns(entry, function, columns)
+                reason = not_callable_by_name(entry, function)
+                if reason is None and columns is not None:
+                    reason = missing_columns(entry, function, columns)
         if reason is not None:
             yield Problem(subject, reason)
     if config.agent_func is not None:

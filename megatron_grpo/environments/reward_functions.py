@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypedDict
@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from megatron_grpo.data.interfaces import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_call import PASSED, RewardCall, RewardError, RewardFunction
+from megatron_grpo.environments.reward_call import PASSED, Outcome, RewardCall, RewardError, RewardFunction
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
 """What is not passed on by name: columns that are what `prompts` and `completions` hold, and what is no column."""
@@ -46,8 +46,8 @@ class RewardFunctionEnvironment(Environment):
     """The weighted sum of what several functions give; a function's None is left out of the sum, as in TRL.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
-    one assistant message. A column that a row lacks is None there. Functions are called one after the other, coroutine
-    functions together after them.
+    one assistant message. A column that a row lacks is None there. Functions are called one after the other; what
+    some give to be awaited, as coroutine functions do, is awaited together after that.
 
     Args:
         functions: the reward functions by name.
@@ -84,7 +84,7 @@ class RewardFunctionEnvironment(Environment):
         """
         given = _Given([{} for _ in requests], [0] * len(requests), notes=[{} for _ in requests])
         arguments = self._arguments(requests, given)
-        rewards = self._in_turn(arguments, len(requests)) | self._together(arguments, len(requests))
+        rewards = self._outcomes(self.functions, arguments, len(requests))
         for name in self.functions:  # in the order of the configuration, whatever finished first
             outcome = rewards[name]
             if isinstance(outcome, RewardError):
@@ -96,24 +96,28 @@ class RewardFunctionEnvironment(Environment):
         samples = zip(given.parts, given.errors, given.notes, strict=True)
         return [self._total(parts, errors, figures, notes) for parts, errors, notes in samples]
 
-    def _in_turn(self, arguments: Mapping[str, Any], count: int) -> dict[str, list[float | None] | RewardError]:
-        """What each ordinary function gives for `count` responses, or how it failed."""
-        calls = {name: call for name, call in self._calls.items() if not call.is_async}
-        return {name: call.attempt(arguments, count, self._timeout_s) for name, call in calls.items()}
+    def _outcomes(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, Outcome]:
+        """What functions give for `count` responses, or how they failed; those to be awaited are awaited together."""
+        attempts = {name: self._calls[name].attempt(arguments, count, self._timeout_s) for name in names}
+        outcomes: dict[str, Outcome] = {}
+        waiting: dict[str, Coroutine[Any, Any, Outcome]] = {}
+        for name, one in attempts.items():
+            if isinstance(one, Coroutine):
+                waiting[name] = one
+            else:
+                outcomes[name] = one
+        return outcomes | self._together(waiting)
 
-    def _together(self, arguments: Mapping[str, Any], count: int) -> dict[str, list[float | None] | RewardError]:
-        """What each coroutine function gives for `count` responses, or how it failed; all are awaited together."""
-        calls = {name: call for name, call in self._calls.items() if call.is_async}
-        if not calls:
+    def _together(self, waiting: Mapping[str, Coroutine[Any, Any, Outcome]]) -> dict[str, Outcome]:
+        if not waiting:
             return {}
         if self._loop is None:  # kept: a client of a server that a function opens belongs to the loop it was opened in
             self._loop = asyncio.new_event_loop()
 
-        async def all_of_them() -> list[list[float | None] | RewardError]:
-            attempts = (call.attempt_async(arguments, count, self._timeout_s) for call in calls.values())
-            return await asyncio.gather(*attempts)
+        async def all_of_them() -> list[Outcome]:
+            return await asyncio.gather(*waiting.values())
 
-        return dict(zip(calls, self._loop.run_until_complete(all_of_them()), strict=True))
+        return dict(zip(waiting, self._loop.run_until_complete(all_of_them()), strict=True))
 
     def _one_by_one(
         self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], given: _Given
@@ -127,8 +131,7 @@ class RewardFunctionEnvironment(Environment):
         rewards: list[float | None] = []
         for number, request in enumerate(requests):
             arguments = self._arguments([request], _Given([], [], notes=[{}]))
-            call = self._calls[name]
-            outcome = (self._together if call.is_async else self._in_turn)(arguments, 1)[name]
+            outcome = self._outcomes([name], arguments, 1)[name]
             given.errors[number] += isinstance(outcome, RewardError)
             rewards += [None] if isinstance(outcome, RewardError) else outcome
         return rewards

@@ -33,10 +33,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; none when there is no such file.
 
     A last line without a line break was cut off by the end of its process and is left out.
+
+    Raises:
+        ValueError: a line is no object; the text names file and line.
     """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    whole = path.read_bytes().split(b"\n")[:-1]
+    return [_object(line, f"{path}:{number}") for number, line in enumerate(whole, start=1)]
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is damaged, no line of JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is damaged: it holds {type(value).__name__}, and no object")
+    return value
 
 
 def _finite(value: Any) -> Any:

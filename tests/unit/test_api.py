@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -15,6 +16,7 @@ from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.run.given import Given
+from megatron_grpo.script.overrides import environment_overrides, written
 from tests.integration.example_rewards import right
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)]
@@ -90,9 +92,64 @@ def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, Given]]
     assert started == []
 
 
+def test_one_of_several_needs_no_list(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
+    watcher = megatron_grpo.Callback()
+    megatron_grpo.train("+exp=quickstart", rewards=right, callbacks=watcher)
+    megatron_grpo.train("+exp=quickstart", rewards="tests.integration.example_rewards.right")
+    entries = [config.env["addition"].reward_funcs for config, _ in started]
+    assert entries == [["tests.integration.example_rewards.right"]] * 2
+    assert [list(given.callbacks) for _, given in started] == [[watcher], []]
+
+
+def test_values_of_a_mapping() -> None:
+    given = {"a": Path("/x/y"), "b": np.int64(3), "c": [np.float64(0.5), None], "d": {"e": np.bool_(True)}}
+    assert written(given) == ["a=/x/y", "b=3", "c=[0.5,null]", "d={e:true}"]
+    with pytest.raises(ConfigError, match=r"grpo.seed +is object; give a number, a text"):
+        written({"grpo.seed": object()})
+    with pytest.raises(ConfigError, match=r"data.tasks.one +is set; give"):
+        written({"data.tasks": {"one": {1}}})
+    with pytest.raises(ConfigError, match=r"config +is int; give a list of overrides"):
+        written(3)
+    with pytest.raises(ConfigError, match=r"config\[1\] +is int; give the text of an override"):
+        written(["+exp=quickstart", 3])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rewards": [3]}, r"rewards\[0\] +is int; give a function, its import path"),
+        ({"rewards": {"right": right}}, r"rewards +is dict; give a list"),
+        ({"callbacks": [print]}, r"callbacks\[0\] +is builtin_function_or_method; give an object of a class that ext"),
+        ({"callbacks": [megatron_grpo.Callback]}, r"callbacks\[0\] +is the class Callback; .* Callback\(\)"),
+        ({"callbacks": megatron_grpo.Callback}, r"callbacks +is the class Callback; give a list of objects"),
+        ({"tokenizer": "model"}, r"tokenizer +is str; give a tokenizer that is loaded"),
+        ({"environments": {"addition": Given()}}, r"environments\['addition'\] +is an object of Given; give the class"),
+        ({"environments": [Given]}, r"environments +is list; give a mapping of task names to classes"),
+        ({"environments": {"my task": Given}}, r"environments\['my task'\] +cannot be a name in env.NAME"),
+        ({"val_dataset": {"a b": ROWS}}, r"val_dataset\['a b'\] +cannot be a name .*; use letters .*, digits, _ and -"),
+        ({"val_dataset": {"v1.5": ROWS}}, r"val_dataset\['v1.5'\] +cannot be a name in data.val_sets.NAME"),
+        ({"val_dataset": {"5a": ROWS}}, r"a letter or _ first"),
+    ],
+)
+def test_objects_of_another_kind(
+    started: list[tuple[Config, Given]], tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **given)
+    assert len(raised.value.problems) == 1
+    assert not (tmp_path / "r").exists()
+    assert started == []
+
+
+@pytest.mark.parametrize("name", ["easy_2", "gsm-8k", "_x", "2024", 3])
+def test_names_of_validation_sets(started: list[tuple[Config, Given]], tmp_path: Path, name: Any) -> None:
+    megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], val_dataset={name: ROWS})
+    assert list(started[0][0].data.validation) == [f"data.val_sets.{name}.path"]
+
+
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
-    written = api._environment_overrides({"math": "math", "mine": Given})
-    assert written == ["env.math.type=math", "env.mine.type=megatron_grpo.run.given:Given"]
+    found = environment_overrides({"math": "math", "mine": Given})
+    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.run.given:Given"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):
-        api._environment_overrides({"mine": local})
+        megatron_grpo.train("+exp=quickstart", environments={"mine": local})

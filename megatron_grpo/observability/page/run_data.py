@@ -25,20 +25,36 @@ def run_data(folder: Path) -> dict[str, Any]:
     """Everything but the trajectories, in types that JSON has.
 
     Raises:
-        ValueError: the folder is not that of a run; the text names it.
+        ValueError: the folder is not that of a run, or a line in it is damaged; the text names it.
     """
     if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
-    steps = read_lines(folder / METRICS_FILE)
+    steps = _rows(folder / METRICS_FILE)
     return {
         "name": folder.resolve().name,
         "summary": _summary(folder),
         "metrics": columns([_metrics(row) for row in steps]),
         **{group: columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
-        "validation": columns([_metrics(row) for row in read_lines(folder / VALIDATION_FILE)]),
+        "validation": columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
         "config": _settings(folder),
         "starts": read_lines(folder / STARTS_FILE),
     }
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of figures, each with its step.
+
+    Raises:
+        ValueError: a line is none of figures; the text names file and line.
+    """
+    rows = read_lines(file)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"{file}:{number} is damaged: it has no number under step")
+        for group in _APART:
+            if not isinstance(row.get(group, {}), dict):
+                raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, and no object")
+    return rows
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -49,14 +49,23 @@ def embed_steps(
         folder: of the run.
         vocabulary: the tokens of the run's model; None: they are not known.
         embedded: filled in on the way.
+
+    Raises:
+        ValueError: a file of rollouts cannot be read; the text names it.
     """
     files = rollout_files(folder)
     for step, file in files:
-        rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
+        try:
+            rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
+            written = count_rollouts(file)
+            table = _table(rows, vocabulary, TOKENS // len(files), embedded)
+        except (ValueError, TypeError, LookupError, OSError) as error:  # pyarrow's errors are of these, without a name
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{file} cannot be read as rollouts: {type(error).__name__}: {reason}") from error
         embedded.steps.append(step)
-        embedded.written += count_rollouts(file)
+        embedded.written += written
         embedded.rows += len(rows)
-        yield step, _table(rows, vocabulary, TOKENS // len(files), embedded)
+        yield step, table
 
 
 def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:

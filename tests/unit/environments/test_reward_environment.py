@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +222,24 @@ def test_functions_are_checked_before_anything_starts() -> None:
     ]
 
 
+def by_position(prompts: list[str], completions: list[str], /, **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@functools.wraps(by_position)
+def turned_into_positions(**given: Any) -> list[float]:
+    return by_position(given["prompts"], given["completions"])
+
+
+def test_parameters_by_position_are_refused_before_anything_starts() -> None:
+    entries = {f"{__name__}.by_position": None, "given.by_position": {"given.by_position": by_position}}
+    for entry, given in entries.items():
+        config = {"task": EnvironmentConfig(type="reward_functions", reward_funcs=[entry])}
+        with pytest.raises(ConfigError, match="it takes prompts, completions by position only: leave the / out"):
+            check_reward_functions(config, given=given)
+    assert load_reward_function(f"{__name__}.turned_into_positions") is turned_into_positions
+
+
 class Judge:
     """An object whose call is a coroutine."""
 
@@ -231,6 +251,19 @@ class Judge:
 async def slow(completions: list[str], **_: Any) -> list[float]:
     await asyncio.sleep(0.3)
     return [1.0] * len(completions)
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An ordinary function around another one, as many decorators make it."""
+
+    @functools.wraps(function)
+    def call(*positions: Any, **names: Any) -> Any:
+        return function(*positions, **names)
+
+    return call
+
+
+wrapped_slow = wrapped(slow)
 
 
 class Settings:
@@ -245,11 +278,11 @@ settings = Settings()
 
 def test_coroutine_functions_and_objects_are_awaited_together() -> None:
     started = time.monotonic()
-    scores = environment("slow", "Judge", "length_reward").score([request("a", "?"), request("b", "xyz")])
+    scores = environment("wrapped_slow", "Judge", "length_reward").score([request("a", "?"), request("b", "xyz")])
     assert time.monotonic() - started < 0.55, "one after the other they take 0.6 s"
     assert [score.reward for score in scores] == [2.0, 6.0]
-    assert scores[0].parts == {"slow": 1.0, "length_reward": 1.0}, "a None is left out"
-    assert list(scores[1].parts) == ["slow", "Judge", "length_reward"], "in the order of the configuration"
+    assert scores[0].parts == {"wrapped_slow": 1.0, "length_reward": 1.0}, "a None is left out"
+    assert list(scores[1].parts) == ["wrapped_slow", "Judge", "length_reward"], "in the order of the configuration"
 
 
 def test_a_method_of_an_object_is_found_and_given_only_what_it_takes() -> None:
@@ -305,7 +338,7 @@ async def stuck_coroutine(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-@pytest.mark.parametrize("function", [stuck, stuck_coroutine])
+@pytest.mark.parametrize("function", [stuck, stuck_coroutine, wrapped(stuck_coroutine)])
 def test_a_function_that_is_late_is_ended(function: Any) -> None:
     requests = [request("a", "b"), request("a", "c")]
     limited = RewardFunctionEnvironment({"one": function}, {"one": 1.0}, None, timeout_s=0.1)

@@ -145,6 +145,45 @@ def test_what_is_damaged_is_told_and_nothing_more(
     assert try_to_write_report(run) is None
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "reason"),
+    [
+        ("metrics.jsonl", b"[1, 2]", "it holds list, and no object"),
+        ("metrics.jsonl", b"{step: 1}", "no line of JSON: Expecting property name"),
+        ("validation.jsonl", b"\xff\xfe\x00", "no line of JSON: 'utf-"),
+        ("validation.jsonl", b'{"reward": 1}', "it has no number under step"),
+        ("metrics.jsonl", b'{"step": 1, "timing": [3]}', "timing is list, and no object"),
+        ("starts.jsonl", b"3", "it holds int, and no object"),
+    ],
+)
+def test_a_damaged_line_is_told_with_its_place(
+    run: Path, capsys: pytest.CaptureFixture[str], file: str, line: bytes, reason: str
+) -> None:
+    with (run / file).open("ab") as opened:
+        opened.write(line)
+    before = (run / file).read_bytes().count(b"\n")
+    assert main([str(run)]) == 0, "a last line that was cut off is left out"
+    with (run / file).open("ab") as opened:
+        opened.write(b"\n")
+    capsys.readouterr()
+    assert main([str(run)]) == 2
+    assert f"report: {run / file}:{before + 1} is damaged" in (told := capsys.readouterr().err)
+    assert reason in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("step_2.parquet", b"PAR1 nothing PAR1"), ("step_9.jsonl", b"[3]\n"), ("step_9.jsonl", b"{}\n")],
+)
+def test_rollouts_that_cannot_be_read_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    (run / "rollouts" / name).write_bytes(content)
+    assert main([str(run)]) == 2
+    assert f"report: {run / 'rollouts' / name} cannot be read as rollouts: " in capsys.readouterr().err
+
+
 def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run)]) == 0
     assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"

@@ -1,0 +1,1 @@
+"""What scripts give to `megatron_grpo.train`, checked and written as a command line has it."""
