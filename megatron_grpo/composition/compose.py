@@ -149,7 +149,7 @@ def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
 
 
 def _add_default_environment(plain: dict[str, Any]) -> None:
-    """Add the environment of a run that names none, or none for the prompts that name none."""
+    """Add the default environment to a run that names no environment, or none for rows without a task_name."""
     for name, environment in DEFAULT_ENVIRONMENT.items():
         if not plain["env"] or plain["data"]["task_name"] == name:
             plain["env"].setdefault(name, dict(environment))

@@ -68,7 +68,7 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
 
     Args:
         config: how rows become prompts, and the environments.
-        subject: its key and path, for what is wrong with it as a whole.
+        subject: KEY=PATH of the set, which a problem or remark about the set as a whole is filed under.
         one: the set.
     """
     reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)

@@ -355,8 +355,8 @@ class _FaultyGroup:
 
     Args:
         group: the real one.
-        number: of the message that is due at the moment.
-        fault: whether that message is to be sent.
+        number: the message that the fault happens to, counted from 0.
+        fault: called with that message's buffer; whether the message is to be sent.
     """
 
     def __init__(self, group: Any, number: int, fault: Callable[[Any], bool]) -> None:
@@ -373,4 +373,5 @@ def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
 
     one = sender._sender
     assert one is not None
-    one.group = _FaultyGroup(one.group, _number(moment, len(one.buckets)), fault)  # type: ignore[assignment]
+    faulty: Any = _FaultyGroup(one.group, _number(moment, len(one.buckets)), fault)  # a sender only broadcasts
+    one.group = faulty
