@@ -1,5 +1,6 @@
-"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, and a record of which
-experts tokens go through. vLLM's own record needs its second model runner, which a CPU without Triton has not."""
+"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, small matrices as they
+are, and a record of which experts tokens go through. vLLM's own record needs its second model runner, which a CPU
+without Triton has not."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from megatron_grpo.generation.routed_experts import RECORD_ROUTING
 from megatron_grpo.generation.routing_recorder import RoutingRecorder
 from megatron_grpo.generation.vllm_cpu_experts import give_ranks_their_experts
 from megatron_grpo.generation.vllm_cpu_fp8 import offer_fp8_blocks
+from megatron_grpo.generation.vllm_cpu_linear import keep_small_matrices
 from megatron_grpo.generation.vllm_plugin import begin_process
 
 
@@ -32,6 +34,7 @@ class PipelineCPUWorker(CPUWorker):
         if self.parallel_config.enable_expert_parallel:
             give_ranks_their_experts()
         offer_fp8_blocks()
+        keep_small_matrices()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         if self.vllm_config.additional_config.get(RECORD_ROUTING):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -174,20 +174,20 @@ class VllmEngine(EngineInterface):
         """Serve what was received, under this version.
 
         Raises:
-            EngineLostError: a process of the engine has ended; what is asked first is whether every worker is there.
+            EngineLostError: a process of the engine has ended: every worker is asked whether it is there.
         """
-        await self._on_workers("confirm_refit", version)
         llm = await self._parked()
-        with deaths_explained():
-            await while_alive(llm, llm.update_weight_version(str(version)))
-            if self._settings.keeps_cache:
-                self._salt = str(version)
-            else:
-                await while_alive(llm, llm.reset_prefix_cache())
-            self._unusable = None
-            if self._in_flight:
-                self._parking = None
-                await while_alive(llm, llm.resume_generation())
+        # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
+        calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
+        if not self._settings.keeps_cache:
+            calls.append(self._done(llm.reset_prefix_cache()))
+        await asyncio.gather(*calls)
+        if self._settings.keeps_cache:
+            self._salt = str(version)
+        self._unusable = None
+        if self._in_flight:
+            self._parking = None
+            await self._done(llm.resume_generation())
         self._open.set()
 
     @phase("sleep")
@@ -232,6 +232,12 @@ class VllmEngine(EngineInterface):
             problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
+
+    async def _done(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Wait for a call of vLLM's processes."""
+        assert self._llm is not None, "start() comes first"
+        with deaths_explained():
+            await while_alive(self._llm, call)
 
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings

@@ -16,11 +16,12 @@ def is_derived(layer: torch.nn.Module) -> bool:
     if method is None or isinstance(method, UnquantizedEmbeddingMethod):
         return False
     on_cpu = all(parameter.device.type == "cpu" for parameter in layer.parameters())
-    return on_cpu or not isinstance(method, UnquantizedLinearMethod)
+    packed = on_cpu and getattr(layer, "cpu_linear", None) is not torch.nn.functional.linear
+    return packed or not isinstance(method, UnquantizedLinearMethod)
 
 
 class RebuiltLayer:
-    """A layer that vLLM makes its own form of: on a CPU all that multiply, elsewhere experts and quantised layers."""
+    """A layer that vLLM makes its own form of: experts and quantised layers, and on a CPU all that it packs."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import layerwise

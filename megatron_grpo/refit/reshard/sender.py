@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,6 +56,8 @@ class ShardSender:
         self._entries = weight_entries(rank.shape)
         self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}
+        self._bound_tensors: list[Tensor] = []
+        """Parameters and buffers of the model that `_bound` was made of."""
         self._key: _Key | None = None
         self._tensors: list[Tensor] = []
 
@@ -84,12 +87,17 @@ class ShardSender:
         self._key, self._tensors = None, []
 
     def _bind(self) -> None:
-        """Find the parameters, which a model may replace between two refits."""
+        """Find the parameters; anew when the model has replaced one since the last refit."""
+        chunks = self._rank.whole_chunks()
+        tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        if len(tensors) == len(self._bound_tensors) and all(map(operator.is_, tensors, self._bound_tensors)):
+            return
+        self._bound_tensors = tensors
         numbers = {entry: number for number, entry in enumerate(self._entries)}
         first = self._place.experts[0]
         self._bound = {
             _Key(numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
-            for bound in bound_entries(self._rank.whole_chunks(), self._rank.shape)
+            for bound in bound_entries(chunks, self._rank.shape)
         }
 
     def _cut(self, piece: Any) -> _Cut:
