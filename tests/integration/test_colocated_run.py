@@ -40,6 +40,7 @@ def finished(run: TrainingRun) -> TrainingRun:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_that_was_apart_goes_on_in_turn_with_the_same_numbers(straight_run: TrainingRun, tmp_path: Path) -> None:
     resume = f"checkpointing.resume={straight_run.run_dir}/checkpoints/step_3"
     together = finished(TrainingRun(tmp_path / "run", *SHORT, COLOCATED, resume))

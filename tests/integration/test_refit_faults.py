@@ -198,6 +198,7 @@ def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed:
         generate(doomed.generation, [request([2, 3], seed=0, max_new_tokens=2)], SamplingSettings(max_new_tokens=2))
 
 
+@pytest.mark.slow
 def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with nothing lost for the others: the next refit that is allowed to heals."""
     transport = FaultyReshard(scene.policy, scene.generation, REFIT)

@@ -90,6 +90,7 @@ def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: A
     assert_serves(generation, oracle, version=5)
 
 
+@pytest.mark.slow
 def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_policy: Any, tmp_path: Path) -> None:
     generation, policy, _ = engine_and_policy
     transport = FilesTransport(policy, generation, replace(REFIT, directory=str(tmp_path / "shared")), tmp_path / "run")

@@ -75,6 +75,7 @@ def text_of(page: Page, selector: str) -> Any:
     return page.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
 
 
+@pytest.mark.slow
 def test_500_steps_of_256_trajectories_open_within_a_second(page: Page, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(tmp_path / "model")
     answer = "The sum of two and two is four, as everybody knows. "

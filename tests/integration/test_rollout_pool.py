@@ -103,7 +103,7 @@ def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Comple
     return came
 
 
-@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("engines", "workers"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int, workers: int) -> None:
     slow = sample_seed(SEED, STEP, 2, 1)
     with pool(engines=[{"stuck": [slow]}] * engines, num_workers=workers, timeout_s=8.0) as rollouts:

@@ -15,7 +15,7 @@ from megatron_grpo.verification import compare
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        ("qwen3", ["tp2sp"]),
+        pytest.param("qwen3", ["tp2sp"], marks=pytest.mark.slow),
         pytest.param("qwen3", ["cp2dp2"], marks=pytest.mark.slow),
         ("deepseek_v3", ["ep2etp2"]),
         pytest.param("gemma3", ["pp2cp2"], marks=pytest.mark.slow),

@@ -13,7 +13,9 @@ from triton.compiler import ASTSource
 from megatron_grpo_kernels import fp8_kernels, fused_logprob
 from megatron_grpo_kernels.fp8_blocks import ACTIVATION_BLOCK, LARGEST, SMALLEST_SCALE, WEIGHT_BLOCK
 
-GPUS = pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H100"])
+GPUS = pytest.mark.parametrize(
+    "capability", [pytest.param(80, id="A100", marks=pytest.mark.slow), pytest.param(90, id="H100")]
+)
 FLOAT32, INDEX = "*fp32", "i32"
 
 

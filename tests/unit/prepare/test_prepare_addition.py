@@ -20,7 +20,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["addition", "addition_moe"])
+@pytest.fixture(scope="module", params=["addition", pytest.param("addition_moe", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is made under the folder's name."""
     path = tmp_path_factory.mktemp("prepare") / request.param
