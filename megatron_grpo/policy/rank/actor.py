@@ -98,6 +98,7 @@ class RankActor:
 
         from megatron_grpo.cluster.rendezvous import reach_store
         from megatron_grpo.platform.device import current_platform
+        from megatron_grpo.platform.freed_memory import keep_freed_memory
         from megatron_grpo.policy.rank.parallel import initialize_parallel
 
         if current_platform().name == "cpu":
@@ -111,6 +112,8 @@ class RankActor:
             timeout_s=settings.config.timeout_s,
         )
         self.model = settings.build_rank()
+        if current_platform().name == "cpu":
+            keep_freed_memory()  # every microbatch takes and frees tensors of the same sizes
         gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),
