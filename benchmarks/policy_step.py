@@ -1,12 +1,13 @@
 """Times optimizer steps of the policy, packed and padded, against plain torch; prints JSON.
 
     python benchmarks/policy_step.py [--layers 8] [--hidden 384] [--vocab 8192] [--sequences 64] [--longest 512]
+    python benchmarks/policy_step.py --model addition --lengths even --sequences 256 --longest 11
 
-One rank, in this process, on skewed lengths (log-normal: a few sequences are many times as long as most). `packed` is
-policy.packing=true; `rectangles` policy.packing=false, sequences of like length padded to the longest of a microbatch;
-`plain_torch` is transformers with AdamW over batches in the order in which they come, padded to their longest, with the
-logits of every token. Ways take turns; `*_ratio` is a way's median over that of packed. The gradient norms say that all
-compute the same.
+One rank, in this process, on skewed lengths (log-normal: a few sequences are many times as long as most) or even ones
+(from 0.8 of the longest on); on a model of these sizes, or on one that recipes prepare. `packed` is policy.packing=true;
+`rectangles` policy.packing=false, sequences of like length padded to the longest of a microbatch; `plain_torch` is
+transformers with AdamW over batches in the order in which they come, padded to their longest, with the logits of every
+token. Ways take turns; `*_ratio` is a way's median over that of packed. The gradient norms say that all compute the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from header import header
@@ -29,6 +31,8 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.bins import OF_TOKENS
 from megatron_grpo.data.planning import planner
 from megatron_grpo.models.families import shape_of_folder
+from megatron_grpo.models.prepared import PREPARED_MODELS
+from megatron_grpo.platform.freed_memory import keep_freed_memory
 from megatron_grpo.policy.rank.parallel import initialize_parallel
 from megatron_grpo.policy.rank.policy_rank import PolicyRank
 from megatron_grpo.verification.problem import counts_of, make_loss
@@ -37,10 +41,13 @@ Step = Callable[[], float]
 """One optimizer step; the norm of its gradient."""
 
 
-def make_batch(sequences: int, longest: int, vocab: int) -> TokenBatch:
+def make_batch(sequences: int, longest: int, vocab: int, *, even: bool) -> TokenBatch:
     """Prompts of a fifth and responses of the rest of each sequence; the loss is over responses."""
     draw = torch.Generator().manual_seed(0)
-    raw = torch.empty(sequences).log_normal_(mean=0.0, std=1.0, generator=draw)
+    if even:
+        raw = torch.empty(sequences).uniform_(0.8, 1.0, generator=draw)
+    else:
+        raw = torch.empty(sequences).log_normal_(mean=0.0, std=1.0, generator=draw)
     lengths = (raw / raw.max() * longest).long().clamp(min=8)
     total = int(lengths.sum())
     mask = torch.cat([torch.arange(length) >= max(1, length // 5) for length in lengths.tolist()]).float()
@@ -93,25 +100,33 @@ def plain_torch(folder: Path, batch: TokenBatch, tokens: int) -> Step:
     return step
 
 
+def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The entries of config.json that options name, and what follows from them."""
+    return {
+        "hidden_size": options.hidden,
+        "intermediate_size": 4 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": options.hidden // 8,
+        "vocab_size": options.vocab,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 8, "hidden": 384, "vocab": 8192, "sequences": 64, "longest": 512, "runs": 3}
     for name, default in {**sizes, "microbatch-tokens": 2048}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lengths", choices=("skewed", "even"), default="skewed")
+    parser.add_argument("--model", choices=("addition", "calculator"), help="instead of one of the sizes above")
     options = parser.parse_args()
     initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
-    config = Qwen3Config(
-        hidden_size=options.hidden,
-        intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=options.hidden // 8,
-        vocab_size=options.vocab,
-        tie_word_embeddings=True,
-        dtype=torch.float32,
-    )
-    batch = make_batch(options.sequences, options.longest, options.vocab)
+    keep_freed_memory()  # as in a rank of a run
+    config = Qwen3Config(**(PREPARED_MODELS[options.model] if options.model else sizes_of(options)))
+    batch = make_batch(options.sequences, options.longest, config.vocab_size, even=options.lengths == "even")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         torch.manual_seed(0)
