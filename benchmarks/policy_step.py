@@ -4,10 +4,11 @@
     python benchmarks/policy_step.py --model addition --lengths even --sequences 256 --longest 11
 
 One rank, in this process, on skewed lengths (log-normal: a few sequences are many times as long as most) or even ones
-(from 0.8 of the longest on); on a model of these sizes, or on one that recipes prepare. `packed` is policy.packing=true;
-`rectangles` policy.packing=false, sequences of like length padded to the longest of a microbatch; `plain_torch` is
-transformers with AdamW over batches in the order in which they come, padded to their longest, with the logits of every
-token. Ways take turns; `*_ratio` is a way's median over that of packed. The gradient norms say that all compute the same.
+(from 0.8 of the longest on); on a model of these sizes, or on one that recipes prepare. `packed` is
+policy.packing=true; `rectangles` policy.packing=false, sequences of like length padded to the longest of a
+microbatch; `plain_torch` is transformers with AdamW over batches in the order in which they come, padded to their
+longest, with the logits of every token. Ways take turns; `*_ratio` is a way's median over that of packed. The
+gradient norms say that all compute the same.
 """
 
 from __future__ import annotations
