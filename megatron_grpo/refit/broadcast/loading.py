@@ -83,6 +83,8 @@ class _LoadedLayer:
 
         @wraps(loader, assigned=("__doc__", "__annotations__"))
         def load(*args: Any, **kwargs: Any) -> Any:
+            if not self._loaders:  # the layer is complete: this is of experts that another rank has
+                return loader(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.arguments["param"] = getattr(self._rebuilt.opened(), name)
             count, result = get_numel_loaded(loader, bound)

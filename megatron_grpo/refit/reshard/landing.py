@@ -15,8 +15,9 @@ from megatron_grpo.models.fp8_matrices import BLOCK
 from megatron_grpo.models.places import Place
 from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.vllm_weights import Landing, landings
+from megatron_grpo.models.weight_map import is_per_layer
 from megatron_grpo.refit.fp8_layers import BlockedLayer, keeps_blocks, scales_name
-from megatron_grpo.refit.reshard.plan import Pieces, box_of
+from megatron_grpo.refit.reshard.plan import Pieces, box_of, keeps
 from megatron_grpo.refit.reshard.wire import blocks
 from megatron_grpo.refit.vllm_layers import RebuiltLayer, finish_model, is_derived
 
@@ -85,6 +86,7 @@ class ModelWriter:
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
         self._rebuilt = {name: RebuiltLayer(layer) for name, layer in self._layers.items() if is_derived(layer)}
         self._rebuilt |= self._blocked()
+        self._unused = _of_other_stages(shape, place)
         self._require_all(numbers)
 
     def begin(self) -> None:
@@ -142,9 +144,11 @@ class ModelWriter:
             raise ValueError(text + "; ".join(missing))
 
     def _may_differ(self, name: str, found: int, wanted: int) -> bool:
-        """Vocabularies are padded; some models keep an embedding or a head on stages that do not use it."""
+        """Vocabularies are padded; some models keep an embedding, a norm or a head on stages that do not use it."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+        if not found and name in self._unused:
+            return True
         return found < wanted and isinstance(self._model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
 
 
@@ -167,6 +171,12 @@ class _Destinations:
         columns = (piece["columns"] - box.column).tolist()
         module, _, name = landing.parameter.rpartition(".")
         return _Destination(module, name, landing.expert, slice(*rows), slice(*columns), entry in self._scaled)
+
+
+def _of_other_stages(shape: ModelShape, place: Place) -> set[str]:
+    """Names of vLLM's parameters that belong to no layer, and that other stages than the rank's compute with."""
+    outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
+    return {one.parameter for entry in outside if not keeps(entry, place) for one in landings(entry, shape, place)}
 
 
 def _in_blocks(side: slice) -> slice:

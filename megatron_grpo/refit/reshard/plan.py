@@ -127,7 +127,7 @@ def plan_pieces(
     for number, layer in _rows_in_order(entries, shape):
         entry = entries[number]
         for rank, place in enumerate(engine):
-            if not _keeps(entry, place, layer):
+            if not keeps(entry, place, layer):
                 continue
             experts = np.arange(*place.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
             for route in _routes(entry, shape, holders.parts(entry), place, dtypes[number], limit):
@@ -166,8 +166,8 @@ def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterato
         position = end + 1
 
 
-def _keeps(entry: WeightEntry, place: Place, layer: int) -> bool:
-    """Whether a rank has a parameter of its own for an entry."""
+def keeps(entry: WeightEntry, place: Place, layer: int = 0) -> bool:
+    """Whether a rank has a parameter of its own for an entry, in this layer if it is of layers."""
     where = _where(entry, layer)
     return where in place.layers or (where == EMBEDDING and place.embedding) or (where == END and place.end)
 

@@ -257,6 +257,24 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
         ModelWriter(model, torch.float32, shape, place, [plan(shape, *layouts, 2**20)])
 
 
+def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    shape, layouts = (
+        shape_of_config({**DENSE, "vocab_size": 64}),
+        (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
+    )
+    pieces = plan(shape, *layouts, 2**20)
+    for target, place in enumerate(engine_places(layouts[1], shape)):
+        model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
+        record_metadata_for_reloading(model)
+        ModelWriter(model, torch.float32, shape, place, [pieces[pieces["target"] == target]])
+        if place.end:  # and nobody computes with one that does not come
+            others = pieces[(pieces["target"] == target) & (pieces["rows"][:, 1] != shape.hidden)]
+            with pytest.raises(ValueError, match=r"model.norm.weight: 0 of \d+ numbers"):
+                ModelWriter(model, torch.float32, shape, place, [others])
+
+
 BLOCKED: dict[str, dict[str, Any]] = {
     "qwen2": DENSE | {"hidden_size": 320, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4},
     "qwen3_moe": SHAPES["qwen3_moe"]
