@@ -26,8 +26,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight: Any = nn.Parameter(torch.zeros(1, 3), requires_grad=False)
-        self.weight.weight_loader = self.load
+        weight: Any = nn.Parameter(torch.zeros(1, 3), requires_grad=False)
+        weight.weight_loader = self.load
+        self.weight = weight
         self.quant_method = Doubling()
 
     @staticmethod
