@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 MOST_NUMBERS, MOST_COLUMNS = 1 << 16, 256
-"""Size up to which torch's product is no loss beside oneDNN's by a packed copy (float32,
-`benchmarks/small_matrices.py`): half the time for few tokens, about as much for many, up to 1.7 times for 16 to 64 tokens in rows of 256. Packing such
-a matrix takes most of a millisecond, at every refit."""
+"""Size up to which torch's product is no loss beside oneDNN's by a packed copy: half the time for few tokens, about as
+much for many, up to 1.7 times for 16 to 64 tokens in rows of 256 (`benchmarks/small_matrices.py`, float32). Packing
+such a matrix takes most of a millisecond, at every refit."""
 
 
 def is_small(weight: torch.Tensor) -> bool:
