@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.packed import Packed
@@ -20,8 +21,9 @@ from megatron_grpo.generation.interface import EngineInterface
 from megatron_grpo.generation.vllm_arguments import VllmSettings, engine_arguments
 from megatron_grpo.generation.vllm_arrivals import Arrivals, drain
 from megatron_grpo.generation.vllm_ending import EngineProcesses, end_own, own_processes
-from megatron_grpo.generation.vllm_fork import forget_socket
+from megatron_grpo.generation.vllm_fork import forget_sockets
 from megatron_grpo.generation.vllm_liveness import deaths_explained, while_alive
+from megatron_grpo.generation.vllm_pauses import Pauses
 from megatron_grpo.generation.vllm_processes import prepare_processes
 from megatron_grpo.generation.vllm_requests import responses, sampling_params, warm_up_call
 from megatron_grpo.generation.vllm_statistics import EngineStatistics
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 
 FIRST_VERSION = 0
 """Version of the weights that the engine reads from the model folder."""
-
-LEAVE_S = 10.0
-"""Time that responses which were given up have to leave before something that needs the engine paused is refused."""
 
 WEIGHTS_TO_HOST = 1
 """vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
@@ -47,21 +46,17 @@ class VllmEngine(EngineInterface):
     with `VllmSettings.in_flight` may weights change while something is in flight, and a cache outlast a pause.
     """
 
+    _pauses: Pauses
+    """From its start on."""
+
     def __init__(self, settings: VllmSettings) -> None:
         self._name = f"generation engine {settings.index}"
         begin_process_log(self._name)
         self._settings = settings
         self._llm: AsyncLLM | None = None
-        self._parking: asyncio.Task[None] | None = None
-        """Pausing, or paused when done; None: responses are in flight."""
         self._unusable: str | None = None
         self._asleep = False
-        self._in_flight = 0
         self._statistics = EngineStatistics()
-        self._entry = asyncio.Lock()
-        self._open = asyncio.Event()
-        """Whether requests may enter; not while weights change under those in flight."""
-        self._open.set()
         self._salt: str | None = None
         """What separates prompts that are cached under different weights, where a cache outlasts them."""
 
@@ -83,9 +78,9 @@ class VllmEngine(EngineInterface):
             AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
         self._statistics.attach(self._llm)
-        forget_socket()
+        forget_sockets()
         await self._llm.update_weight_version(str(FIRST_VERSION))
-        self._parking = asyncio.create_task(self._park())
+        self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
         times.append(time.monotonic())
         await self._warm_up()
         self._statistics.take()
@@ -134,11 +129,13 @@ class VllmEngine(EngineInterface):
                 while waiting:
                     await arrivals.some()
                     finals = drain(waiting)
-                    self._left(len(finals))
+                    self._pauses.left(len(finals))
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield Packed(await responses(self._llm, finals, self._settings.routed))
             finally:
-                self._left(len(waiting))
+                if waiting:
+                    await self._abandon(call, waiting)
+                    self._pauses.left(len(waiting))
 
     async def abort(self, call: str, indices: list[int]) -> None:
         """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
@@ -166,7 +163,7 @@ class VllmEngine(EngineInterface):
         """
         self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
         if self._settings.in_flight is not None:
-            await self._pause_in_flight()
+            await self._pauses.hold()
         await self._on_workers("receive_refit", version)
 
     @phase("commit weights")
@@ -176,7 +173,7 @@ class VllmEngine(EngineInterface):
         Raises:
             EngineLostError: a process of the engine has ended: every worker is asked whether it is there.
         """
-        llm = await self._parked()
+        llm = await self._pauses.begun()
         # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
         calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
         if not self._settings.keeps_cache:
@@ -185,10 +182,7 @@ class VllmEngine(EngineInterface):
         if self._settings.keeps_cache:
             self._salt = str(version)
         self._unusable = None
-        if self._in_flight:
-            self._parking = None
-            await self._done(llm.resume_generation())
-        self._open.set()
+        await self._pauses.release()
 
     @phase("sleep")
     async def sleep(self) -> None:
@@ -196,7 +190,7 @@ class VllmEngine(EngineInterface):
 
         vLLM's CPU build has nothing to give up; there the engine only refuses.
         """
-        llm = await self._parked()
+        llm = await self._pauses.begun()
         self._asleep = True
         if self._settings.sleeps:
             with deaths_explained():
@@ -210,13 +204,13 @@ class VllmEngine(EngineInterface):
         """
         if not self._asleep:
             return
-        llm = await self._parked()
+        llm = await self._pauses.begun()
         if self._settings.sleeps:
             with deaths_explained():
                 await while_alive(llm, llm.wake_up([part]))
         if part == "kv_cache":
             if self._settings.sleeps:  # its scheduler goes on once all memory is back
-                self._parking = asyncio.create_task(self._park())
+                self._pauses.begin()
             self._asleep = False
 
     def shutdown(self) -> None:
@@ -227,7 +221,7 @@ class VllmEngine(EngineInterface):
 
     async def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
-        llm = await self._parked()
+        llm = await self._pauses.begun()
         with deaths_explained():
             problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
@@ -251,71 +245,22 @@ class VllmEngine(EngineInterface):
             (f"{call}.{index}", request.prompt_ids.tolist(), sampling_params(request, settings, longest))
             for index, request in enumerate(requests)
         ]
-        async with self._entering():
-            self._in_flight += len(requests)  # from here on nobody parks
-            self._statistics.in_flight(self._in_flight)
-            try:
-                if self._parking is not None:
-                    await self._parking
-                queues = {
+        try:
+            async with self._pauses.entering(len(requests)):
+                return {
                     index: await self._llm.add_request(
                         name, tokens_input(prompt_ids, cache_salt=self._salt), parameters
                     )
                     for index, (name, prompt_ids, parameters) in enumerate(prepared)
                 }
-                if self._parking is not None:
-                    self._parking = None
-                    await while_alive(self._llm, self._llm.resume_generation())
-            except BaseException:
-                self._in_flight -= len(requests)
-                self._statistics.in_flight(self._in_flight)
-                raise
-        return queues
+        except BaseException:
+            await self._abandon(call, range(len(requests)))
+            raise
 
-    @asynccontextmanager
-    async def _entering(self) -> AsyncIterator[None]:
-        """Hold the entry, at a moment at which no weights change."""
-        while True:
-            await self._open.wait()
-            async with self._entry:
-                if self._open.is_set():  # it may have been closed while others were entering
-                    yield
-                    return
-
-    async def _pause_in_flight(self) -> None:
-        """Let nobody enter until the next commit, and pause what is in flight."""
-        self._open.clear()
-        async with self._entry:  # who is entering is in flight first
-            if self._parking is None:
-                self._parking = asyncio.create_task(self._park())
-
-    def _left(self, count: int) -> None:
-        """So many requests are no longer in flight; the last one leaves a paused engine behind."""
-        self._in_flight -= count
-        self._statistics.in_flight(self._in_flight)
-        if count and not self._in_flight and self._parking is None:
-            self._parking = asyncio.create_task(self._park())
-
-    async def _parked(self) -> AsyncLLM:
-        """The engine, paused.
-
-        Raises:
-            RuntimeError: responses are in flight, and stay so.
-        """
-        began = time.monotonic()
-        while self._parking is None and time.monotonic() < began + LEAVE_S:
-            await asyncio.sleep(0.05)  # whoever gave responses up did not wait for their end
-        if self._parking is None:
-            raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
-        await self._parking
-        assert self._llm is not None, "start() comes first"
-        return self._llm
-
-    async def _park(self) -> None:
-        assert self._llm is not None
-        with deaths_explained():
-            clear_cache = not self._settings.keeps_cache
-            await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+    async def _abandon(self, call: str, indices: Iterable[int]) -> None:
+        """Nobody waits for these requests any more: vLLM would sample them beside those that come later."""
+        with suppress(EngineLostError):
+            await self.abort(call, list(indices))
 
     async def _warm_up(self) -> None:
         async for _ in self.generate(*warm_up_call(self._settings.config), "warm-up"):

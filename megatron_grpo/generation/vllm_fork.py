@@ -45,6 +45,7 @@ def start_importing(threads: int) -> None:
     Args:
         threads: OpenMP threads of each worker.
     """
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", util.get_temp_dir())  # where vLLM's processes have their sockets
     multiprocessing.set_forkserver_preload([PRELOADED])
     with _environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
         forkserver.ensure_running()
@@ -59,8 +60,11 @@ def fork_from_there() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-def forget_socket() -> None:
-    """Remove the folder of the socket over which forks are asked for: nothing is forked after the start."""
+def forget_sockets() -> None:
+    """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk.
+
+    After the start nothing is forked, and all are connected: an engine that is killed leaves none of them behind.
+    """
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 

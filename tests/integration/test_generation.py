@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.generation.vllm_arguments import CPU_BATCH_TOKENS
 from megatron_grpo.generation.vllm_cores import cores_of_ranks
@@ -102,6 +102,21 @@ def test_a_sample_does_not_depend_on_its_neighbours(generation: VllmGeneration) 
     among_others = generate(generation, [*others, wanted], settings)[-1]
     assert among_others.token_ids.tolist() == alone.token_ids.tolist()
     assert among_others.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_a_call_that_fails_leaves_nothing_to_sample(generation: VllmGeneration) -> None:
+    fine = [request(PROMPT, seed=seed, max_new_tokens=10) for seed in range(3)]
+    settings = SamplingSettings(max_new_tokens=10)
+    expected = generate(generation, fine, settings)
+    ray.get(generation.engines[0].take_counts.remote())
+    with pytest.raises(Exception, match="out of vocabulary"):
+        _ask_at_once(generation, [*fine, request([10**6], seed=3, max_new_tokens=10)], settings)
+    (found,) = generate(generation, fine[:1], settings)
+    assert (found.token_ids.tolist(), found.logprobs.tolist()) == (
+        expected[0].token_ids.tolist(),
+        pytest.approx(expected[0].logprobs.tolist(), abs=1e-5),
+    )
+    assert ray.get(generation.engines[0].take_counts.remote()).running == 1
 
 
 def test_more_prompt_tokens_than_one_pass_takes(generation: VllmGeneration, oracle: Oracle) -> None:
@@ -240,6 +255,12 @@ def test_a_killed_process_is_one_clear_error(generation: VllmGeneration) -> None
 )
 def test_cores_are_shared_out(cores: list[int], first: int, ranks: int, total: int, expected: str) -> None:
     assert cores_of_ranks(cores, first=first, ranks=ranks, total=total) == expected
+
+
+def _ask_at_once(generation: VllmGeneration, requests: list[GenerationRequest], settings: SamplingSettings) -> None:
+    """All requests in one call of the first engine."""
+    for answer in generation.engines[0].generate.options(num_returns="streaming").remote(requests, settings, "call"):
+        ray.get(answer)
 
 
 def _greedy(generation: VllmGeneration, settings: SamplingSettings) -> list[GenerationOutput]:
