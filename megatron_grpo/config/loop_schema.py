@@ -60,6 +60,11 @@ class AsyncGRPOConfig(Section):
     """Whether responses that are under way when the weights change go on from a cache of the new weights: each later
     token is then drawn as the new weights alone would. False keeps the old cache, which costs nothing."""
 
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether engines sample while a step trains."""
+        return self.enabled and self.max_trajectory_age_steps > 0
+
 
 @dataclass(kw_only=True)
 class LoopConfig(Section):

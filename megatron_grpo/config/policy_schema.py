@@ -206,7 +206,8 @@ class PolicyConfig(Section):
     bfloat16, float16, float32."""
 
     threads: Positive | None = None
-    """CPU threads of each rank; null: the machine's cores shared out evenly. Not used on GPUs."""
+    """CPU threads of each rank; null: the machine's cores shared out evenly, half of them where engines sample at the
+    same time. Not used on GPUs."""
 
     timeout_s: Seconds = 1800.0
     """Deadline of one policy phase (log-probabilities, an optimizer step, a checkpoint) and of its collectives."""

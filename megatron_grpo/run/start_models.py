@@ -105,6 +105,7 @@ def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
         seed=config.loop.seed,
+        shares_cores=_shares_cores(config),
     )
     return MegatronPolicy(settings, cluster.policy_options, config.cluster.startup_timeout_s)
 
@@ -118,5 +119,11 @@ def _value(config: Config, cluster: RayCluster) -> MegatronValue:
         folder=str(folder),
         decay_steps=config.value_decay_steps,
         seed=config.loop.seed,
+        shares_cores=_shares_cores(config),
     )
     return MegatronValue(settings, cluster.value_options, config.cluster.startup_timeout_s)
+
+
+def _shares_cores(config: Config) -> bool:
+    """Whether engines of the run sample while it trains."""
+    return config.loop.async_grpo.samples_ahead and not config.generation.server.urls

@@ -328,6 +328,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
 
 
+@pytest.mark.slow  # test_what_a_dead_engine_was_sampling… replaces engines with every `make test`
 def test_a_late_engine_is_replaced_until_none_is_left() -> None:
     seeds = [sample_seed(SEED, STEP, idx, 0) for idx in range(PROMPTS)]
     stuck = {"stuck": seeds}

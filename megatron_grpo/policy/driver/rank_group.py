@@ -57,7 +57,8 @@ class RankGroup(TrainedModel):
         self._config = settings.config
         self._startup_timeout_s = startup_timeout_s
         world = settings.config.parallel.world_size
-        threads = settings.config.threads or max(1, (os.cpu_count() or 1) // world)
+        cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
+        threads = settings.config.threads or max(1, cores // world)
         actor_class = ray.remote(RankActor)
         self.actors = [
             actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, world, threads)

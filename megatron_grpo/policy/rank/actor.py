@@ -29,6 +29,8 @@ class RankSettings(ABC):
     folder: str
     decay_steps: int
     seed: int
+    shares_cores: bool = False
+    """Whether engines work at the same time as the ranks, on a CPU on the same cores."""
 
     @abstractmethod
     def build_rank(self) -> Any:
