@@ -22,11 +22,18 @@ from header import header
 from small_model import run
 
 
+def completed(run_dir: Path) -> bool:
+    """Whether a run has come to its end in this folder."""
+    summary = run_dir / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["outcome"] == "completed"
+
+
 def curve(folder: Path, recipe: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """Held-out accuracy by step, and seconds of all steps, of one run."""
     run_dir = folder / f"{recipe}_{seed}"
-    command = [sys.executable, "-m", "megatron_grpo.train", f"+exp={recipe}", f"grpo.seed={seed}"]
-    run([*command, f"run_dir={run_dir}", "logger.progress=false", *overrides])
+    if not completed(run_dir):
+        command = [sys.executable, "-m", "megatron_grpo.train", f"+exp={recipe}", f"grpo.seed={seed}"]
+        run([*command, f"run_dir={run_dir}", "logger.progress=false", *overrides])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "accuracy": {row["step"]: round(row["val_accuracy"], 4) for row in rows if "val_accuracy" in row},

@@ -17,7 +17,7 @@ def undocumented(metrics: Iterable[str]) -> set[str]:
 
 def _patterns() -> set[str]:
     """First columns of the tables: whole names, with NAME for any name, and endings of the name before them."""
-    patterns = set(re.findall(r"`(val_\w+)`", PAGE.read_text()))
+    patterns = {name.replace("NAME", r"\w+") for name in re.findall(r"`(val_[\w/]+)`", PAGE.read_text())}
     for cell in re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE):
         whole = ""
         for name in re.findall(r"`([\w/]+)`", cell):
