@@ -107,7 +107,7 @@ class IdleRank(RankActor):
         """Every rank is a replica."""
         torch.set_num_threads(1)
         self.model = IdleModel()
-        return RankPlace(data=self.rank, is_reporter=True, device_name="cpu", startup_s={})
+        return RankPlace(data=self.rank, device_name="cpu", startup_s={})
 
 
 class IdleTransport(WeightTransport):
