@@ -18,6 +18,7 @@ from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.engine_counts import EngineCounts
 from megatron_grpo.data.epoch_order import Visits
 from megatron_grpo.data.interfaces import DatumSpec
 from megatron_grpo.data.loader import PromptLoader, Prompts
@@ -62,6 +63,10 @@ class MadeUpEngine:
 
     async def abort(self, call: str, indices: list[int]) -> None:
         """Nothing to abort, in the place of `VllmEngine.abort`."""
+
+    def take_counts(self) -> EngineCounts:
+        """Nothing was counted, in the place of `VllmEngine.take_counts`."""
+        return EngineCounts()
 
 
 def _output(request: GenerationRequest) -> GenerationOutput:
