@@ -68,6 +68,8 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*")
     asked = parser.parse_args()
+    if len(asked.seeds) < 2:
+        parser.error("--seeds: a spread needs two seeds or more")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         folder = (asked.folder or Path(place)).absolute()
         print(json.dumps({**header("seeds"), **compare(asked.recipes, asked.seeds, folder, asked.overrides)}, indent=2))

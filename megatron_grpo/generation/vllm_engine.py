@@ -133,8 +133,10 @@ class VllmEngine(EngineInterface):
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield Packed(await responses(self._llm, finals, self._settings.routed))
             finally:
-                if waiting:
-                    await self._abandon(call, waiting)
+                try:
+                    if waiting:
+                        await self._abandon(call, waiting)
+                finally:
                     self._pauses.left(len(waiting))
 
     async def abort(self, call: str, indices: list[int]) -> None:
@@ -173,7 +175,7 @@ class VllmEngine(EngineInterface):
         Raises:
             EngineLostError: a process of the engine has ended: every worker is asked whether it is there.
         """
-        llm = await self._pauses.begun()
+        llm = await self._pauses.paused()
         # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
         calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
         if not self._settings.keeps_cache:
@@ -190,7 +192,7 @@ class VllmEngine(EngineInterface):
 
         vLLM's CPU build has nothing to give up; there the engine only refuses.
         """
-        llm = await self._pauses.begun()
+        llm = await self._pauses.paused()
         self._asleep = True
         if self._settings.sleeps:
             with deaths_explained():
@@ -204,13 +206,13 @@ class VllmEngine(EngineInterface):
         """
         if not self._asleep:
             return
-        llm = await self._pauses.begun()
+        llm = await self._pauses.paused()
         if self._settings.sleeps:
             with deaths_explained():
                 await while_alive(llm, llm.wake_up([part]))
         if part == "kv_cache":
             if self._settings.sleeps:  # its scheduler goes on once all memory is back
-                self._pauses.begin()
+                self._pauses.pause()
             self._asleep = False
 
     def shutdown(self) -> None:
@@ -221,7 +223,7 @@ class VllmEngine(EngineInterface):
 
     async def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
-        llm = await self._pauses.begun()
+        llm = await self._pauses.paused()
         with deaths_explained():
             problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
@@ -258,7 +260,7 @@ class VllmEngine(EngineInterface):
             raise
 
     async def _abandon(self, call: str, indices: Iterable[int]) -> None:
-        """Nobody waits for these requests any more: vLLM would sample them beside those that come later."""
+        """Give up requests that nobody waits for any more: vLLM would sample them beside those that come later."""
         with suppress(EngineLostError):
             await self.abort(call, list(indices))
 

@@ -36,14 +36,14 @@ class Pauses:
         self._open.set()
         self._parking: asyncio.Task[None] | None = None
         """Pausing, or paused when done; None: responses are in flight."""
-        self.begin()
+        self.pause()
 
-    def begin(self) -> None:
-        """Pause."""
+    def pause(self) -> None:
+        """Begin a pause; `paused` waits until the scheduler stands still."""
         self._parking = asyncio.create_task(self._park())
 
-    async def begun(self) -> AsyncLLM:
-        """The engine, paused.
+    async def paused(self) -> AsyncLLM:
+        """The engine, once its scheduler stands still.
 
         Raises:
             RuntimeError: responses are in flight, and stay so.
@@ -78,14 +78,14 @@ class Pauses:
         """So many requests are no longer in flight; the last one leaves a paused engine behind."""
         self._change(-requests)
         if requests and not self._in_flight and self._parking is None:
-            self.begin()
+            self.pause()
 
     async def hold(self) -> None:
         """Let nobody enter until `release`, and pause what is in flight."""
         self._open.clear()
         async with self._entry:  # who is entering is in flight first
             if self._parking is None:
-                self.begin()
+                self.pause()
 
     async def release(self) -> None:
         """Let what is in flight go on, and others enter."""

@@ -1,4 +1,4 @@
-"""What an engine leaves in vLLM when a call fails."""
+"""What an engine leaves in vLLM when a call fails, and when it may sleep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
-from megatron_grpo.generation import vllm_engine
+from megatron_grpo.generation import vllm_engine, vllm_pauses
 from megatron_grpo.generation.vllm_arguments import VllmSettings
 from megatron_grpo.generation.vllm_engine import VllmEngine
 from megatron_grpo.generation.vllm_pauses import Pauses
@@ -28,6 +28,8 @@ class PickyLLM:
 
     async def pause_generation(self, **_: Any) -> None: ...
 
+    async def resume_generation(self) -> None: ...
+
     async def add_request(self, name: str, *_: Any) -> None:
         if name == self.refused:
             raise ValueError("this prompt cannot be sampled")
@@ -37,7 +39,8 @@ class PickyLLM:
         self.requests -= set(names)
 
 
-def test_a_call_that_fails_leaves_no_request_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmEngine:
     monkeypatch.setattr(vllm_engine, "begin_process_log", lambda _: None)
     settings = VllmSettings(
         index=0,
@@ -46,16 +49,43 @@ def test_a_call_that_fails_leaves_no_request_behind(monkeypatch: pytest.MonkeyPa
         precision="float32",
         max_total_sequence_length=8,
     )
+    return VllmEngine(settings)
+
+
+def started(engine: VllmEngine) -> PickyLLM:
+    """The vLLM that this engine has from now on."""
+    llm: Any = PickyLLM(refused="call.1")
+    engine._llm, engine._pauses = llm, Pauses(llm, keeps_cache=False, tell=lambda _: None)
+    return llm
+
+
+def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
     request = GenerationRequest(prompt_ids=np.array([2, 3], dtype=np.int32), seed=0, max_new_tokens=2)
 
     async def scene() -> None:
-        engine = VllmEngine(settings)
-        llm: Any = PickyLLM(refused="call.1")
-        engine._llm, engine._pauses = llm, Pauses(llm, keeps_cache=False, tell=lambda _: None)
+        llm = started(engine)
         with pytest.raises(ValueError, match="cannot be sampled"):
             async for _ in engine.generate([request] * 3, SamplingSettings(max_new_tokens=2), "call"):
                 pass
         assert not llm.requests
         await engine.sleep()
+        assert engine._asleep
+
+    asyncio.run(scene())
+
+
+def test_an_engine_sleeps_only_when_nothing_is_in_flight(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_pauses, "LEAVE_S", 0.1)
+
+    async def scene() -> None:
+        started(engine)
+        async with engine._pauses.entering(1):
+            pass
+        with pytest.raises(RuntimeError, match="1 responses are in flight"):
+            await engine.sleep()
+        assert not engine._asleep
+        engine._pauses.left(1)
+        await engine.sleep()
+        assert engine._asleep
 
     asyncio.run(scene())

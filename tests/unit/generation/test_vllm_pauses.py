@@ -45,14 +45,14 @@ class Scene:
 def test_it_runs_while_something_is_in_flight() -> None:
     async def scene() -> None:
         one = Scene()
-        await one.pauses.begun()
+        await one.pauses.paused()
         assert not one.llm.runs
         await one.enter(2)
         assert one.llm.runs
         one.pauses.left(1)
         await one.enter(3)
         one.pauses.left(4)
-        await one.pauses.begun()
+        await one.pauses.paused()
         assert not one.llm.runs
         assert one.told == [2, 1, 4, 0]
 
@@ -64,7 +64,7 @@ def test_responses_that_were_given_up_may_still_be_on_their_way_out() -> None:
         one = Scene()
         await one.enter(2)
         asyncio.get_running_loop().call_later(0.2, one.pauses.left, 2)
-        await one.pauses.begun()
+        await one.pauses.paused()
         assert not one.llm.runs
 
     asyncio.run(scene())
@@ -76,7 +76,7 @@ def test_responses_that_stay_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         await one.enter(2)
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="2 responses are in flight"):
-            await one.pauses.begun()
+            await one.pauses.paused()
         assert time.monotonic() - began >= 0.3
         assert one.llm.runs
 
@@ -91,7 +91,7 @@ def test_nobody_enters_while_weights_change(in_flight: int) -> None:
         if in_flight:
             await one.enter(in_flight)
         await one.pauses.hold()
-        await one.pauses.begun()
+        await one.pauses.paused()
         late = asyncio.create_task(one.enter(1))
         await asyncio.sleep(0.05)
         assert not one.llm.runs
@@ -116,7 +116,7 @@ def test_requests_that_could_not_be_added_are_not_in_flight(others: int) -> None
                 raise ValueError("no such token")
         assert one.told[-1] == others
         one.pauses.left(others)
-        await one.pauses.begun()
+        await one.pauses.paused()
         assert not one.llm.runs
 
     asyncio.run(scene())
