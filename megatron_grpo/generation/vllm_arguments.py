@@ -15,6 +15,12 @@ from megatron_grpo.platform.device import current_platform
 CPU_BATCH_TOKENS = 4096
 """Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
 
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""What runs a model of one rank in the engine core itself, without the messages to and from a worker.
+
+As "uni" vLLM would take it for "mp" on a CPU, because a core that it spawns does not bind its OpenMP threads; ours do.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
@@ -100,7 +106,7 @@ def _made(name: str, value: Any) -> Any:
 
 def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
     return {
-        "distributed_executor_backend": "mp",
+        "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
         # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),

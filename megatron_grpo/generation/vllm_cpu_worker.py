@@ -16,6 +16,7 @@ from megatron_grpo.generation.routing_recorder import RoutingRecorder
 from megatron_grpo.generation.vllm_cpu_experts import give_ranks_their_experts
 from megatron_grpo.generation.vllm_cpu_fp8 import offer_fp8_blocks
 from megatron_grpo.generation.vllm_cpu_linear import keep_small_matrices
+from megatron_grpo.generation.vllm_fork import in_core
 from megatron_grpo.generation.vllm_plugin import begin_process
 
 
@@ -27,7 +28,8 @@ class PipelineCPUWorker(CPUWorker):
     def __init__(self, *args: Any, local_rank: int, **kwargs: Any) -> None:
         # vLLM says so to OpenMP by environment variables, which a process reads when it begins, not when it is forked.
         os.sched_setaffinity(0, parse_id_list(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")[local_rank]))
-        begin_process()
+        if not in_core():  # which has begun, and is the worker of a model in one piece
+            begin_process()
         super().__init__(*args, local_rank=local_rank, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 vLLM itself would spawn them: it must not fork a Ray actor, whose threads a fork does not take along, and on a CPU it
 tells OpenMP by environment variables, read when a process begins, how many threads there are and where. So a process
 without threads of its own imports vLLM while the actor does the same; the engine core is forked from that, and the
-workers from the engine core (as vLLM does on GPUs).
+workers from the engine core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def fork_from_there() -> None:
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def in_core() -> bool:
+    """Whether this process is a forked engine core."""
+    return isinstance(multiprocessing.current_process(), ForkedCore)
+
+
 def forget_sockets() -> None:
     """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk.
 
@@ -71,7 +76,7 @@ def forget_sockets() -> None:
 def parent_is_gone() -> bool:
     """Whether the process that asked for this one has ended; a process that it forked from may live on."""
     parent = multiprocessing.parent_process()
-    if isinstance(multiprocessing.current_process(), ForkedCore):
+    if in_core():
         return parent is None or not parent.is_alive()
     return parent is not None and parent.pid != os.getppid()
 

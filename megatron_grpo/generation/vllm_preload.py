@@ -7,6 +7,7 @@ import importlib
 MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.model_loader",
     "megatron_grpo.generation.vllm_cpu_worker",
