@@ -1,26 +1,27 @@
 """Compares the sampling phase of a step with vLLM's own `LLM.generate` on the same requests; prints JSON.
 
-    python benchmarks/generation.py [--prompts 16] [--samples 8] [--tokens 128] [--repeats 3] [--rounds 2] [--compiled]
+    python benchmarks/generation.py [--prompts 16] [--samples 8] [--tokens 128] [--pairs 6] [--compiled]
 
 A model of 21 million parameters with random weights answers prompts of 16 tokens. Ours is what a step waits for: from
 prompts at the driver to scored groups, through rollout workers, Ray, an engine and an environment. The other side is a
 process that calls `LLM.generate` with the very requests (token ids, seeds, log-probabilities of the sampled tokens),
-the same arguments of vLLM and the same cores. Sides take turns. `ratio` is the median of tokens per second, ours over
-the other; `same_tokens` says whether both sampled the same.
+the same arguments of vLLM and the same cores. Both are started first. Then they take turns, and a pair of turns lasts
+half a minute: a machine whose speed changes over minutes is as fast for either. `ratio` is the median over pairs of
+ours over the other, in tokens per second, `pairs` each of them; `same_tokens` says whether both sampled the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,22 +31,26 @@ from small_model import PROMPT_WORDS, make_model, prompts
 if TYPE_CHECKING:
     from megatron_grpo.rollouts.pool import RolloutPool
 
-ROOT = Path(__file__).resolve().parents[1]
+Sampled = tuple[float, list[list[int]]]
+"""Seconds, and the token ids of each response."""
+
 SIDES = ("ours", "plain")
 SEED, STEP = 7, 1
 KV_CACHE_GIB = 1.0
 MAX_BATCH_TOKENS = 4096
+SETTLE_S = 2.0
+"""Pause between turns: for a second after a message vLLM's processes look for the next one without a break."""
 
 
-def measure_ours(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each repeat, and the tokens of the last one."""
+def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
+    """All requests, sampled anew each time."""
     from megatron_grpo.data.responses import SamplingSettings
     from megatron_grpo.observability.timers import StepTimer
 
     settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
-    rows, seconds = data(asked.prompts), []
+    rows = data(asked.prompts)
     with rollout_workers(folder, asked) as pool:
-        for _ in range(1 + asked.repeats):
+        while True:
             began = time.perf_counter()
             groups = pool.collect(
                 rows,
@@ -55,9 +60,8 @@ def measure_ours(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
                 step=STEP,
                 timer=StepTimer(),
             )
-            seconds.append(time.perf_counter() - began)
-        tokens = [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group]
-    return {"seconds": seconds[1:], "token_ids": tokens}
+            seconds = time.perf_counter() - began
+            yield seconds, [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group]
 
 
 @contextmanager
@@ -119,8 +123,8 @@ def data(count: int) -> list[Any]:
     ]
 
 
-def measure_plain(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each repeat, and the tokens of the last one."""
+def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
+    """All requests, sampled anew each time."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
@@ -151,13 +155,14 @@ def measure_plain(folder: str, asked: argparse.Namespace) -> dict[str, Any]:
         for number, ids in enumerate(token_ids(asked.prompts))
         for sample in range(asked.samples)
     ]
-    seconds = []
-    for _ in range(1 + asked.repeats):
-        llm.reset_prefix_cache()
-        began = time.perf_counter()
-        outputs = llm.generate([one for one, _ in requests], [one for _, one in requests], use_tqdm=False)
-        seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds[1:], "token_ids": [list(one.outputs[0].token_ids) for one in outputs]}
+    try:
+        while True:
+            llm.reset_prefix_cache()
+            began = time.perf_counter()
+            outputs = llm.generate([one for one, _ in requests], [one for _, one in requests], use_tqdm=False)
+            yield time.perf_counter() - began, [list(one.outputs[0].token_ids) for one in outputs]
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # its processes end no sooner, and this one waits for them
 
 
 def token_ids(number: int) -> list[list[int]]:
@@ -165,37 +170,53 @@ def token_ids(number: int) -> list[list[int]]:
     return [[int(word.removeprefix("w")) for word in one.split()] for one in prompts(number)]
 
 
-def measured(side: str, folder: str, given: Sequence[str]) -> dict[str, Any]:
-    """What a process of its own measured."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [sys.executable, __file__, *given, "--side", side, "--model", folder, "--answer", answer.name]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{side} failed:\n{done.stdout}\n{done.stderr}")
-        found: dict[str, Any] = json.load(answer)
-    return found
+def answer(side: str, folder: str, asked: argparse.Namespace, asker: Connection) -> None:
+    """Sample whenever asked to, until told that it was the last time; the body of a side's process."""
+    os.dup2(2, 1)  # the other end's standard output is for the result
+    sample = sample_ours if side == "ours" else sample_plain
+    with closing(sample(folder, asked)) as sampled:
+        next(sampled)  # warms up
+        asker.send(None)
+        while asker.recv():
+            asker.send(next(sampled))
 
 
-def compare(asked: argparse.Namespace, given: Sequence[str]) -> dict[str, Any]:
-    """All sides, in turn."""
+@contextmanager
+def started(side: str, folder: str, asked: argparse.Namespace) -> Iterator[Connection]:
+    """A side's process, which has warmed up."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=answer, args=(side, folder, asked, far))
+    process.start()
+    far.close()  # so that the death of the process ends what waits for it
+    near.recv()
+    yield near
+    near.send(False)
+    process.join()
+
+
+def compare(asked: argparse.Namespace) -> dict[str, Any]:
+    """Both sides, in turn; who begins a pair changes."""
     runs: dict[str, list[float]] = {side: [] for side in SIDES}
-    sampled: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    sampled: dict[str, list[list[int]]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         make_model(Path(folder))
-        for _ in range(asked.rounds):
-            for side in SIDES:
-                found = measured(side, folder, given)
-                sampled[side] = found["token_ids"]
-                count = sum(map(len, found["token_ids"]))
-                runs[side] += [count / seconds for seconds in found["seconds"]]
-    speed = {side: statistics.median(values) for side, values in runs.items()}
+        sides = {side: stack.enter_context(started(side, folder, asked)) for side in SIDES}
+        for pair in range(asked.pairs):
+            for side in SIDES if pair % 2 else SIDES[::-1]:
+                time.sleep(SETTLE_S)
+                sides[side].send(True)
+                seconds, sampled[side] = sides[side].recv()
+                runs[side].append(sum(map(len, sampled[side])) / seconds)
+    pairs = [ours / plain for ours, plain in zip(runs["ours"], runs["plain"], strict=True)]
     return {
         **header("generation"),
         "requests": asked.prompts * asked.samples,
         "tokens": sum(map(len, sampled["ours"])),
         "compiled": asked.compiled,
-        "tokens_per_s": speed,
-        "ratio": speed["ours"] / speed["plain"],
+        "tokens_per_s": {side: statistics.median(values) for side, values in runs.items()},
+        "ratio": statistics.median(pairs),
+        "pairs": pairs,
         "same_tokens": sampled["ours"] == sampled["plain"],
         "runs": runs,
     }
@@ -206,16 +227,6 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.side is None:
-        print(json.dumps(compare(arguments, sys.argv[1:]), indent=2))
-    else:
-        ours = arguments.side == "ours"
-        result = (measure_ours if ours else measure_plain)(arguments.model, arguments)
-        arguments.answer.write_text(json.dumps(result))
+    print(json.dumps(compare(parser.parse_args()), indent=2))
