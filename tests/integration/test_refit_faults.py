@@ -107,8 +107,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def generation(folders: list[Path]) -> Iterator[VllmGeneration]:
-    with engines(folders[2], data=2, engine_restarts=RESTARTS) as started:
+def generation(folders: list[Path], request: pytest.FixtureRequest) -> Iterator[VllmGeneration]:
+    """Two engines; the parameter is in how many stages, else in one."""
+    with engines(folders[2], pipeline=getattr(request, "param", 1), data=2, engine_restarts=RESTARTS) as started:
         yield started
 
 
@@ -152,6 +153,14 @@ def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER,), (FIRST, MIDDLE)))
 def test_so_it_is_in_a_broadcast(fault: str, moment: str, scene: Scene) -> None:
     _assert_replaced(FaultyBroadcast(scene.policy, scene.generation, REFIT), scene, fault, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [2], indirect=True)
+@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER), (MIDDLE,)))
+def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Scene) -> None:
+    """Whose workers are processes beside vLLM's engine core."""
+    _assert_replaced(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
 @pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP)))
