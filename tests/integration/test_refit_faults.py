@@ -135,6 +135,10 @@ def doomed(folders: list[Path], generation: VllmGeneration) -> Iterator[Scene]:
     policy.shutdown()
 
 
+def test_an_engine_of_one_rank_has_no_process_beside_its_core(generation: VllmGeneration) -> None:
+    assert [psutil.Process(pid).cmdline()[0] for pid in worker_pids(generation)] == ["VLLM::EngineCore"]
+
+
 QUICK = {(KILL_WORKER, MIDDLE), (FLIP, LAST)}
 """Of the matrix, what `make test` runs; the rest is slow."""
 
