@@ -36,6 +36,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 	$(BIN)/hadolint docker/Dockerfile.*

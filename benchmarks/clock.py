@@ -21,10 +21,10 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
         call()
     times = []
     for _ in range(REPEATS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         call()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) / 1000)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1000)
     return statistics.median(times)

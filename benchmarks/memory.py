@@ -81,7 +81,7 @@ def make_model(folder: Path, layers: int) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def measure_rank(rank: int, layout: dict[str, int], folder: str, port: int, results: Any) -> None:
+def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, results: Any) -> None:
     """Import on one rank of two, then save."""
     import torch
 
@@ -138,7 +138,7 @@ def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> 
     return [parameter.nbytes for chunk in chunks for parameter in chunk.parameters()], importing.bytes
 
 
-def measure(layout: dict[str, int], folder: Path) -> list[dict[str, Any]]:
+def measure(layout: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """What each rank of a layout held."""
     from megatron_grpo.cluster.rendezvous import open_store
 
@@ -165,7 +165,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         make_model(model, arguments.layers)
-        layouts = ({"tensor": 2}, {"data": 2})
+        layouts: tuple[dict[str, Any], ...] = ({"tensor": 2}, {"data": 2})
         found = {"_".join(f"{k}{v}" for k, v in layout.items()): measure(layout, model) for layout in layouts}
     rounded = json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 1))
     print(json.dumps({**header("memory"), "layers": arguments.layers, "ranks": rounded}, indent=1))

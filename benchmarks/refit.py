@@ -43,7 +43,7 @@ from megatron_grpo.refit.reshard.outlook import RefitOutlook, refit_outlook
 from megatron_grpo.refit.select import transport_between
 
 START_S = 600.0
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "reshard": {"mode": "reshard"},
     "network": {"mode": "reshard", "shared_memory": False},
     "broadcast": {"mode": "broadcast"},

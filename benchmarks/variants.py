@@ -87,7 +87,7 @@ def document(results: Sequence[Path]) -> None:
         figure = f"![held-out accuracy by step](images/{name}.svg)"
         origin = f"Measured {result['date']} on a CPU ({result['machine']})."
         filled = f"{mark}\n{_table(result['runs'])}\n\n{origin}\n\n{figure}\n{mark}"
-        text, found = re.subn(f"{mark}.*{mark}", lambda _, filled=filled: filled, text, flags=re.DOTALL)
+        text, found = re.subn(f"{mark}.*{mark}", filled.replace("\\", r"\\"), text, flags=re.DOTALL)
         if found != 1:
             raise SystemExit(f"{page} needs {mark} exactly twice")
         _draw(result["runs"], DOCS / "images" / f"{name}.svg")

@@ -180,7 +180,10 @@ class VllmEngine(EngineInterface):
         calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
         if not self._settings.keeps_cache:
             calls.append(self._done(llm.reset_prefix_cache()))
-        await asyncio.gather(*calls)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # what fails leaves none of them under way
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
         if self._settings.keeps_cache:
             self._salt = str(version)
         self._unusable = None

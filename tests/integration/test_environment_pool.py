@@ -63,7 +63,10 @@ def test_scores_come_in_the_order_of_the_responses_from_any_number_of_processes(
         assert result == [EnvironmentReturn(float(i % 3 == j % 3), i % 3 == j % 3) for j in range(i)]
 
 
-@pytest.mark.parametrize(("workers", "shares", "expected"), [(3, 2, [2, 1]), (1, 3, [1, 1, 1]), (4, 1, [4])])
+@pytest.mark.parametrize(
+    ("workers", "shares", "expected"),
+    [(3, 2, [2, 1]), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1, 3, [1, 1, 1]), (4, 1, [4])])],
+)
 def test_every_user_has_processes_of_its_own(workers: int, shares: int, expected: list[int]) -> None:
     with handles(EnvironmentConfig(type="addition", num_workers=workers), shares) as shared:
         assert [len(handle.processes) for handle in shared] == expected

@@ -228,6 +228,7 @@ def test_an_engine_is_replaced_as_often_as_is_allowed(scene: Scene, monkeypatch:
     scene.assert_serves(version)
 
 
+@pytest.mark.slow  # test_rollout_pool.py asks the next engine for what a dead one owed with every `make test`
 def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published_last(scene: Scene) -> None:
     """While others sample from these, as when it dies over a response."""
     transport = FaultyReshard(scene.policy, scene.generation, REFIT)

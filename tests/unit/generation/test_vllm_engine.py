@@ -1,4 +1,4 @@
-"""What an engine leaves in vLLM when a call fails, and when it may sleep."""
+"""What an engine leaves in vLLM when a call or a commit fails, and when it may sleep."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class PickyLLM:
     def __init__(self, refused: str) -> None:
         self.refused = refused
         self.requests: set[str] = set()
+        self.version = ""
 
     async def pause_generation(self, **_: Any) -> None: ...
 
@@ -34,6 +35,15 @@ class PickyLLM:
         if name == self.refused:
             raise ValueError("this prompt cannot be sampled")
         self.requests.add(name)
+
+    async def collective_rpc(self, *_: Any, **__: Any) -> list[str]:
+        return ["worker 0 holds version 3, not 4"]
+
+    async def update_weight_version(self, version: str) -> None:
+        await asyncio.sleep(0.2)
+        self.version = version
+
+    async def reset_prefix_cache(self) -> None: ...
 
     async def abort(self, names: list[str]) -> None:
         self.requests -= set(names)
@@ -70,6 +80,18 @@ def test_a_call_that_fails_leaves_no_request_behind(engine: VllmEngine) -> None:
         assert not llm.requests
         await engine.sleep()
         assert engine._asleep
+
+    asyncio.run(scene())
+
+
+def test_a_commit_that_fails_leaves_nothing_of_it_under_way(engine: VllmEngine) -> None:
+    async def scene() -> None:
+        llm = started(engine)
+        engine._unusable = "the weights are incomplete"
+        with pytest.raises(RuntimeError, match="holds version 3, not 4"):
+            await engine.commit_weights(4)
+        assert llm.version == "4", "a call that cannot be taken back has ended"
+        assert engine._unusable == "the weights are incomplete"
 
     asyncio.run(scene())
 

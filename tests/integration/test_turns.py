@@ -1,12 +1,14 @@
-"""Conversations with a real engine are exact: the tokens, whose they are, and their log-probabilities."""
+"""Conversations with a real engine are exact, of an environment and of an agent: tokens, whose they are, logprobs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
@@ -17,8 +19,10 @@ from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.environments.settings import EnvironmentSettings
 from megatron_grpo.generation.vllm_generation import VllmGeneration
 from megatron_grpo.observability.timers import StepTimer
+from megatron_grpo.rollouts.endpoint import EndpointSettings
 from megatron_grpo.rollouts.plan import sample_seed
 from megatron_grpo.rollouts.pool import RolloutPool
+from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
 SEED, STEP, SAMPLES, TURNS = 5, 3, 6, 3
@@ -26,10 +30,27 @@ SETTINGS = SamplingSettings(max_new_tokens=12, stop_token_ids=(EOS, *range(2, 20
 PROMPTS = [[7, 8, 9], [30], [12, 33, 5, 6]]
 IDS = {letter: index + 2 for index, letter in enumerate(LETTERS)}
 
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+TEMPERATURE = 0.7
+AGENT = EnvironmentConfig(
+    type="reward_functions",
+    reward_funcs=["tests.integration.example_agent.long"],
+    agent_func="tests.integration.example_agent.talkative",
+    num_workers=2,
+)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("multi_turn") / "model", seed=11)
+    """With a template for the agent's messages."""
+    folder = make_model(tmp_path_factory.mktemp("turns") / "model", seed=11)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +138,76 @@ def test_turns_end_a_rollout_too(generation: VllmGeneration, model: Path) -> Non
     trajectories = collected(generation, model, max_turns=2)
     assert {one.reward for one in trajectories} <= {1.0, 2.0}
     assert all(one.spans[-1].end == len(one.token_ids) for one in trajectories), "nothing follows the last turn"
+
+
+def test_an_agents_calls_are_trained_on_as_they_were_sampled(generation: VllmGeneration, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    oracle = Oracle(model)
+    with _rollouts(generation, model) as pool:
+        good, other = _collect(pool, ["hi", "yo"])
+        for prompt, trajectories in (("hi", good), ("yo", other)):
+            for one in trajectories:
+                assert one.failure is None
+                _check(one, prompt, tokenizer, oracle)
+        assert len({tuple(one.token_ids.tolist()) for one in good}) > 1, "every sample has a seed of its own"
+        again, bad = _collect(pool, ["hi", "bad"])
+        assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in good]
+        for one in bad:
+            assert one.failure is not None
+            assert "does not continue the rollout's conversation" in one.failure
+            assert one.reward is None
+
+
+def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracle) -> None:
+    """What was given is the template's, what was sampled has the model's log-probabilities, turn by turn."""
+    tokens = one.token_ids.tolist()
+    assert one.reward == one.response_tokens, "the agent was told of the same tokens"
+    logprobs, position = one.logprobs.tolist(), 0
+    assert len(one.spans) == len(QUESTIONS)
+    for question, span in zip(QUESTIONS, one.spans, strict=True):
+        given = tokens[position : span.start]
+        ended = position > 0 and tokens[position - 1] == EOS  # the model's last message, by the model itself
+        text = f"u{question or prompt}<eos>a" if position == 0 or ended else f"<eos>u{question}<eos>a"
+        assert given == tokenizer(text, add_special_tokens=False)["input_ids"]
+        sampled = tokens[span.start : span.end]
+        expected = oracle.logprobs(tokens[: span.start], sampled, TEMPERATURE)
+        assert [logprobs.pop(0) for _ in sampled] == pytest.approx(expected, abs=1e-4)
+        position = span.end
+    assert position == len(tokens)
+    assert not logprobs
+
+
+@contextmanager
+def _rollouts(generation: VllmGeneration, model: Path) -> Iterator[RolloutPool]:
+    pool = RolloutPool(
+        RolloutsConfig(max_failed_fraction=1.0),
+        generation.engines,
+        build_environments({"task": AGENT}),
+        max_total_sequence_length=MAX_LENGTH,
+        generation_timeout_s=120.0,
+        endpoint=EndpointSettings(host="127.0.0.1", port=0, token="secret", model_path=str(model)),
+    )
+    pool.start()
+    try:
+        pool.wait_ready()
+        yield pool
+    finally:
+        pool.shutdown()
+
+
+def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
+    data: list[DatumSpec] = [
+        {
+            "message_log": [{"role": "user", "content": prompt, "token_ids": [2]}],
+            "length": 1,
+            "extra_env_info": {"answer": "1"},
+            "loss_multiplier": 1.0,
+            "idx": idx,
+            "task_name": "task",
+            "prompt": prompt,
+        }
+        for idx, prompt in enumerate(prompts)
+    ]
+    settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
+    groups = pool.collect(data, samples_per_prompt=3, settings=settings, run_seed=1, step=0, timer=StepTimer())
+    return pool.fetch(groups)

@@ -1,0 +1,174 @@
+"""Refits that are damaged on the way, over links and through a folder: refused, and healed by the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.policy.driver.policy import MegatronPolicy
+from megatron_grpo.refit.files.transport import FilesTransport
+from megatron_grpo.refit.interface import RefitError
+from megatron_grpo.refit.reshard.transport import ReshardTransport
+from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
+from tests.integration.test_refit_files import REFIT as FILES
+from tests.integration.test_refit_files import scale_a_norm
+from tests.integration.test_reshard import REFIT, after, answers
+from tests.integration.vllm_helpers import Oracle, engines, make_model
+
+__all__ = ["ray_cluster"]  # a fixture of every test here
+
+TENSORS = 2 * 11 + 1 + 1
+"""Of the dense model: 11 a layer, the (tied) embedding and the last norm."""
+
+
+@pytest.fixture(scope="module")
+def engine_and_policy(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[VllmGeneration, MegatronPolicy, Oracle]]:
+    """Tests leave the policy with the weights that it starts with, and connect anew."""
+    folder = tmp_path_factory.mktemp("models")
+    base, trained = make_model(folder / "base", seed=0), make_model(folder / "trained", seed=1)
+    policy = start_policy(trained, ParallelConfig(tensor=2))
+    with engines(base, pipeline=2) as generation:
+        policy.wait_ready()
+        yield generation, policy, Oracle(trained)
+    policy.shutdown()
+
+
+def test_a_flipped_bit_is_refused_and_the_next_refit_heals(engine_and_policy: Any) -> None:
+    generation, policy, oracle = engine_and_policy
+    transport = ReshardTransport(policy, generation, replace(REFIT, retries=0))
+    transport.connect()
+    transport.publish(10)
+    ray.get(policy.submit(_flip_a_bit))
+    with pytest.raises(RefitError, match=r"message \d+ from policy rank 1: checksum .* differs"):
+        transport.publish(11)
+    with pytest.raises(RuntimeError, match="refit of version 11 was not committed"):
+        answers(generation)
+    assert transport.publish(12).retries == 0
+    assert_serves(generation, oracle, version=12)
+    # With retries the same fault is no error.
+    transport = ReshardTransport(policy, generation, REFIT)
+    transport.connect()
+    ray.get(policy.submit(_flip_a_bit))
+    assert transport.publish(13).retries == 1
+    assert_serves(generation, oracle, version=13)
+    # Nor is a rank that loses its links in the middle: the others are told at once and do not wait for the deadline.
+    ray.get(policy.submit(_lose_the_links))
+    report = transport.publish(14)
+    assert report.retries == 1
+    assert report.seconds < REFIT.timeout_s / 2
+    assert_serves(generation, oracle, version=14)
+
+
+@pytest.mark.slow
+def test_between_machines_the_same_bits_come_over_the_network(engine_and_policy: Any) -> None:
+    generation, policy, oracle = engine_and_policy
+    transport = ReshardTransport(policy, generation, replace(REFIT, shared_memory=False))
+    transport.connect()
+    transport.publish(10)
+    sent = answers(generation)
+    assert_serves(generation, oracle, version=10)
+    assert np.array_equal(after(ReshardTransport, policy, generation, version=11), sent)
+
+
+def test_a_damaged_file_is_refused_and_the_next_refit_heals(engine_and_policy: Any, tmp_path: Path) -> None:
+    generation, policy, oracle = engine_and_policy
+    transport = _Damaging(policy, generation, FILES, tmp_path / "run")
+    transport.connect()
+    transport.publish(1)
+    assert_serves(generation, oracle, version=1)
+    transport.damages = 1
+    ray.get(policy.submit(scale_a_norm, 2.0))
+    with pytest.raises(RefitError, match=r"worker \d: .*/refit/0000.*safetensors: model\..* is not what was written"):
+        transport.publish(2)
+    with pytest.raises(RuntimeError, match="refit of version 2 was not committed"):
+        answers(generation)
+    ray.get(policy.submit(scale_a_norm, 0.5))
+    assert transport.publish(3).tensors == TENSORS, "all is written again"
+    assert_serves(generation, oracle, version=3)
+    # With retries the same fault is no error.
+    transport._retries, transport.damages = 1, 1
+    ray.get(policy.submit(scale_a_norm, 2.0))
+    assert transport.publish(4).retries == 1
+    ray.get(policy.submit(scale_a_norm, 0.5))
+    assert transport.publish(5).retries == 0
+    assert_serves(generation, oracle, version=5)
+
+
+@pytest.mark.slow
+def test_a_folder_that_engines_do_not_share_is_told_when_connecting(engine_and_policy: Any, tmp_path: Path) -> None:
+    generation, policy, _ = engine_and_policy
+    transport = FilesTransport(policy, generation, replace(FILES, directory=str(tmp_path / "shared")), tmp_path / "run")
+    transport.connect()
+    other = {"folder": str(transport._folder), "session": "x"}
+    with pytest.raises(RayTaskError, match=r"another run writes to .*/shared/run-"):
+        ray.get(generation.submit("connect_weights", "files", other, 0))
+    nowhere = {"folder": str(tmp_path / "mine"), "session": "x"}
+    with pytest.raises(
+        RayTaskError, match=r"cannot be read: No such file .*; refit\.directory has to be a folder that"
+    ):
+        ray.get(generation.submit("connect_weights", "files", nowhere, 0))
+
+
+class _Damaging(FilesTransport):
+    """Flips a bit of what was written last, between writing and reading."""
+
+    damages = 0
+    """Versions that this is still done to."""
+
+    def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> Any:
+        if method == "receive_weights" and self.damages:
+            self.damages -= 1
+            file = max(self._folder.glob("0*/*.safetensors"))
+            data = bytearray(file.read_bytes())
+            data[-3] ^= 4
+            file.write_bytes(data)
+        return super()._on_engines(method, version, engines)
+
+
+def _flip_a_bit(_rank: Any) -> None:
+    """On the second rank of the policy: flip one bit of its second message after it is sealed, once."""
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def flipped(number: int) -> Any:
+        if number == 1:
+            links.buffer(number)[3] ^= 1
+            links.begin = begin  # type: ignore[method-assign]
+        return begin(number)
+
+    links.begin = flipped  # type: ignore[method-assign]
+
+
+def _lose_the_links(_rank: Any) -> None:
+    """On the second rank of the policy: fail at its second message."""
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return
+    assert sender._sender is not None
+    links = sender._sender._links
+    begin = links.begin
+
+    def lost(number: int) -> Any:
+        if number == 1:
+            raise RuntimeError("the cable is out")
+        return begin(number)
+
+    links.begin = lost  # type: ignore[method-assign]
