@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
-
-from megatron_grpo.cluster.ray_settings import LOCAL_MARKER
-
-
-def node_address() -> str:
-    """The address at which this node's sockets are reached by the run's other processes: loopback if all are here."""
-    if LOCAL_MARKER in os.environ:
-        return "127.0.0.1"
-    import ray  # here: the stores below are used where there is no Ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:

@@ -14,7 +14,8 @@ import ray
 from torch.distributed import Store, TCPStore
 
 from megatron_grpo.cluster.futures import gather
-from megatron_grpo.cluster.rendezvous import node_address, open_store
+from megatron_grpo.cluster.node_address import node_address
+from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.generation.vllm_generation import ENGINE_NAME, VllmGeneration

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_grpo.cluster.addresses import token
-from megatron_grpo.cluster.rendezvous import node_address
+from megatron_grpo.cluster.node_address import node_address
 from megatron_grpo.cluster.token_guard import is_let_through
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig

@@ -69,7 +69,8 @@ class RankActor:
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store in which all ranks meet, in this process; its address."""
-        from megatron_grpo.cluster.rendezvous import node_address, open_store
+        from megatron_grpo.cluster.node_address import node_address
+        from megatron_grpo.cluster.rendezvous import open_store
 
         self.store = open_store(node_address(), timeout_s)
         return self.store.host, self.store.port
