@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import ray
+
 from megatron_grpo.cluster.ray_settings import LOCAL_MARKER
 
 
@@ -11,6 +13,4 @@ def node_address() -> str:
     """The address at which this node's sockets are reached by the run's other processes: loopback if all are here."""
     if LOCAL_MARKER in os.environ:
         return "127.0.0.1"
-    import ray  # here: ranks of verify meet where there is no Ray
-
     return str(ray.util.get_node_ip_address())

@@ -139,31 +139,23 @@ class _Damaging(FilesTransport):
 
 def _flip_a_bit(_rank: Any) -> None:
     """On the second rank of the policy: flip one bit of its second message after it is sealed, once."""
-    from megatron_grpo.refit.reshard import sender
-
-    if torch.distributed.get_rank() != 1:
+    if (links := _links_of_the_second_rank()) is None:
         return
-    assert sender._sender is not None
-    links = sender._sender._links
     begin = links.begin
 
     def flipped(number: int) -> Any:
         if number == 1:
             links.buffer(number)[3] ^= 1
-            links.begin = begin  # type: ignore[method-assign]
+            links.begin = begin
         return begin(number)
 
-    links.begin = flipped  # type: ignore[method-assign]
+    links.begin = flipped
 
 
 def _lose_the_links(_rank: Any) -> None:
     """On the second rank of the policy: fail at its second message."""
-    from megatron_grpo.refit.reshard import sender
-
-    if torch.distributed.get_rank() != 1:
+    if (links := _links_of_the_second_rank()) is None:
         return
-    assert sender._sender is not None
-    links = sender._sender._links
     begin = links.begin
 
     def lost(number: int) -> Any:
@@ -171,4 +163,14 @@ def _lose_the_links(_rank: Any) -> None:
             raise RuntimeError("the cable is out")
         return begin(number)
 
-    links.begin = lost  # type: ignore[method-assign]
+    links.begin = lost
+
+
+def _links_of_the_second_rank() -> Any:
+    """Those of this process if it is the second rank of the policy; None elsewhere."""
+    from megatron_grpo.refit.reshard import sender
+
+    if torch.distributed.get_rank() != 1:
+        return None
+    assert sender._sender is not None
+    return sender._sender._links

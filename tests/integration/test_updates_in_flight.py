@@ -155,9 +155,9 @@ def _assert_drawn(asked: GenerationRequest, output: GenerationOutput, versions: 
     """Every token was drawn by its span's version.
 
     Args:
-        asked: what was asked.
-        output: its response.
-        versions: the models.
+        asked: the request for one response.
+        output: the response to `asked`.
+        versions: the models, and the version that each was published as.
         before: the version that was served when the first was asked, where the cache is kept: a prompt that waits for
             its turn while the weights change begins with what that version, or one until its turn, has cached of it.
     """
