@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_grpo.refit.layer_memory import LayerMemory
 from megatron_grpo.refit.vllm_layers import RebuiltLayer
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
 
@@ -29,11 +30,12 @@ class BlockedLayer(RebuiltLayer):
 
     Args:
         layer: vLLM's.
+        memory: of all layers that are rebuilt.
         parameters: names of those that come in FP8.
     """
 
-    def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: nn.Module, memory: LayerMemory, parameters: Iterable[str]) -> None:
+        super().__init__(layer, memory)
         self._parameters = sorted(parameters)
 
     def strip(self) -> Any:

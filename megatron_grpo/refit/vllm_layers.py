@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.refit.layer_memory import LayerMemory
+
 
 def is_derived(layer: torch.nn.Module) -> bool:
     """Whether a layer computes with something else than its plain weights."""
@@ -21,12 +23,18 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 class RebuiltLayer:
-    """A layer that vLLM makes its own form of: experts and quantised layers, and on a CPU all that it packs."""
+    """A layer that vLLM makes its own form of: experts and quantised layers, and on a CPU all that it packs.
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    Args:
+        layer: vLLM's.
+        memory: of all layers that are rebuilt.
+    """
+
+    def __init__(self, layer: torch.nn.Module, memory: LayerMemory) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         self._layer: Any = layer
+        self._memory = memory
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
         self._has_memory = False
@@ -44,7 +52,8 @@ class RebuiltLayer:
         if self._info.kernel_tensors is None:
             self.strip()
         if not self._has_memory:
-            self._reload.materialize_layer(self._layer, self._info)
+            with self._memory.plain():
+                self._reload.materialize_layer(self._layer, self._info)
             self._has_memory = True
         return self._layer
 
@@ -59,6 +68,7 @@ class RebuiltLayer:
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
         self._forget()
+        self._memory.derived()
 
     def abandon(self) -> None:
         """Put back what was there before, if the layer is open."""
@@ -88,12 +98,13 @@ def forget_packed(module: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def finish_model(model: torch.nn.Module, dtype: torch.dtype, memory: LayerMemory) -> None:
     """Let attention and tied heads make what they derive from weights of other layers.
 
     Args:
         model: vLLM's, its layers rebuilt.
         dtype: of its activations.
+        memory: of the layers that are rebuilt.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
@@ -102,10 +113,10 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
             attention: Any = layer
             attention.process_weights_after_loading(dtype)
     if next(model.parameters()).device.type == "cpu":
-        _repack_heads(model)
+        _repack_heads(model, memory)
 
 
-def _repack_heads(model: torch.nn.Module) -> None:
+def _repack_heads(model: torch.nn.Module, memory: LayerMemory) -> None:
     """Let heads that are tied to the embedding see its new weights.
 
     On a CPU every layer multiplies by a packed copy of its weight, made when the layer is loaded; such a head never is.
@@ -116,3 +127,4 @@ def _repack_heads(model: torch.nn.Module) -> None:
         if isinstance(module, ParallelLMHead):
             forget_packed(module)
             module.quant_method.process_weights_after_loading(module)
+            memory.derived()

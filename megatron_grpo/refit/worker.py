@@ -16,7 +16,6 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.platform.freed_memory import keep_freed_memory
 from megatron_grpo.refit.broadcast.receiver import BroadcastReceiver
 from megatron_grpo.refit.files.receiver import FilesReceiver, SharedFolder
 from megatron_grpo.refit.groups import Rendezvous
@@ -59,8 +58,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Connect to the policy, in the way that it names."""
         self.shutdown()
-        if self.device.type == "cpu":
-            keep_freed_memory()  # layers that are rebuilt free as much as they take, at every refit
         receivers: dict[RefitMode, Callable[..., Receiver]] = {
             "broadcast": BroadcastReceiver,
             "reshard": ReshardReceiver,

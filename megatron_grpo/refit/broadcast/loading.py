@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.refit.layer_memory import LayerMemory
 from megatron_grpo.refit.vllm_layers import RebuiltLayer, finish_model, is_derived
 
 
@@ -24,7 +25,9 @@ class TensorwiseLoading:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
-        self._layers = [_LoadedLayer(layer) for layer in model.modules() if is_derived(layer)]
+        layers = [layer for layer in model.modules() if is_derived(layer)]
+        self._memory = LayerMemory(layers)
+        self._layers = [_LoadedLayer(layer, self._memory) for layer in layers]
 
     def begin(self) -> None:
         """Let the loaders of layers that are rebuilt write to plain weights."""
@@ -35,7 +38,7 @@ class TensorwiseLoading:
         """Let the model compute with what was loaded."""
         for layer in self._layers:
             layer.finish()
-        finish_model(self._model, self._dtype)
+        finish_model(self._model, self._dtype, self._memory)
 
     def abandon(self) -> None:
         """Put back what layers had before that are not complete."""
@@ -46,8 +49,8 @@ class TensorwiseLoading:
 class _LoadedLayer:
     """A layer that vLLM makes its own form of as soon as all of its plain weights are there."""
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer, self._rebuilt = layer, RebuiltLayer(layer)
+    def __init__(self, layer: torch.nn.Module, memory: LayerMemory) -> None:
+        self._layer, self._rebuilt = layer, RebuiltLayer(layer, memory)
         self._loaders: list[tuple[Any, Callable[..., Any]]] = []
         """(parameter, its own loader) while the layer is open."""
         self._missing = self._loaded = 0

@@ -17,6 +17,7 @@ from megatron_grpo.models.shape import ModelShape
 from megatron_grpo.models.vllm_weights import Landing, landings
 from megatron_grpo.models.weight_map import is_per_layer
 from megatron_grpo.refit.fp8_layers import BlockedLayer, keeps_blocks, scales_name
+from megatron_grpo.refit.layer_memory import LayerMemory
 from megatron_grpo.refit.reshard.plan import Pieces, box_of, keeps
 from megatron_grpo.refit.reshard.wire import blocks
 from megatron_grpo.refit.vllm_layers import RebuiltLayer, finish_model, is_derived
@@ -84,8 +85,15 @@ class ModelWriter:
                 numbers[f"{one.module}.{scales_name(one.name)}"] += scales
         self._written: Counter[str] = Counter()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
-        self._rebuilt = {name: RebuiltLayer(layer) for name, layer in self._layers.items() if is_derived(layer)}
-        self._rebuilt |= self._blocked()
+        blocked = self._blocked()
+        rebuilt = {name: layer for name, layer in self._layers.items() if name in blocked or is_derived(layer)}
+        self._memory = LayerMemory(list(rebuilt.values()))
+        self._rebuilt = {
+            name: BlockedLayer(layer, self._memory, blocked[name])
+            if name in blocked
+            else RebuiltLayer(layer, self._memory)
+            for name, layer in rebuilt.items()
+        }
         self._unused = _of_other_stages(shape, place)
         self._require_all(numbers)
 
@@ -115,15 +123,15 @@ class ModelWriter:
     def finish(self) -> None:
         """Let attention and tied heads make what they derive from weights of other layers."""
         assert self._written == self._expected, "every message has come"
-        finish_model(self._model, self._dtype)
+        finish_model(self._model, self._dtype, self._memory)
 
     def abandon(self) -> None:
         """Put back what layers that are half written had before."""
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _blocked(self) -> dict[str, RebuiltLayer]:
-        """By module, the layers to which FP8 comes."""
+    def _blocked(self) -> dict[str, set[str]]:
+        """By module, the names of parameters that come in FP8."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for one in (one for message in self._messages for one in message if one.scaled):
             names[one.module].add(one.name)
@@ -131,7 +139,7 @@ class ModelWriter:
         if others:
             text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
             raise ValueError(text + ", ".join(sorted(others)))
-        return {module: BlockedLayer(self._layers[module], some) for module, some in names.items()}
+        return names
 
     def _require_all(self, numbers: Counter[str]) -> None:
         """Compare what comes with what vLLM's model has."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.generation.vllm_cpu_fp8 import offer_fp8_blocks
 from megatron_grpo.refit.fp8_layers import BlockedLayer, keeps_blocks, scales_name
+from megatron_grpo.refit.layer_memory import LayerMemory
 from megatron_grpo.refit.vllm_layers import RebuiltLayer
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
@@ -55,7 +56,7 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before, kept = layer(inputs)[0], {name: one.data_ptr() for name, one in layer.named_parameters()}
     weights = _weights(seed=1)
-    rebuilt = RebuiltLayer(layer)
+    rebuilt = RebuiltLayer(layer, LayerMemory([layer]))
     rebuilt.opened().weight.data.copy_(torch.cat(weights))
     rebuilt.close()
     rounded_there = layer(inputs)[0]
@@ -73,7 +74,7 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
 def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before = layer(inputs)[0]
-    blocked = BlockedLayer(layer, ["weight"])
+    blocked = BlockedLayer(layer, LayerMemory([layer]), ["weight"])
     blocked.opened().weight.data.zero_()
     blocked.abandon()
     assert torch.equal(layer(inputs)[0], before)
@@ -102,7 +103,7 @@ def _load(layer: Any, weights: list[Tensor]) -> None:
 
 def _write(layer: Any, weights: list[Tensor]) -> None:
     """As a refit brings them: rounded a matrix at a time, numbers and scales."""
-    blocked, row = BlockedLayer(layer, ["weight"]), 0
+    blocked, row = BlockedLayer(layer, LayerMemory([layer]), ["weight"]), 0
     for matrix in weights:
         numbers, scales = quantise(matrix, WEIGHT_BLOCK)
         opened = blocked.opened()
