@@ -12,6 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, util
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = "megatron_grpo.generation.vllm_preload"
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's environment variable for the folder in which its processes have their sockets."""
 
 
 class ForkedCore(ForkServerProcess):
@@ -45,7 +49,7 @@ def start_importing(threads: int) -> None:
     Args:
         threads: OpenMP threads of each worker.
     """
-    os.environ.setdefault("VLLM_RPC_BASE_PATH", util.get_temp_dir())  # where vLLM's processes have their sockets
+    os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload([PRELOADED])
     with _environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
         forkserver.ensure_running()
@@ -54,10 +58,12 @@ def start_importing(threads: int) -> None:
 def fork_from_there() -> None:
     """Let vLLM start its engine core (when this is the actor) or its workers (when this is the core) by a fork."""
     from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     utils.get_mp_context = ForkedCoreContext
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_file
 
 
 def in_core() -> bool:
@@ -66,9 +72,9 @@ def in_core() -> bool:
 
 
 def forget_sockets() -> None:
-    """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk.
+    """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk, and of their meeting.
 
-    After the start nothing is forked, and all are connected: an engine that is killed leaves none of them behind.
+    After the start nothing is forked, and all are connected: an engine that is killed leaves nothing of this behind.
     """
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
@@ -79,6 +85,11 @@ def parent_is_gone() -> bool:
     if in_core():
         return parent is None or not parent.is_alive()
     return parent is not None and parent.pid != os.getppid()
+
+
+def _meeting_file() -> str:
+    """Where the workers meet: vLLM's own choice is a file in the system's folder, which stays there."""
+    return f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
 
 
 def _torch_openmp() -> dict[str, str]:

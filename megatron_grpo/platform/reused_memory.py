@@ -31,8 +31,6 @@ class ReusedMemory(TorchFunctionMode):
         self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used: list[tuple[int, int]] = []
         """Where tensors begin and end, in order."""
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @property
     def used(self) -> list[tuple[int, int]]:
@@ -64,7 +62,7 @@ class ReusedMemory(TorchFunctionMode):
     def _lowest(self, nbytes: int) -> int | None:
         """Where so many bytes are free; None: between what is in use there is no such place."""
         begin = 0
-        for used, end in self._used:
+        for used, end in self.used:  # a copy: garbage may be collected meanwhile, and with it a tensor
             if begin + nbytes <= used:
                 return begin
             begin = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -122,7 +122,13 @@ def test_the_engine_holds_the_same_bits_as_after_a_broadcast_and_as_from_a_folde
         policy.shutdown()
 
 
-BLOCKED = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "moe_intermediate_size": 256, "num_experts": 32}
+BLOCKED = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "moe_intermediate_size": 256,
+    "num_experts": 32,
+}
 """So many experts that vLLM's CPU kernel, which takes rows 32 at a time, multiplies by the matrix that chooses them."""
 BLOCKED_CASES = {"dense": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2})}
 BLOCKED_RARE = {

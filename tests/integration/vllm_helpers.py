@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,11 @@ class Oracle:
         return response
 
 
+def _meeting_files() -> set[Path]:
+    """Those that vLLM leaves in the system's folder for temporary files, of all engines of the machine."""
+    return set(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
+
+
 @contextmanager
 def engines(
     path: Path,
@@ -137,9 +143,11 @@ def engines(
         actor_options=lambda engine: {"num_cpus": 0},
         startup_timeout_s=START_S,
     )
+    met = _meeting_files()
     try:
         generation.start()
         generation.wait_ready()
+        assert _meeting_files() <= met, "of how its workers met nothing stays"
         yield generation
     finally:
         generation.shutdown()
