@@ -192,17 +192,22 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int)
         are contiguous, in the parameter's dtype, and may share memory with the model.
     """
     for bucket in _buckets(chunks[0], _exported(chunks, shape), shape, gather_bytes):
-        sharing = _sharing(chunks[0], shape, bucket[0].entry)
-        shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
-        size = sharing.tensor_size
-        for position, bound in enumerate(bucket):
-            for part, number in enumerate(sharing.expert_numbers(bound)):
-                names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
-                if not shards:
-                    yield from ((name, None) for name in names)
-                    continue
-                own = [shard[position] for shard in shards[part * size : (part + 1) * size]]
-                yield from zip(names, _full_tensors(bound, own, shape), strict=True)
+        yield from _bucket_tensors(chunks[0], bucket, shape)
+
+
+def _bucket_tensors(model: Any, bucket: list[BoundEntry], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
+    """What `iter_hf_tensors` yields of some parameters; their shards are freed before those of the next ones come."""
+    sharing = _sharing(model, shape, bucket[0].entry)
+    shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
+    size = sharing.tensor_size
+    for position, bound in enumerate(bucket):
+        for part, number in enumerate(sharing.expert_numbers(bound)):
+            names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
+            if not shards:
+                yield from ((name, None) for name in names)
+                continue
+            own = [shard[position] for shard in shards[part * size : (part + 1) * size]]
+            yield from zip(names, _full_tensors(bound, own, shape), strict=True)
 
 
 def _experts_of_rank(model: Any, shape: ModelShape) -> int:
