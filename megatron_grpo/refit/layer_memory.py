@@ -26,7 +26,8 @@ class LayerMemory:
 
         weights = [one for layer in layers for one in get_layerwise_info(layer).restore_metadata[0].values()]
         nbytes = sum(one.numel() * one.element_size() for one in weights)
-        on_cpu = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
+        devices = {parameter.device.type for layer in layers for parameter in layer.parameters()}
+        on_cpu = devices == {"cpu"}
         self._plain = ReusedMemory(nbytes) if on_cpu else None
         self._freed = FreedMemory() if on_cpu else None
 
