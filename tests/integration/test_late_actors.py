@@ -86,6 +86,7 @@ def test_a_stopped_actor_is_named_with_its_phase(ranks: list[Any], logs: Path) -
     psutil.Process(pid).kill()
 
 
+@pytest.mark.slow
 def test_an_actor_that_holds_its_interpreter_writes_its_stacks(ranks: list[Any], logs: Path) -> None:
     before = log_file(logs, NAME(0)).stat().st_size
     call = ranks[0].train.remote(12.0, with_the_interpreter=True)

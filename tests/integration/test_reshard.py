@@ -130,19 +130,16 @@ BLOCKED = {
     "num_experts": 32,
 }
 """So many experts that vLLM's CPU kernel, which takes rows 32 at a time, multiplies by the matrix that chooses them."""
-BLOCKED_CASES = {"dense": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2})}
-BLOCKED_RARE = {
+BLOCKED_CASES = {
+    "dense": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2}),
     "dense_pp2_to_tp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2}),
     "experts_ep2_to_one": Case("experts", ParallelConfig(data=2, expert=2), {}),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="vLLM multiplies by FP8 with AVX-512 or AMX")
-@pytest.mark.parametrize(
-    "case",
-    [*BLOCKED_CASES.values(), *(pytest.param(c, marks=pytest.mark.slow) for c in BLOCKED_RARE.values())],
-    ids=[*BLOCKED_CASES, *BLOCKED_RARE],
-)
+@pytest.mark.parametrize("case", BLOCKED_CASES.values(), ids=BLOCKED_CASES)
 def test_matrices_that_the_policy_rounds_are_those_that_vllm_would_have_rounded(case: Case, tmp_path: Path) -> None:
     """Of weights that FP8 has exactly, vLLM's own rounding of the folder is the oracle, to the last bit."""
 

@@ -189,7 +189,8 @@ def test_a_killed_rank_ends_the_run_with_one_message_that_says_what_is_left(tmp_
     assert f"checkpoints/step_{saved[-1]} is the last one" in message
 
 
-@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "training"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "training"])
 def test_ctrl_c_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
     run = TrainingRun(tmp_path / "run", *SHORT[1:], "grpo.max_num_steps=100000", "checkpointing.save_period=1000000")
     driver = run.start()

@@ -69,6 +69,7 @@ def test_tests_that_cannot_be_read_are_a_failure(
     assert script.run_tests("not_there", dict(os.environ))["exit_code"] != 0
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_fails_is_told(script: ModuleType) -> None:
     found = script.run_benchmark(["logprob.py", "--dtype=float3"], dict(os.environ))
     assert "exit code 1" in found["error"]
