@@ -12,7 +12,7 @@ _KEPT_BYTES = 1 << 30
 def keep_freed_memory() -> None:
     """Let up to 1 GiB that is freed stay with the process: coming back from the system, it costs 2 us for each 4 KiB.
 
-    That is more than writing to it does.
+    That is more than writing to it does. With another C library than glibc nothing changes.
     """
     library = _glibc()
     if library is not None:

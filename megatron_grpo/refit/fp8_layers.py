@@ -30,7 +30,7 @@ class BlockedLayer(RebuiltLayer):
 
     Args:
         layer: vLLM's.
-        memory: of all layers that are rebuilt.
+        memory: where the model's rebuilt layers have their plain weights; told when vLLM has made its form of them.
         parameters: names of those that come in FP8.
     """
 

@@ -27,7 +27,7 @@ class RebuiltLayer:
 
     Args:
         layer: vLLM's.
-        memory: of all layers that are rebuilt.
+        memory: where the model's rebuilt layers have their plain weights; told when vLLM has made its form of them.
     """
 
     def __init__(self, layer: torch.nn.Module, memory: LayerMemory) -> None:
@@ -104,7 +104,7 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype, memory: LayerMemory
     Args:
         model: vLLM's, its layers rebuilt.
         dtype: of its activations.
-        memory: of the layers that are rebuilt.
+        memory: where the model's rebuilt layers have their plain weights; told of each head that is packed anew.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 

@@ -129,7 +129,7 @@ BLOCKED = {
     "moe_intermediate_size": 256,
     "num_experts": 32,
 }
-"""So many experts that vLLM's CPU kernel, which takes rows 32 at a time, multiplies by the matrix that chooses them."""
+"""Of experts so many because vLLM's CPU kernel cannot multiply by the matrix that chooses them when they are 4."""
 BLOCKED_CASES = {
     "dense": Case("dense", ParallelConfig(tensor=2), {"pipeline": 2}),
     "dense_pp2_to_tp2": Case("dense", ParallelConfig(pipeline=2), {"tensor": 2}),
