@@ -52,7 +52,7 @@ lock: $(VENV)/.dev
 	$(BIN)/python requirements/lock.py
 
 docs: $(VENV)/.runtime
-	$(BIN)/python -m megatron_grpo.composition.key_page > docs/configuration.md
+	$(BIN)/python -m megatron_grpo.config.help > docs/configuration.md
 
 # --no-deps: two packages ask for companions of torch that break its CPU build (requirements/lock.py says which). The
 # public package index serves torch's CUDA build only, so unless a configured index has the CPU one it comes from PyTorch.

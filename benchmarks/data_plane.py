@@ -23,7 +23,7 @@ from typing import Any
 from header import header
 from sides import Checkout, environment_of, opened
 
-from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.cluster.machines import prepare_ray_environment
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 3600.0

@@ -17,34 +17,28 @@ from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, 
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.context import GRPORun, Placement, SampleSource
+from megatron_grpo.controller.failures import FiniteGuard
+from megatron_grpo.controller.loop import StepReport, train_steps
+from megatron_grpo.controller.recordings import RolloutDumps, run_facts
+from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.engine_counts import EngineCounts
-from megatron_grpo.data.epoch_order import Visits
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.loader import PromptLoader, Prompts
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.losses.interface import GlobalCounts, LossFunction
+from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.families import shape_of_folder
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.policy.driver import rank_group
-from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
-from megatron_grpo.policy.interface import StepShare
-from megatron_grpo.policy.rank.actor import RankActor, RankPlace, RankSettings
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.refit.interface import TransferReport, WeightTransport
-from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.checkpointer import Checkpointer
-from megatron_grpo.run.context import GRPORun
-from megatron_grpo.run.dumps import RolloutDumps, run_facts
-from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.non_finite import FiniteGuard
-from megatron_grpo.run.placement import Placement
-from megatron_grpo.run.sample_source import SampleSource
-from megatron_grpo.run.save_state import default_grpo_save_state
-from megatron_grpo.run.step_report import StepReport
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.trainer import group as rank_group
+from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings, StepShare
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
 
 TOGETHER = 16
 """Responses that an engine hands over in one message: as many as end within its pace."""

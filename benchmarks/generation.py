@@ -29,7 +29,7 @@ from header import header
 from small_model import PROMPT_WORDS, make_model, prompts
 
 if TYPE_CHECKING:
-    from megatron_grpo.rollouts.pool import RolloutPool
+    from megatron_grpo.sampler.pool import RolloutPool
 
 Sampled = tuple[float, list[list[int]]]
 """Seconds, and the token ids of each response."""
@@ -45,7 +45,7 @@ SETTLE_S = 2.0
 def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     """All requests, sampled anew each time."""
     from megatron_grpo.data.responses import SamplingSettings
-    from megatron_grpo.observability.timers import StepTimer
+    from megatron_grpo.observability.timing import StepTimer
 
     settings = SamplingSettings(max_new_tokens=asked.tokens, stop_token_ids=(1,))
     rows = data(asked.prompts)
@@ -71,8 +71,8 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
     from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig
     from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
     from megatron_grpo.environments.pool import build_environments
-    from megatron_grpo.generation.vllm_generation import VllmGeneration
-    from megatron_grpo.rollouts.pool import RolloutPool
+    from megatron_grpo.sampler.engine_group import VllmGeneration
+    from megatron_grpo.sampler.pool import RolloutPool
 
     longest = PROMPT_WORDS + asked.tokens
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
 
 def data(count: int) -> list[Any]:
     """So many prompts, as a run has them."""
-    from megatron_grpo.data.interfaces import REFERENCE
+    from megatron_grpo.data.processors import REFERENCE
 
     return [
         {
@@ -129,7 +129,7 @@ def sample_plain(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM, SamplingParams
 
-    from megatron_grpo.rollouts.plan import sample_seed
+    from megatron_grpo.sampler.plan import sample_seed
 
     llm = LLM(
         folder,

@@ -25,9 +25,9 @@ from multiprocessing.connection import Connection
 
 from header import header
 
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.math_environment import MathEnvironment
+from megatron_grpo.environments.matching import MathEnvironment
 
 Pair = tuple[str, str]
 Judged = tuple[list[bool], float]

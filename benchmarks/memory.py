@@ -26,7 +26,7 @@ from header import header
 
 if TYPE_CHECKING:
     from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.models.shape import ModelShape
+    from megatron_grpo.weights.shape import ModelShape
 
 LOOK_S = 0.0005
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -85,12 +85,12 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     """Import on one rank of two, then save."""
     import torch
 
-    from megatron_grpo.cluster.rendezvous import reach_store
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
-    from megatron_grpo.models.families import shape_of_config
-    from megatron_grpo.policy.rank.checkpoint import save_rank
-    from megatron_grpo.policy.rank.parallel import initialize_parallel
-    from megatron_grpo.policy.rank.policy_rank import PolicyRank
+    from megatron_grpo.platform.device import reach_store
+    from megatron_grpo.trainer.checkpoint import save_rank
+    from megatron_grpo.trainer.parallel import initialize_parallel
+    from megatron_grpo.trainer.rank import PolicyRank
+    from megatron_grpo.weights.families import shape_of_config
 
     torch.set_num_threads(1)
     parallel = ParallelConfig(**layout)
@@ -129,8 +129,8 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
 
 def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> tuple[list[int], int]:
     """Bytes of each parameter of this rank's part of a model, and the most that were held while it was loaded."""
-    from megatron_grpo.models.hf_weights import load_hf_weights
-    from megatron_grpo.policy.modeling.build import build_model
+    from megatron_grpo.trainer.model.build import build_model
+    from megatron_grpo.weights.hf_weights import load_hf_weights
 
     with Peak() as importing:
         chunks = build_model(shape, parallel, precision="float32")
@@ -140,7 +140,7 @@ def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> 
 
 def measure(layout: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """What each rank of a layout held."""
-    from megatron_grpo.cluster.rendezvous import open_store
+    from megatron_grpo.platform.device import open_store
 
     store = open_store("127.0.0.1", 60.0)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that what is freed is given back, and a peak is one each time

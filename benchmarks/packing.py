@@ -19,8 +19,7 @@ import numpy as np
 from header import header
 from numpy.typing import NDArray
 
-from megatron_grpo.data.bins import Bins, Cost
-from megatron_grpo.data.planning import Rectangles
+from megatron_grpo.data.packing import Bins, Cost, Rectangles
 
 LAYERS, HIDDEN, FFN, QUERIES, KEYS_VALUES, VOCAB = 36, 4096, 12288, 4096, 2048, 151_936
 COST = Cost(

@@ -23,9 +23,9 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.padded_batches import plan_microbatches
 
-FORMER = "19e7a4f:megatron_grpo/data/packing.py"
+FORMER = "19e7a4f:megatron_grpo/data/padded_batches.py"
 """The last commit whose planning takes quadratic time."""
 Plan = list[list[list[int]]]
 

@@ -28,15 +28,14 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.cpu.host_memory import keep_freed_memory
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
-from megatron_grpo.data.bins import OF_TOKENS
-from megatron_grpo.data.planning import planner
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.models.prepared import PREPARED_MODELS
-from megatron_grpo.platform.freed_memory import keep_freed_memory
-from megatron_grpo.policy.rank.parallel import initialize_parallel
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.verification.problem import counts_of, make_loss
+from megatron_grpo.data.packing import OF_TOKENS, planner
+from megatron_grpo.proof.problem import counts_of, make_loss
+from megatron_grpo.trainer.parallel import initialize_parallel
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.source import PREPARED_MODELS
 
 Step = Callable[[], float]
 """One optimizer step; the norm of its gradient."""

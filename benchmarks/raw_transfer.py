@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.cluster.rendezvous import open_store
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.fp8_matrices import in_fp8_blocks
-from megatron_grpo.models.places import engine_places
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.vllm_weights import landings
-from megatron_grpo.platform.freed_memory import keep_freed_memory
-from megatron_grpo.refit.broadcast.channel import join_stage
-from megatron_grpo.refit.groups import Rendezvous, join
-from megatron_grpo.refit.reshard.outlook import RefitOutlook
+from megatron_grpo.cpu.host_memory import keep_freed_memory
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.refit_plan import RefitOutlook
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.layouts import engine_places, in_fp8_blocks, landings
+from megatron_grpo.weights.refit.broadcast import join_stage
+from megatron_grpo.weights.refit.groups import Rendezvous, join
+from megatron_grpo.weights.shape import ModelShape
 
 HOST = "127.0.0.1"
 

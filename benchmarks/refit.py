@@ -35,12 +35,12 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     RefitConfig,
 )
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.interface import TransferReport
-from megatron_grpo.refit.reshard.outlook import RefitOutlook, refit_outlook
-from megatron_grpo.refit.select import transport_between
+from megatron_grpo.controller.startup import transport_between
+from megatron_grpo.refit_plan import RefitOutlook, refit_outlook
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit.transport import TransferReport
 
 START_S = 600.0
 MODES: dict[str, dict[str, Any]] = {

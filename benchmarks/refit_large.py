@@ -19,11 +19,10 @@ from typing import Any
 from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
-from megatron_grpo.config.parallel_schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.models.fp8_matrices import cut_blocks
-from megatron_grpo.models.places import engine_places, training_places
-from megatron_grpo.refit.reshard.outlook import refit_outlook
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.refit_plan import refit_outlook
+from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.weights.layouts import cut_blocks, engine_places, training_places
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -28,14 +28,14 @@ from typing import Any
 
 from header import header
 
-from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.sandbox.kernel import adopt_orphans
-from megatron_grpo.environments.sandbox.process_tree import descendants
+from megatron_grpo.environments.sandbox.processes import descendants
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
-from megatron_grpo.environments.settings import EnvironmentSettings
 
 LIMITS = SandboxConfig(wall_time_s=20.0, cpu_time_s=1, memory_mb=256)
 """An endless program ends after a second of processor time; nothing else takes that long."""

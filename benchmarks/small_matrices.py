@@ -3,7 +3,7 @@
     python benchmarks/small_matrices.py [--threads 1] [--repeats 60]
 
 vLLM packs every matrix that it multiplies by on a CPU; the run leaves small ones as they are
-(`megatron_grpo/generation/vllm_cpu_linear.py`). `ratio` is plain over packed, by tokens, the best of some repeats of
+(`megatron_grpo/cpu/vllm_worker.py`). `ratio` is plain over packed, by tokens, the best of some repeats of
 each, which take turns. `pack_us` is what packing the matrix takes.
 """
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from header import header
 from vllm import _custom_ops
 
-from megatron_grpo.generation.vllm_cpu_linear import is_small
+from megatron_grpo.cpu.vllm_worker import is_small
 
 SHAPES = (  # columns (what goes in), rows (what comes out)
     (64, 64),

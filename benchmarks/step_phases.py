@@ -23,7 +23,7 @@ from pathlib import Path
 
 from header import header
 
-from megatron_grpo.cluster.ray_settings import prepare_ray_environment
+from megatron_grpo.cluster.machines import prepare_ray_environment
 
 prepare_ray_environment()  # before anything imports Ray
 
@@ -32,13 +32,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given  # noqa: E402
-from megatron_grpo.data.recording import read_recorded  # noqa: E402
-from megatron_grpo.data.rollout_files import rollouts_file  # noqa: E402
+from megatron_grpo.data.rollout_files import read_recorded, rollouts_file  # noqa: E402
 from megatron_grpo.data.trajectory import Trajectory  # noqa: E402
-from megatron_grpo.models.source import model_folder  # noqa: E402
 from megatron_grpo.observability.summary import WORK_PHASES  # noqa: E402
 from megatron_grpo.preflight.load import load_config  # noqa: E402
-from megatron_grpo.rollouts.shards import shard_arrays  # noqa: E402
+from megatron_grpo.sampler.shards import shard_arrays  # noqa: E402
+from megatron_grpo.weights.source import model_folder  # noqa: E402
 
 WARM_UP_STEPS = 3
 

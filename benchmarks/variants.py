@@ -23,8 +23,8 @@ from header import header
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from megatron_grpo.composition.overrides import config_groups
-from megatron_grpo.observability.json_files import read_lines
+from megatron_grpo.config.overrides import config_groups
+from megatron_grpo.observability.run_files import read_lines
 
 DOCS = Path(__file__).parents[1] / "docs"
 BASELINES = {"defaults": ("+exp=quickstart",), "ppo": ("+exp=quickstart_ppo",)}

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_grpo_kernels.logprob_terms import CHUNK_NUMBERS, Asked, Head, Statistics
+from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
 
 PROGRAMS = 1024
 """Programs of the forward kernel to aim at: several for each processor of a GPU (an H100 has 132). Few tokens make few

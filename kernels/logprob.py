@@ -1,20 +1,155 @@
-"""From hidden states to log-probabilities and entropies, without ever holding the logits of all tokens.
-
-The vocabulary may be split over ranks. How the logits of a rank are gone through is a matter of the kernel:
-`chunked_logprob` in torch, `fused_logprob` in Triton; both make them again in the backward pass.
-"""
+"""What every way of computing log-probabilities from hidden states takes and gives, and the arithmetic they share."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_grpo_kernels.chunked_logprob import ChunkedLogprobs
-from megatron_grpo_kernels.logprob_terms import Asked, Head, LogprobKernel, Statistics
+CHUNK_NUMBERS = 2**26
+"""Logits, or gradients of them, that are held at once when nobody says how many: 256 MiB of float32. With fewer, adding
+up a gradient chunk by chunk takes longer than the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The products that logits come from: z = scale * weight @ hidden, for this rank's part of the vocabulary."""
+
+    hidden: Tensor
+    """[tokens, hidden], any float type."""
+    weight: Tensor
+    """[rows of this rank, hidden], in the dtype of the hidden states."""
+    columns: int
+    """Rows of the weight that are vocabulary entries; those after them are padding."""
+    local: Tensor
+    """[tokens], int64: the target's row; outside [0, columns) when another rank has it."""
+    scale: float
+
+    @property
+    def real(self) -> Tensor:
+        """[columns, hidden]: the weight without padding."""
+        return self.weight[: self.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the logits of tokens are reduced to over a part of the vocabulary."""
+
+    highest: Tensor
+    """[..., tokens], float32: the highest logit, m; -inf over no entries."""
+    sums: Tensor
+    """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
+
+    def relative_to(self, top: Tensor) -> Tensor:
+        """The sums as they are with `top`, [..., tokens], float32, at least the highest logit, in the place of m.
+
+        With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts of the vocabulary can
+        then be added up.
+        """
+        there = self.highest.isfinite()
+        shift = torch.where(there, self.highest - top, 0.0)
+        factor = torch.where(there, shift.exp(), 0.0)  # 0 of a part that is all padding
+        exponentials, weighted, target = self.sums
+        return torch.stack([exponentials * factor, (weighted + exponentials * shift) * factor, target])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the gradients of a head are asked for: the distribution that its logits made, and gradients of results."""
+
+    logsumexp: Tensor
+    """[tokens], float32, over all ranks' parts of the vocabulary."""
+    entropy: Tensor
+    """[tokens], float32, in nats."""
+    of_logprobs: Tensor
+    """[tokens], float32."""
+    of_entropy: Tensor | None
+    """[tokens], float32; None: the entropy is in no loss."""
+    of_weight: bool
+    """Whether the weight is trained. Frozen, as beside adapters, the largest matrix of a model gets no gradient."""
+
+
+class LogprobKernel(Protocol):
+    """A way through the head that never holds [tokens, columns]. Heads have a token and a column at least."""
+
+    def statistics(self, head: Head) -> Statistics:
+        """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        ...
+
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None.
+
+        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLogprobs:
+    """Memory is that of one chunk, for a third more arithmetic than keeping [tokens, columns]."""
+
+    chunk_tokens: int | None
+    """Tokens whose logits are held at once; None: as many as make `CHUNK_NUMBERS` logits."""
+
+    def statistics(self, head: Head) -> Statistics:
+        """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        tokens = len(head.local)
+        here, index = _targets(head)
+        highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
+        sums = torch.empty(3, tokens, dtype=torch.float32, device=head.hidden.device)
+        for rows in self._chunks(head):
+            z = _logits(head.hidden[rows], head.real, head.scale)
+            highest[rows] = z.amax(dim=1)
+            sums[2, rows] = torch.where(here[rows], z.gather(1, index[rows])[:, 0], 0.0)
+            below = z.sub_(highest[rows, None])  # relative to the highest logit no exponential overflows
+            weights = below.exp()
+            sums[0, rows] = weights.sum(dim=1)
+            sums[1, rows] = torch.linalg.vecdot(weights, below)
+        return Statistics(highest, sums)
+
+    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None."""
+        here, index = _targets(head)
+        grad_hidden = torch.empty_like(head.hidden)
+        grad_weight = None
+        if asked.of_weight:
+            grad_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=head.weight.device)
+        for rows in self._chunks(head):
+            logp = _logits(head.hidden[rows], head.real, head.scale).sub_(asked.logsumexp[rows, None])
+            coefficient = asked.of_logprobs[rows, None]
+            # In place: each tensor of a chunk is as large as all that the layers hold for its tokens.
+            if asked.of_entropy is None:
+                grad = logp.exp_().mul_(-coefficient)
+            else:
+                by_entropy = (logp + asked.entropy[rows, None]).mul_(-asked.of_entropy[rows, None])
+                grad = logp.exp_().mul_(by_entropy.sub_(coefficient))
+            grad.scatter_add_(1, index[rows], torch.where(here[rows, None], coefficient, 0.0))
+            grad = grad.mul_(head.scale).to(head.weight.dtype)
+            grad_hidden[rows] = grad @ head.real
+            if grad_weight is not None:
+                grad_weight[: head.columns].addmm_(grad.t().float(), head.hidden[rows].float())
+        return grad_hidden, None if grad_weight is None else grad_weight.to(head.weight.dtype)
+
+    def _chunks(self, head: Head) -> Iterator[slice]:
+        """The tokens of a head in turn, as slices."""
+        tokens, size = len(head.local), self.chunk_tokens or max(1, CHUNK_NUMBERS // head.columns)
+        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def _targets(head: Head) -> tuple[Tensor, Tensor]:
+    """Whether the target is this rank's, [tokens], bool; and its column, [tokens, 1], int64, 0 for another rank's."""
+    here = (head.local >= 0) & (head.local < head.columns)
+    return here, torch.where(here, head.local, 0)[:, None]
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """[tokens, hidden] and [columns, hidden], any float type, to [tokens, columns], float32."""
+    return (hidden @ weight.t()).float().mul_(scale)
 
 
 def linear_logprobs(

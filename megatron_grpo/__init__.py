@@ -13,5 +13,5 @@ def __getattr__(name: str) -> Any:
     if name == "train":
         return importlib.import_module("megatron_grpo.train")
     if name == "Callback":
-        return importlib.import_module("megatron_grpo.run.callbacks").Callback
+        return importlib.import_module("megatron_grpo.controller.user_objects").Callback
     raise AttributeError(f"module {__name__} has no attribute {name}")

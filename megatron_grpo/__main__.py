@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.composition.help import COMMANDS, answered, commands_text
+from megatron_grpo.config.help import COMMANDS, answered, commands_text
 
 MISTAKE = 2
 """Exit code of a command line that names no command."""

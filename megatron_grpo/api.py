@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithms.start import start
-from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.user_objects import Callback, Given
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
-from megatron_grpo.run.callbacks import Callback
-from megatron_grpo.run.given import Given
-from megatron_grpo.script.checks import check_objects
-from megatron_grpo.script.datasets import data_overrides
-from megatron_grpo.script.overrides import Overrides, environment_overrides, reward_overrides, written
+from megatron_grpo.script import (
+    Overrides,
+    check_objects,
+    data_overrides,
+    environment_overrides,
+    reward_overrides,
+    written,
+)
 
 DATA_FOLDER = "data"
 """Folder of the run in which the datasets of a script are kept."""

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.cluster.ray_settings import prepare_ray_environment
-from megatron_grpo.composition.help import answered
+from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.errors import ConfigError, RunError
+from megatron_grpo.config.help import answered
 from megatron_grpo.evaluation.request import read_request
 
 USAGE = """\

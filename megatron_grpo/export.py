@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.help import answered
 from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.models.source import model_folder
-from megatron_grpo.run.checkpoint_files import verify
-from megatron_grpo.run.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
-from megatron_grpo.run.manifest import MANIFEST_FILE
+from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
+from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.source import model_folder
 
 USAGE = """\
 python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quantized]
@@ -119,11 +118,10 @@ def export(plan: ExportPlan) -> None:
     from torch.distributed import HashStore
 
     from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.models.hf_weights import load_hf_weights
-    from megatron_grpo.policy.modeling.build import build_model
-    from megatron_grpo.policy.rank.checkpoint import set_weights, sharded_weights
-    from megatron_grpo.policy.rank.checkpoint_errors import errors_told
-    from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.trainer.checkpoint import errors_told, set_weights, sharded_weights
+    from megatron_grpo.trainer.model.build import build_model
+    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.weights.hf_weights import load_hf_weights
 
     parallel = ParallelConfig()
     initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
@@ -145,10 +143,9 @@ def export(plan: ExportPlan) -> None:
 
 def _write(plan: ExportPlan, chunks: Sequence[Any]) -> None:
     """Write what is asked for of the loaded model."""
-    from megatron_grpo.models.hf_folder import write_hf_folder
-    from megatron_grpo.models.hf_weights import iter_hf_tensors
-    from megatron_grpo.models.peft_adapter import write_peft_folder
-    from megatron_grpo.models.quantized_weights import quantization_entry, quantized_tensors
+    from megatron_grpo.weights.hf_export import quantization_entry, quantized_tensors, write_peft_folder
+    from megatron_grpo.weights.hf_folder import write_hf_folder
+    from megatron_grpo.weights.hf_weights import iter_hf_tensors
 
     if plan.adapters_alone:
         write_peft_folder(chunks, plan.shape, plan.lora, plan.base, plan.output)

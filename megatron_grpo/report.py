@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.composition.help import answered
+from megatron_grpo.config.help import answered
 from megatron_grpo.observability.page.write import REPORT_FILE, write_report
 
 USAGE = f"""\

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_grpo.cluster.addresses import TOKEN_VARIABLE, is_loopback, token
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.generation.vllm_plugin import SERVER_MARKER, WEIGHT_TRANSFER_BACKEND
-from megatron_grpo.models.source import model_folder
+from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.sampler.plugin import SERVER_MARKER, WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.weights.source import model_folder
 
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
@@ -97,9 +97,9 @@ def _for_runs() -> list[str]:
     return [
         "--enable-scale-out",  # has the path by which tokens go in and come out
         "--logprobs-mode=processed_logprobs",
-        "--worker-extension-cls=megatron_grpo.refit.worker.RefitWorker",
+        "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
         f'--weight-transfer-config={{"backend": "{WEIGHT_TRANSFER_BACKEND}"}}',
-        "--middleware=megatron_grpo.cluster.token_guard.TokenGuard",
+        "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
     ]
 
 

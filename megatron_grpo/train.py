@@ -11,15 +11,14 @@ from typing import Any, Literal
 import yaml
 
 from megatron_grpo.algorithms.start import start
-from megatron_grpo.composition.help import help_text, version
-from megatron_grpo.composition.search_path import OPTION
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.help import help_text, version
+from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.load import check_overrides
-from megatron_grpo.preflight.outlook import outlook
-from megatron_grpo.run.checkpointer import Checkpointer, checkpoint_to_start_from
-from megatron_grpo.run.directory import in_use
-from megatron_grpo.run.reward_columns import columns_known
+from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.controller.directory import in_use
+from megatron_grpo.environments.registry import columns_known
+from megatron_grpo.preflight.load import check_overrides, outlook
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
@@ -87,7 +86,7 @@ def _check_start(config: Config) -> Path | None:
 
         check_environments(config)
     if config.generates and any(environment.reward_funcs for environment in config.env.values()):
-        from megatron_grpo.environments.reward_check import check_reward_functions  # takes seconds to import
+        from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
 
         check_reward_functions(config.env, columns_known(config))
     if in_use(config.run_dir):

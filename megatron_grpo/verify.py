@@ -12,13 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_grpo.composition.help import answered
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.help import answered
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.preflight.splits import training_split_problems
-from megatron_grpo.verification.request import (
+from megatron_grpo.preflight.layout import training_split_problems
+from megatron_grpo.proof.request import (
     DEFAULT_LAYOUTS,
     EXPERT_LAYOUTS,
     NamedLayout,
@@ -27,9 +25,11 @@ from megatron_grpo.verification.request import (
     read_layouts,
     read_request,
 )
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.verification.compare import Row
+    from megatron_grpo.proof.ranks import Row
 
 USAGE = f"""\
 python -m megatron_grpo.verify [key=value ...] [--json]
@@ -90,11 +90,13 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
     """
     warnings.filterwarnings("ignore")  # of packages, about what they fall back to
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    from megatron_grpo.verification.compare import compare  # here: torch takes seconds to import
-    from megatron_grpo.verification.models import prepare_model
-    from megatron_grpo.verification.on_rank import Task
-    from megatron_grpo.verification.problem import make_batch, solve
-    from megatron_grpo.verification.ranks import run_layout
+    from megatron_grpo.proof.models import prepare_model
+    from megatron_grpo.proof.problem import make_batch, solve
+    from megatron_grpo.proof.ranks import (
+        Task,
+        compare,  # here: torch takes seconds to import
+        run_layout,
+    )
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)

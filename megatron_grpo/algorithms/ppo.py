@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
-from megatron_grpo.algorithms.learning import learn, learn_values
-from megatron_grpo.algorithms.logprobs_stage import add_logprobs
-from megatron_grpo.algorithms.ppo_advantages import add_advantages
-from megatron_grpo.algorithms.publishing import publish
+from megatron_grpo.algorithms.advantages import add_ppo_advantages as add_advantages
 from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.training_batch import training_batch
+from megatron_grpo.algorithms.scoring import dynamic_sampling, score
+from megatron_grpo.algorithms.stages import add_logprobs, learn, learn_values, publish, training_batch
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.run.context import PPORun
-from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.non_finite import StepGuard
-from megatron_grpo.run.opening import Opening
-from megatron_grpo.run.save_state import PPOSaveState
-from megatron_grpo.run.setup import setup
-from megatron_grpo.run.step_report import StepReport
-from megatron_grpo.run.validation import validate
+from megatron_grpo.controller.context import PPORun
+from megatron_grpo.controller.failures import StepGuard
+from megatron_grpo.controller.lifetime import Opening
+from megatron_grpo.controller.loop import StepReport, train_steps
+from megatron_grpo.controller.save_state import PPOSaveState
+from megatron_grpo.controller.setup import setup
+from megatron_grpo.controller.validation import validate
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.observability.timing import StepTimer
 
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.scoring import Scores
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.loop import StepReport
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome
-from megatron_grpo.observability.throughput import peak_tflops, throughput
-from megatron_grpo.policy.interface import PolicyInterface, TrainResult
-from megatron_grpo.refit.interface import RefitError, TransferReport
-from megatron_grpo.rollouts.metrics import (
+from megatron_grpo.observability.timing import peak_tflops, throughput
+from megatron_grpo.sampler.metrics import (
     group_metrics,
     length_metrics,
     reward_function_metrics,
     rollout_metrics,
     task_metrics,
 )
-from megatron_grpo.run.step_report import StepReport
+from megatron_grpo.trainer.group import PolicyInterface, TrainResult
+from megatron_grpo.weights.refit.transport import RefitError, TransferReport
 
 
 def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:

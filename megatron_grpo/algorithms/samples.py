@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
-from megatron_grpo.algorithms.scoring import Scores, score
+from megatron_grpo.algorithms.scoring import Scores, dynamic_sampling, score
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.engine_counts import engine_figures
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.recording import StepFacts
+from megatron_grpo.controller.context import SampleSource
+from megatron_grpo.controller.recordings import RecordedSteps
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import engine_figures
+from megatron_grpo.data.rollout_files import StepFacts
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, renumbered
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.metrics import age_metrics
-from megatron_grpo.run.recorded_steps import RecordedSteps
-from megatron_grpo.run.sample_source import SampleSource
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.metrics import age_metrics
 
 _DYNAMIC_SAMPLING = "dynamic_sampling_"
 _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"

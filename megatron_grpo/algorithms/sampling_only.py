@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from megatron_grpo.algorithms.report import learning_metrics, sampling_metrics
 from megatron_grpo.algorithms.samples import sample
 from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.training_batch import without_tokens
+from megatron_grpo.algorithms.stages import without_tokens
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.observability.throughput import processed
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.run.context import SamplingRun
-from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.opening import Opening
-from megatron_grpo.run.setup import setup_sampling
-from megatron_grpo.run.step_report import StepReport
+from megatron_grpo.controller.context import SamplingRun
+from megatron_grpo.controller.lifetime import Opening
+from megatron_grpo.controller.loop import StepReport, train_steps
+from megatron_grpo.controller.setup import setup_sampling
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.observability.timing import StepTimer, processed
 
 
 def run(config: Config, opening: Opening | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from megatron_grpo.cluster.late import report_hanging, report_late
+from megatron_grpo.cluster.overdue import report_hanging, report_late
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import EngineLostError, RunError
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil
 
@@ -100,6 +103,38 @@ def _children() -> defaultdict[int, list[psutil.Process]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             children[process.ppid()].append(process)
     return children
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, so that every process is ended."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    previous: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def own_sigterm_handler_kept() -> Iterator[None]:
+    """Put back this process's answer to SIGTERM after the body: `ray.init` replaces it by one that ends Ray first."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def kill_stopped(processes: Iterable[psutil.Process]) -> None:
+    """Kill those of the processes that are stopped (SIGSTOP): they hear of nobody's end, and would stay."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_grpo.cluster.gpus import too_few
+from megatron_grpo.cluster.guardian import own_sigterm_handler_kept
+from megatron_grpo.cluster.machines import malformed, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
-from megatron_grpo.cluster.ray_address import malformed, unreachable
-from megatron_grpo.cluster.signals import own_sigterm_handler_kept
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 

@@ -265,10 +265,10 @@ class EnvironmentConfig(Section):
 
 
 BUILT_IN = {
-    "math": "megatron_grpo.environments.math_environment:MathEnvironment",
-    "addition": "megatron_grpo.environments.addition:AdditionEnvironment",
+    "math": "megatron_grpo.environments.matching:MathEnvironment",
+    "addition": "megatron_grpo.environments.matching:AdditionEnvironment",
     "code": "megatron_grpo.environments.code:CodeEnvironment",
-    "format": "megatron_grpo.environments.format:FormatEnvironment",
+    "format": "megatron_grpo.environments.matching:FormatEnvironment",
     "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
     "tools": "megatron_grpo.environments.tools.environment:ToolEnvironment",
     "countdown": "megatron_grpo.environments.countdown:CountdownEnvironment",
@@ -280,3 +280,38 @@ REWARD_FUNCTIONS = "reward_functions"
 
 WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 """Types that compare with the reference answer of a row."""
+
+Level = Literal["limits", "namespaces", "filtered"]
+LEVELS: tuple[Level, ...] = ("limits", "namespaces", "filtered")
+"""How a program is kept apart, the weakest first."""
+
+
+@dataclass(kw_only=True)
+class SandboxConfig(Section):
+    """Programs that the model wrote: how far they are kept apart, and what they may use."""
+
+    required: Level = "filtered"
+    """The least that is accepted; a machine that allows less is refused. limits: time, memory, output, but the network
+    and all files of this user are open; namespaces: also no network, no other process, no files but the system's;
+    filtered: also a filter of system calls (libseccomp), without which kernel memory has no limit."""
+
+    wall_time_s: Seconds = 10.0
+    """Longest time of a program; then it is killed."""
+
+    cpu_time_s: Positive = 10
+    """Processor time of each process of a program, in whole seconds."""
+
+    memory_mb: Positive = 512
+    """Memory of all processes of a program together, in MiB."""
+
+    folder_mb: Positive = 64
+    """Size of a program's own folder, in MiB; it lies in memory, and is gone with the program."""
+
+    processes: Positive = 16
+    """Processes and threads of a program."""
+
+    output_kb: Positive = 64
+    """Largest output of a program, in KiB; one that writes more is killed."""
+
+    readable: list[str] = field(default_factory=list)
+    """Further folders that programs may read, under the same path, such as packages that they import."""

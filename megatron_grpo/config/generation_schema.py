@@ -249,3 +249,18 @@ class RefitConfig(Section):
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a refit that failed is tried again, over links that are made anew. Generation serves nothing meanwhile;
     when the last attempt fails too, the step is saved and the run ends."""
+
+
+@dataclass(kw_only=True)
+class RolloutsConfig(Section):
+    """A prompt's samples on their way through generation and environments."""
+
+    num_workers: Positive | None = None
+    """Processes that run rollouts; null: one for every 8 engines, at least one."""
+
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Largest share of a step's rollouts that may fail (raise or time out, after one retry); beyond it the run stops
+    with the reason, its finished steps saved."""
+
+    timeout_s: Seconds = 800.0
+    """Deadline of one rollout: all its turns and its scoring."""

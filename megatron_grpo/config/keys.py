@@ -10,12 +10,13 @@ import json
 import textwrap
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from megatron_grpo.config.loop_keys import LOOPS, SHARED, is_shared, named_for
+from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, named_for
 from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
@@ -203,3 +204,20 @@ def _bounds(metadata: tuple[Any, ...]) -> list[tuple[str, float]]:
 
 def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
+    """Leaves of a section that are not at their defaults, with their values."""
+    defaults = dict(leaves(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
+    for key, value in leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
+        if key not in defaults or value != defaults[key]:  # fields that are passed on have no default here
+            yield key, value
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of everything in nested mappings that is no mapping itself."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -2,14 +2,131 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.optimizer_schema import OptimizerConfig
-from megatron_grpo.config.parallel_schema import ParallelConfig
 from megatron_grpo.config.section import MISSING, MegatronFields, NonNegative, Positive, PositiveFloat, Seconds, Section
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay."""
+
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0 to lr."""
+
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The warm-up as a share of the schedule's optimizer steps, rounded up, in place of warmup_steps; null: those."""
+
+    decay_steps: Positive | None = None
+    """Optimizer steps until min_lr is reached, warm-up included; null: those of max_num_steps steps."""
+
+    decay_style: Literal[
+        "constant", "linear", "cosine", "inverse_sqrt", "constant_with_warmup", "cosine_with_min_lr"
+    ] = "constant"
+    """Shape of the decay after the warm-up; constant_with_warmup and cosine_with_min_lr are the names that transformers
+    has for constant and cosine."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay, applied to matrices only (not to biases and norms)."""
+
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of the update."""
+
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer, as ZeRO-1)."""
+
+    cpu_offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the optimizer state, and of its update, that is in host memory: 0 none, 1 all. Needs GPUs."""
+
+    precision_aware: bool = False
+    """Let Transformer Engine's Adam hold moments and main weights, in the types that policy.megatron_optimizer gives
+    (exp_avg_dtype, exp_avg_sq_dtype, main_params_dtype, main_grads_dtype; float32 by default). Needs GPUs with
+    Transformer Engine, and distributed=true."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the learning rate stays at lr after the warm-up."""
+        return self.decay_style in ("constant", "constant_with_warmup")
+
+    def warmup(self, schedule_steps: int) -> int:
+        """Optimizer steps of the warm-up, of a schedule of so many."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Section):
+    """How a model is laid out over ranks: world size = tensor * pipeline * context * data."""
+
+    tensor: Positive = 1
+    """Ranks that split every weight matrix (TP). Must divide the attention heads; and divide the key/value heads, or be
+    a multiple of them."""
+
+    pipeline: Positive = 1
+    """Ranks that split the layers (PP)."""
+
+    virtual_pipeline: Positive = 1
+    """Parts of the model on each pipeline rank, which microbatches pass in turn (interleaved pipeline, VPP): the
+    pipeline fills and empties sooner, and ranks send more often. Needs pipeline > 1."""
+
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline rank, when it is not to have as many as the others: it has the embedding too."""
+
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline rank, when it is not to have as many as the others: it has the head too."""
+
+    count_embedding: bool = False
+    """Count the embedding as a layer when layers are split over the pipeline: the first rank gets one less."""
+
+    count_loss: bool = False
+    """Count the head and the loss as a layer when layers are split over the pipeline: the last rank gets one less."""
+
+    context: Positive = 1
+    """Ranks that split each sequence (CP)."""
+
+    expert: Positive = 1
+    """Ranks that share the experts of a mixture-of-experts model (EP): ranks of tensor * context * data."""
+
+    expert_tensor: Positive = 1
+    """Ranks that split every matrix of an expert (ETP). expert * expert_tensor must divide tensor * context * data."""
+
+    data: Positive = 1
+    """Replicas of the model, each training on its share of the samples (DP)."""
+
+    sequence: bool = False
+    """Also split the activations between tensor-parallel regions along the sequence. Needs tensor > 1; a mixture of
+    experts with tensor > 1 needs it."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the model."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def chunk_multiple(self) -> int:
+        """What the tokens of a packed sequence are a multiple of: two chunks for each context-parallel rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the widths of rectangles are a multiple of: sequence parallelism also splits what a rank holds."""
+        return self.chunk_multiple * (self.tensor if self.sequence else 1)
+
 
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 

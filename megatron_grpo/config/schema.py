@@ -11,37 +11,45 @@ from megatron_grpo.config.data_schema import (
     DatasetConfig,
     EnvironmentConfig,
     RewardModelConfig,
+    SandboxConfig,
     TaskConfig,
 )
-from megatron_grpo.config.debug_schema import DebugConfig
-from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, GenerationParallelConfig, RefitConfig
-from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig
-from megatron_grpo.config.loss_schema import LossConfig
-from megatron_grpo.config.optimizer_schema import OptimizerConfig
-from megatron_grpo.config.parallel_schema import ParallelConfig
+from megatron_grpo.config.generation_schema import (
+    EngineConfig,
+    GenerationConfig,
+    GenerationParallelConfig,
+    RefitConfig,
+    RolloutsConfig,
+)
+from megatron_grpo.config.loop_schema import AsyncGRPOConfig, EarlyStopConfig, LoopConfig, MseValueLossConfig, PPOConfig
+from megatron_grpo.config.loss_schema import (
+    AdvantageEstimatorConfig,
+    LossConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
 from megatron_grpo.config.policy_schema import (
     Fp8Config,
     LoraConfig,
     ModelConfig,
     MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
     PolicyConfig,
     QuantizationFormat,
     ReferenceConfig,
     ValueConfig,
     ValueModelConfig,
 )
-from megatron_grpo.config.ppo_schema import MseValueLossConfig, PPOConfig
-from megatron_grpo.config.reward_schema import AdvantageEstimatorConfig, RewardScalingConfig, RewardShapingConfig
-from megatron_grpo.config.rollout_schema import RolloutsConfig
 from megatron_grpo.config.run_schema import (
     CheckpointingConfig,
     ClusterConfig,
+    DebugConfig,
     LoggerConfig,
     MlflowConfig,
     PrepareConfig,
     WandbConfig,
 )
-from megatron_grpo.config.sandbox_schema import SandboxConfig
 from megatron_grpo.config.section import MISSING, Positive, Section
 
 __all__ = [

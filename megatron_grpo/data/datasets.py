@@ -2,16 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.data.interfaces import DataProcessor, DatumSpec, TaskDataSpec, task_of
-from megatron_grpo.data.own_processors import in_our_form
-from megatron_grpo.data.row_forms import rendering_of
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.data.examine import row_check
+from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, task_of
+from megatron_grpo.data.rows import is_conversation
 from megatron_grpo.data.sources import Source
+from megatron_grpo.data.specs import rendering_of
+
+_REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")
+"""Keys of a DatumSpec that only the processor knows."""
+
+
+def in_our_form(
+    given: Any, row: dict[str, Any], spec: TaskDataSpec, *, task: str, tasks: Container[str], idx: int
+) -> DatumSpec:
+    """The prompt that a processor returned: this project's DatumSpec, or NeMo RL's, which has no `prompt`.
+
+    Args:
+        given: what it returned; tokens may be tensors or arrays.
+        row: the row it was made of.
+        spec: names of the row's columns.
+        task: the row's task, for a prompt that names none.
+        tasks: those that there are.
+        idx: the number that the prompt is known by.
+
+    Returns:
+        The prompt. Without a `prompt` it has the row's, or the text of the messages; without a reference answer it has
+        NeMo RL's extra_env_info.ground_truth, or the row's.
+
+    Raises:
+        ValueError: a key is missing or holds something else; the reason begins with what the processor did.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"returned {type(given).__name__}, not a DatumSpec")
+    for key in _REQUIRED:
+        if key not in given:
+            raise ValueError(f"returned no {key}, only {', '.join(map(str, given)) or 'an empty DatumSpec'}")
+    messages = _messages(given["message_log"])
+    length, counts = sum(len(message["token_ids"]) for message in messages), _multiplier(given["loss_multiplier"])
+    if counts and not length:
+        raise ValueError("returned a message_log without tokens")
+    name = task if given.get("task_name") is None else given["task_name"]
+    if not isinstance(name, str) or name not in tasks:
+        raise ValueError(f"returned task_name={name!r}, which is no environment")
+    return DatumSpec(
+        message_log=messages,
+        length=length,
+        extra_env_info=_for_environment(given["extra_env_info"], row, spec),
+        loss_multiplier=counts,
+        idx=idx,
+        task_name=name,
+        prompt=_prompt(given.get("prompt"), row.get(spec.prompt_key), messages),
+    )
+
+
+def _multiplier(given: Any) -> float:
+    """A loss_multiplier: 0 or 1."""
+    try:
+        multiplier = float(given)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+        multiplier = -1.0
+    if multiplier not in (0.0, 1.0):
+        raise ValueError(f"returned loss_multiplier={given!r}: a prompt is left out (0) or counts like others (1)")
+    return multiplier
+
+
+def _messages(log: Any) -> list[Message]:
+    """The messages, their tokens as lists."""
+    if not isinstance(log, list | tuple):
+        raise ValueError(f"returned {type(log).__name__} as message_log, not a list of messages")
+    messages: list[Message] = []
+    for number, message in enumerate(log):
+        place = f"message_log[{number}]"
+        if not isinstance(message, Mapping) or "token_ids" not in message:
+            raise ValueError(f"returned no token_ids in {place}")
+        tokens = message["token_ids"]
+        tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
+            raise ValueError(f"returned {place}.token_ids that are no flat list of token numbers")
+        role, content = str(message.get("role", "user")), str(message.get("content", ""))
+        messages.append(Message(role=role, content=content, token_ids=list(tokens)))
+    return messages
+
+
+def _for_environment(given: Any, row: dict[str, Any], spec: TaskDataSpec) -> dict[str, Any]:
+    """What the environment is told, with the reference answer where there is one."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"returned {type(given).__name__} as extra_env_info, not a dict")
+    extra = dict(given or {})
+    column = None if spec.answer_key is None else row.get(spec.answer_key)
+    answer = extra["ground_truth"] if extra.get("ground_truth") is not None else column
+    if REFERENCE in extra or spec.answer_key is None or answer is None:
+        return extra
+    return {"answer": answer, **extra, REFERENCE: str(answer)}
+
+
+def _prompt(given: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
+    """The prompt as people and reward functions see it."""
+    if given is not None and not isinstance(given, str) and not is_conversation(given):
+        raise ValueError(f"returned {type(given).__name__} as prompt, neither a text nor a list of {{role, content}}")
+    for one in (given, column):
+        if one is not None and (isinstance(one, str) or is_conversation(one)):
+            found: str | list[dict[str, str]] = one
+            return found
+    return "".join(message["content"] for message in messages)
 
 
 class Rows(Protocol):
@@ -138,3 +240,136 @@ def _left_out(idx: int, task: str) -> DatumSpec:
     return DatumSpec(
         message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
     )
+
+
+def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
+    """The rows of a hub set, which nothing stores.
+
+    Raises:
+        ValueError: it cannot be opened; says why.
+    """
+    from datasets import load_dataset
+
+    try:
+        stream: Iterable[dict[str, Any]] = load_dataset(config.path, config.subset, split=config.split, streaming=True)
+        next(iter(stream), None)
+    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
+        raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
+    return stream
+
+
+class StreamLoader:
+    """Batches of prompts like PromptLoader's, of rows that come one after the other.
+
+    Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. What is
+    drawn follows from seed and epoch, so that a resumed run reads the stream from its beginning up to where it was.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[dict[str, Any]],
+        *,
+        config: DatasetConfig,
+        data: DataConfig,
+        environments: Mapping[str, str],
+        process: AllTaskProcessedDataset,
+        prompts_per_batch: int,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            rows: the stream; iterating it again begins again.
+            config: which set it is, for messages.
+            data: shuffling, and what becomes of bad rows.
+            environments: type of each environment, by task name.
+            process: makes prompts of rows.
+            prompts_per_batch: prompts of each batch; those at the end of an epoch that do not fill one are dropped.
+            seed: decides which row is drawn from the buffer.
+        """
+        self.epoch = 0
+        """Epochs completed."""
+        self.left_out = 0
+        """Rows of the current epoch (after its end: of the last one) left out so far."""
+        self._rows, self._config, self._data = rows, config, data
+        self._check = row_check(config, data, environments)
+        self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]:
+        """
+        Raises:
+            RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
+        """
+        if self._drawn == 0:
+            self.left_out = 0
+        first, batch = self._drawn == 0, list[DatumSpec]()
+        for drawn, (number, row) in enumerate(self._order(), start=1):
+            if drawn <= self._drawn:
+                continue
+            prompt = self._prompt(number, row)
+            if prompt is not None:
+                batch.append(prompt)
+            if len(batch) == self.prompts_per_batch:
+                self._drawn, first = drawn, False
+                yield batch
+                batch = []
+        if first:
+            raise RunError(
+                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left "
+                "out"
+            )
+        self.epoch += 1
+        self._drawn = 0
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """None: what a stream gave is not given once more."""
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded; JSON-serialisable."""
+        return {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn, "stream": self._config.path}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`.
+
+        Raises:
+            ConfigError: the state is that of another set, or of one that was not streamed.
+        """
+        if state.get("stream") != self._config.path:
+            raise ConfigError([Problem("data.streaming=True", "the checkpoint was written by a run with other data")])
+        self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
+
+    def _order(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Number and content of the rows of this epoch, in the order in which they are drawn."""
+        numbered = enumerate(iter(self._rows))
+        if not self._data.shuffle:
+            yield from numbered
+            return
+        draw = random.Random(f"{self._seed} {self.epoch}")
+        buffer: list[tuple[int, dict[str, Any]]] = []
+        for one in numbered:
+            if len(buffer) < self._data.shuffle_buffer:
+                buffer.append(one)
+                continue
+            place = draw.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = one
+        draw.shuffle(buffer)
+        yield from buffer
+
+    def _prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
+        """The prompt of a row; None: it is left out, and counted."""
+        formed, prompt, reason = self._check.in_form(row), None, ""
+        if isinstance(formed, str):
+            reason = f"row {number}: the row {formed}"
+        else:
+            try:
+                prompt = self._process.prompt(row, number)
+            except ValueError as error:
+                reason = str(error)
+        if reason and self._data.bad_rows == "fail":
+            raise RunError(f"{self._config.path}, {reason}; data.bad_rows=skip leaves it out")
+        if prompt is None or prompt["loss_multiplier"] == 0:
+            self.left_out += 1
+            return None
+        return prompt

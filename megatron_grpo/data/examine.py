@@ -13,10 +13,9 @@ from xxhash import xxh3_64_intdigest
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.data.row_forms import ROW_FORMS
 from megatron_grpo.data.rows import Row, RowCheck
 from megatron_grpo.data.sources import Source, SourceError, open_source
-from megatron_grpo.data.specs import processor_name, task_spec
+from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
 
 _SHOWN = 5
 """Bad rows of one set that are reported singly."""

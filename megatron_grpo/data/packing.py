@@ -1,203 +1,204 @@
-"""Splitting a batch of sequences over data-parallel ranks and microbatches."""
+"""Packing sequences into microbatches that take equally long, without padding."""
 
 from __future__ import annotations
 
 import heapq
-import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import neg
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.data.padded_batches import fewest_microbatches, plan_microbatches, plan_replica
+
+MORE = 1.01
+"""Factor by which bins are added when sequences do not fit into as few as were tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Microbatch:
-    """A run of the sequences in order of length: [start, start + count), as a rectangle of `width` columns."""
+class Cost:
+    """What a sequence costs to compute, in any unit."""
 
-    start: int
-    count: int
-    width: int
+    per_token: float
+    per_pair: float
+    """Of a pair of a query and a key that it sees: what makes long sequences cost more than their length."""
+    window: int | None = None
+    """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
+    per_windowed_pair: float = 0.0
+    """Of a pair in the layers with a window."""
 
-    @property
-    def area(self) -> int:
-        """Tokens, padding included."""
-        return self.count * self.width
+    def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[sequences], int64, of lengths to [sequences], float64."""
+        cost = self.per_token * lengths + self.per_pair * (lengths * (lengths + 1) / 2)
+        if self.window is None:
+            return cost
+        within = np.minimum(lengths, self.window)
+        return cost + self.per_windowed_pair * (within * (within + 1) / 2 + self.window * (lengths - within))
 
 
-def plan_microbatches(
-    lengths: Sequence[int] | NDArray[np.integer],
-    *,
-    data_parallel: int,
-    microbatch_tokens: int,
-    pad_to_multiple: int = 1,
-) -> list[list[list[int]]]:
-    """Put sequences of like length into the same microbatch, and microbatches of like size onto each rank.
+OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
+"""Where attention costs nothing."""
 
-    A microbatch becomes a rectangle as wide as its longest sequence, rounded up to `pad_to_multiple`. The plan takes
-    the fewest microbatches that fit and can be shared out evenly, cuts the sequences in order of length so that the
-    largest rectangle is as small as can be, and gives the rectangles, largest first, to the rank with the least to do.
 
-    Takes O(n log n) time for n sequences: a few microseconds for each.
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Plans microbatches of sequences laid end to end, each with at most so many tokens.
+
+    Costliest first, each sequence goes to the bin that has the least to do and still has room (Graham 1969, "longest
+    processing time"). Takes O(n log n) time for n sequences.
+    """
+
+    microbatch_tokens: int
+    """Most tokens of a microbatch, padding included; a sequence that is longer alone gets one of its own."""
+    multiple: int
+    """What the tokens of a sequence are padded to a multiple of."""
+    cost: Cost
+
+    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        """Sequences for each replica, so that all have equally much to compute.
+
+        Args:
+            lengths: [sequences], int64: tokens of each sequence, at least one for each replica.
+            replicas: number of model replicas.
+
+        Returns:
+            For each replica indices into `lengths`.
+
+        Raises:
+            ValueError: there are fewer sequences than replicas.
+        """
+        if len(lengths) < replicas:
+            raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
+        bins = self._fewest(lengths, replicas)
+        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        shares: list[list[int]] = [[] for _ in range(replicas)]
+        taken = [0] * replicas
+        heap = [(0.0, replica) for replica in range(replicas)]
+        for number in sorted(range(len(bins)), key=lambda number: -costs[number]):
+            done, replica = heapq.heappop(heap)
+            shares[replica] += bins[number]
+            taken[replica] += 1
+            if taken[replica] < len(bins) // replicas:
+                heapq.heappush(heap, (done + costs[number], replica))
+        return shares
+
+    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
+        """Microbatches of replicas whose sequences are settled; as many on each, as far as sequences go.
+
+        Args:
+            of_replicas: for each replica [sequences], int64: tokens of each sequence.
+
+        Returns:
+            For each replica its microbatches, costliest first, each a list of indices into its lengths.
+        """
+        plans = [self._fewest(lengths, 1) for lengths in of_replicas]
+        most = max(map(len, plans))
+        while True:
+            wanted = [min(most, len(lengths)) for lengths in of_replicas]
+            tried = [self._filled(lengths, count) for lengths, count in zip(of_replicas, wanted, strict=True)]
+            if all(plan is not None for plan in tried):
+                return [
+                    self._costliest_first(lengths, plan or []) for lengths, plan in zip(of_replicas, tried, strict=True)
+                ]
+            most = max(most + 1, int(most * MORE))
+
+    def _fewest(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        """As few bins as the sequences, [sequences], int64, are found to fit into; a multiple of `replicas`."""
+        widths = self._widths(lengths)
+        count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)
+        while True:
+            count = min(-(-count // replicas) * replicas, len(lengths) // replicas * replicas)
+            bins = self._filled(lengths, count)
+            if bins is not None:
+                return bins
+            if count >= len(lengths) // replicas * replicas:  # a bin each, and some left over
+                raise ValueError(
+                    f"{len(lengths)} sequences need more microbatches of {self.microbatch_tokens} tokens than can be "
+                    f"shared out evenly over {replicas} data-parallel ranks; use a multiple of {replicas} sequences"
+                )
+            count = max(count + 1, int(count * MORE))
+
+    def _filled(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
+        """The sequences, [sequences], int64, in so many bins, none empty; None: they were not found to fit."""
+        widths = self._widths(lengths).tolist()
+        costs = self.cost.of(lengths).tolist()
+        bins: list[list[int]] = [[] for _ in range(count)]
+        room = [self.microbatch_tokens] * count
+        open_bins = [(0.0, number) for number in range(count)]  # by what they have to do
+        narrow: list[tuple[int, int, float]] = []  # by room, the most first: for shorter sequences
+        for index in sorted(range(len(widths)), key=lambda i: (-widths[i], i)):
+            width = widths[index]
+            while narrow and -narrow[0][0] >= width:
+                _, number, done = heapq.heappop(narrow)
+                heapq.heappush(open_bins, (done, number))
+            while open_bins and bins[open_bins[0][1]] and room[open_bins[0][1]] < width:
+                done, number = heapq.heappop(open_bins)
+                heapq.heappush(narrow, (-room[number], number, done))
+            if not open_bins:
+                return None
+            done, number = heapq.heappop(open_bins)
+            bins[number].append(index)
+            room[number] -= width
+            heapq.heappush(open_bins, (done + costs[index], number))
+        return bins if all(bins) else None
+
+    def _widths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[sequences], int64, of lengths to those of the padded sequences."""
+        return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
+
+    def _costliest_first(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
+        """Bins of sequences, [sequences], int64, by what they have to do; the sequences of each in their order."""
+        costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
+        return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
+
+
+class Planner(Protocol):
+    """Decides who computes what with whom."""
+
+    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        """For each replica indices into `lengths`, [sequences], int64, so that all have about equally much to do."""
+
+    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
+        """For each replica, whose sequences have these lengths, its microbatches as lists of indices into them.
+
+        There are as many on each replica, as far as sequences go: none waits for longer than it must.
+        """
+
+
+def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None) -> Planner:
+    """The planner of a model.
 
     Args:
-        lengths: [sequences], integers: tokens of each sequence.
-        data_parallel: data-parallel ranks, each of which gets as many microbatches as every other.
-        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
-
-    Returns:
-        For each rank its microbatches, each a list of indices into `lengths`. Every sequence is in exactly one; ranks
-        have equally many microbatches, none empty. Equal arguments give equal plans.
-
-    Raises:
-        ValueError: the sequences cannot give all ranks equally many microbatches. Any multiple of `data_parallel`
-            sequences can.
+        config: how its microbatches are made.
+        cost: what a sequence costs to compute.
+        microbatch_tokens: most tokens of a microbatch, padding included; None: policy.microbatch_tokens.
     """
-    if len(lengths) < max(data_parallel, 1):
-        raise ValueError(f"{len(lengths)} sequences do not give each of {data_parallel} data-parallel ranks one")
-    order, widths = _by_length(lengths, pad_to_multiple)
-    fewest = _count(widths, microbatch_tokens)
-    # Rounded up to a multiple: ranks that meet in a collective for every microbatch must have equally many.
-    microbatches = math.ceil(fewest / data_parallel) * data_parallel
-    if microbatches > len(lengths):
-        raise ValueError(
-            f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
-            f"shared out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
+    tokens = microbatch_tokens or config.microbatch_tokens
+    if config.packing:
+        return Bins(tokens, config.parallel.chunk_multiple, cost)
+    return Rectangles(tokens, config.parallel.sequence_multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Sequences of like length share a microbatch, and are padded to the longest of them."""
+
+    microbatch_tokens: int
+    multiple: int
+    """What the widths of rectangles are a multiple of."""
+
+    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
+        plan = plan_microbatches(
+            lengths,
+            data_parallel=replicas,
+            microbatch_tokens=self.microbatch_tokens,
+            pad_to_multiple=self.multiple,
         )
-    cut = _split_until(_cut(widths, _smallest_area(widths, microbatches, microbatch_tokens)), widths, microbatches)
-    return [[order[m.start : m.start + m.count] for m in rank] for rank in _share_out(cut, data_parallel)]
+        return [[index for microbatch in microbatches for index in microbatch] for microbatches in plan]
 
-
-def _stretches(widths: list[int], area: int) -> Iterator[tuple[int, int, int]]:
-    """Fill rectangles of at most `area`, one after the other; a sequence that is wider gets its own.
-
-    Rectangles of equally many sequences follow each other, so they are yielded together as (start, count, rectangles):
-    `rectangles` of `count` sequences each, the first at `start`. The very last may lack sequences.
-
-    `widths` must descend. Takes O(min(rectangles, sqrt(area)) * log(len(widths))) time, since no more than
-    2 * sqrt(area) different counts are quotients of `area`.
-    """
-    start = 0
-    while start < len(widths):
-        count = max(area // widths[start], 1)
-        # One sequence more fits from here on.
-        end = bisect_left(widths, -(area // (count + 1)), lo=start, key=neg)
-        rectangles = -(-(end - start) // count)
-        yield start, count, rectangles
-        start += rectangles * count
-
-
-def _count(widths: list[int], area: int) -> int:
-    """Number of rectangles that `_cut` makes."""
-    return sum(rectangles for _, _, rectangles in _stretches(widths, area))
-
-
-def _cut(widths: list[int], area: int) -> list[_Microbatch]:
-    """Rectangles of at most `area`, in order of `start`; a sequence that is wider gets its own."""
-    # Widths descend, so the first sequence of a rectangle is its widest; only the very last may lack sequences.
-    return [
-        _Microbatch(start, min(count, len(widths) - start), widths[start])
-        for first, count, rectangles in _stretches(widths, area)
-        for start in range(first, first + rectangles * count, count)
-    ]
-
-
-def _smallest_area(widths: list[int], microbatches: int, largest: int) -> int:
-    """The least area with which `_cut` makes no more than `microbatches`; `largest` is known to do."""
-    # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
-    low, high = 1, largest
-    while low < high:
-        middle = (low + high) // 2
-        if _count(widths, middle) <= microbatches:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _split_until(cut: list[_Microbatch], widths: list[int], microbatches: int) -> list[_Microbatch]:
-    """Halve the largest rectangle of more than one sequence, of equals the first, until there are `microbatches`.
-
-    The result is in no particular order.
-    """
-    if len(cut) == microbatches:
-        return cut
-    done = [m for m in cut if m.count == 1]
-    heap = [(-m.area, m.start, m) for m in cut if m.count > 1]  # starts differ: rectangles are never compared
-    heapq.heapify(heap)
-    while len(done) + len(heap) < microbatches:
-        *_, largest = heapq.heappop(heap)
-        half = largest.count // 2
-        second = largest.start + half
-        for part in (
-            _Microbatch(largest.start, half, largest.width),
-            _Microbatch(second, largest.count - half, widths[second]),
-        ):
-            if part.count > 1:
-                heapq.heappush(heap, (-part.area, part.start, part))
-            else:
-                done.append(part)
-    return done + [m for *_, m in heap]
-
-
-def _share_out(cut: list[_Microbatch], ranks: int) -> list[list[_Microbatch]]:
-    """Largest first, to the rank with the least area among those that still lack microbatches; of equals, the first."""
-    shares: list[list[_Microbatch]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (area, rank)
-    for microbatch in sorted(cut, key=lambda m: (-m.area, m.start)):
-        area, rank = open_ranks[0]
-        shares[rank].append(microbatch)
-        if len(shares[rank]) < len(cut) // ranks:
-            heapq.heapreplace(open_ranks, (area + microbatch.area, rank))
-        else:
-            heapq.heappop(open_ranks)
-    return shares
-
-
-def plan_replica(
-    lengths: Sequence[int] | NDArray[np.integer], *, microbatches: int, microbatch_tokens: int, pad_to_multiple: int = 1
-) -> list[list[int]]:
-    """The microbatches of one replica whose sequences are settled, largest first.
-
-    Args:
-        lengths: [sequences], integers: tokens of each sequence; at least one sequence.
-        microbatches: how many there are to be; a replica with fewer sequences makes one of each.
-        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
-
-    Returns:
-        Indices into `lengths`, microbatch by microbatch.
-    """
-    order, widths = _by_length(lengths, pad_to_multiple)
-    wanted = min(microbatches, len(widths))
-    cut = _split_until(_cut(widths, _smallest_area(widths, wanted, microbatch_tokens)), widths, wanted)
-    return [order[m.start : m.start + m.count] for m in _share_out(cut, 1)[0]]
-
-
-def fewest_microbatches(
-    lengths: Sequence[int] | NDArray[np.integer], *, microbatch_tokens: int, pad_to_multiple: int = 1
-) -> int:
-    """How many microbatches of at most `microbatch_tokens` sequences of these lengths need.
-
-    Args:
-        lengths: [sequences], integers: tokens of each sequence.
-        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
-    """
-    return _count(_by_length(lengths, pad_to_multiple)[1], microbatch_tokens)
-
-
-def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: int) -> tuple[list[int], list[int]]:
-    """[sequences], integers, to the indices of the sequences, longest first, and the padded width of each.
-
-    Sequences of equal length stay in their order.
-    """
-    tokens = lengths if isinstance(lengths, Sequence) else lengths.tolist()
-    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)  # stable: equals by index
-    rounded_up = {length: math.ceil(max(length, 1) / pad_to_multiple) * pad_to_multiple for length in set(tokens)}
-    return order, [rounded_up[tokens[i]] for i in order]
+    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
+        sizes = {"microbatch_tokens": self.microbatch_tokens, "pad_to_multiple": self.multiple}
+        most = max(fewest_microbatches(lengths, **sizes) for lengths in of_replicas)
+        return [plan_replica(lengths, microbatches=most, **sizes) for lengths in of_replicas]

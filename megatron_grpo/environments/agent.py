@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.importing import imported
-from megatron_grpo.data.agents import ModelAccess
-from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.config.paths import imported
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess
 from megatron_grpo.environments.reward_call import RewardFunction
 from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
 

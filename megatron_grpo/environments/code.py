@@ -10,12 +10,11 @@ from itertools import takewhile
 from typing import Literal
 
 from megatron_grpo.config.section import Positive
-from megatron_grpo.data.answers import code_tests
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.rows import code_tests
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
-from megatron_grpo.environments.interface import Environment
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
-from megatron_grpo.environments.settings import EnvironmentSettings
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

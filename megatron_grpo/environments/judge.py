@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.section import Positive, Seconds
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
 from megatron_grpo.environments.interface import Environment
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any
 
 from math_verify import parse, verify
+
+from megatron_grpo.config.errors import RunError
 
 ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
@@ -61,3 +72,121 @@ def final_answer(response: str) -> str:
 def _parse_reference(answer: str) -> list[Any]:
     # All samples of a group share their reference.
     return list(parse(f"\\boxed{{{answer}}}", parsing_timeout=ANSWER_TIMEOUT_S))
+
+
+HANGS_AFTER_S = 20.0
+"""Seconds without an answer after which the process is killed; math-verify ends its own work after 15."""
+
+STARTS_WITHIN_S = 120.0
+"""Seconds for the process to import math-verify."""
+
+MEMORY_BYTES = 4 * 2**30
+"""Memory of the process beyond what it has when it is ready; an answer that needs more counts as wrong."""
+
+_READY = b"r"
+_PIECE = 65536
+
+
+class Verifier:
+    """One process that compares answers. Not for several threads at a time."""
+
+    def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
+        """
+        Args:
+            hangs_after_s: seconds without an answer after which the process is killed.
+        """
+        self._hangs_after_s = hangs_after_s
+        self._process = self._start()
+
+    def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Whether the final answer of each response equals its reference in value.
+
+        Args:
+            pairs: response, any text, and reference, as `is_correct` takes them.
+
+        Raises:
+            RunError: the process does not start.
+        """
+        right: list[bool] = []
+        while len(right) < len(pairs):
+            right += self._answers(pairs[len(right) :])
+        return right
+
+    def _answers(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Answers until all are there, or to the first pair over which the process hung or ended: it is wrong."""
+        asking, answering = _fd(self._process.stdin), _fd(self._process.stdout)
+        unsent = memoryview(b"".join(json.dumps(pair).encode() + b"\n" for pair in pairs))
+        right: list[bool] = []
+        deadline = time.monotonic() + self._hangs_after_s
+        while len(right) < len(pairs):
+            left = max(deadline - time.monotonic(), 0.0)
+            readable, writable, _ = select.select([answering], [asking] if unsent else [], [], left)
+            if writable:
+                unsent = unsent[_written(asking, unsent[:_PIECE]) :]
+            answer = os.read(answering, _PIECE) if readable else b""
+            if answer:
+                right += [one == ord("1") for one in answer]
+                deadline = time.monotonic() + self._hangs_after_s
+            elif readable or time.monotonic() >= deadline:
+                _end(self._process)
+                self._process = self._start()
+                right.append(False)
+                break
+        return right
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        weakref.finalize(self, _end, process)
+        os.set_blocking(_fd(process.stdin), False)
+        ready, _, _ = select.select([_fd(process.stdout)], [], [], STARTS_WITHIN_S)
+        if not ready or os.read(_fd(process.stdout), 1) != _READY:
+            _end(process)
+            raise RunError(f"the process that compares answers did not start within {STARTS_WITHIN_S:g} s")
+        return process
+
+
+def _fd(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None
+    return pipe.fileno()
+
+
+def _written(fd: int, data: memoryview) -> int:
+    """How much of the data a pipe takes; all, when nobody reads it any more, which shows at the other pipe."""
+    try:
+        return os.write(fd, data)
+    except BrokenPipeError:
+        return len(data)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def main() -> None:
+    """The process: answers each line on standard input, a JSON list of response and reference, with one character."""
+    from megatron_grpo.environments.math_answers import is_correct, load_parsers
+    from megatron_grpo.environments.sandbox.kernel import die_with_parent
+
+    die_with_parent(9)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    load_parsers()
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+    os.write(answers, _READY)
+    for line in sys.stdin.buffer:
+        response, answer = json.loads(line)
+        try:
+            right = is_correct(response, answer)
+        except (MemoryError, RecursionError):
+            right = False
+        os.write(answers, b"1" if right else b"0")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megatron_grpo.environments.settings import EnvironmentSettings
+from megatron_grpo.environments.interface import EnvironmentSettings
 
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import EnvironmentConfig

@@ -5,21 +5,35 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
+from megatron_grpo.config.data_schema import (
+    BUILT_IN,
+    REWARD_FUNCTIONS,
+    DatasetConfig,
+    EnvironmentConfig,
+    is_model_folder,
+    name_of_reward,
+)
 from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
-from megatron_grpo.config.importing import imported
+from megatron_grpo.config.paths import imported
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.specs import processor_problems
-from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
-from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
+from megatron_grpo.data.examine import examined
+from megatron_grpo.data.specs import PREPARED_PROMPTS, processor_problems, task_spec
+from megatron_grpo.environments.agent import RESULT, AgentEnvironment, load_agent_function
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, import_folders, make_importable
+from megatron_grpo.environments.reward_call import (
+    RewardFunction,
+    load_reward_function,
+    missing_columns,
+    not_callable_by_name,
+)
 from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
-from megatron_grpo.environments.settings import EnvironmentSettings, import_folders, make_importable
+from megatron_grpo.environments.reward_model import model_problem
+from megatron_grpo.weights.source import made_before_the_run
 
 SETTINGS = "settings"
 """The parameter by which an environment's constructor asks for what it has to know of the run."""
@@ -155,3 +169,88 @@ def _problems(section: str, environment: EnvironmentConfig, config: Config) -> I
     if kind.multi_turn and config.loop.max_rollout_turns == 1:
         text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
         yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
+
+
+ColumnsOf = Callable[[str], Collection[str] | None]
+"""(task name) -> names of the columns of its rows, the answer under "answer" among them; None: nobody knows yet."""
+
+
+def check_reward_functions(
+    config: Mapping[str, EnvironmentConfig],
+    columns_of: ColumnsOf = lambda task: None,
+    given: Mapping[str, RewardFunction] | None = None,
+) -> None:
+    """Import every reward function and agent here, and compare what it takes with what the data have.
+
+    Args:
+        config: environments by task name.
+        columns_of: columns of the rows of a task; asked only where there are functions.
+        given: by their entry in reward_funcs, functions that a script gave and that are not to be imported.
+
+    Raises:
+        ConfigError: some cannot be imported, or not be called with prompts, completions and the columns; or a folder
+            is no reward model.
+    """
+    given = given or {}
+    problems = [problem for name, one in config.items() for problem in _reward_problems(name, one, columns_of, given)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _reward_problems(
+    task: str, config: EnvironmentConfig, columns_of: ColumnsOf, given: Mapping[str, RewardFunction]
+) -> Iterator[Problem]:
+    columns = columns_of(task) if config.reward_funcs else None
+    if columns is not None and config.agent_func is not None:
+        columns = {*columns, RESULT}
+    for entry in config.reward_funcs:
+        subject = f"env.{task}.reward_funcs={entry}"
+        if is_model_folder(entry):
+            reason = model_problem(entry)
+        else:
+            try:
+                function = given.get(entry) or load_reward_function(entry)
+            except RunError as error:
+                reason = str(error)
+            else:
+                reason = not_callable_by_name(entry, function)
+                if reason is None and columns is not None:
+                    reason = missing_columns(entry, function, columns)
+        if reason is not None:
+            yield Problem(subject, reason)
+    if config.agent_func is not None:
+        try:
+            load_agent_function(config.agent_func)
+        except RunError as error:
+            yield Problem(f"env.{task}.agent_func={config.agent_func}", str(error))
+
+
+def columns_known(config: Config, sets: Sequence[DatasetConfig] | None = None) -> Callable[[str], set[str] | None]:
+    """A function of a task's name that gives the columns of its rows in some sets; None: in those of the run together.
+
+    Its answer is None where nobody has looked at the rows: while streaming, or when a set cannot be read, which is told
+    elsewhere; or when no row is for the task.
+    """
+    looked_at = [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
+
+    def columns_of(task: str) -> set[str] | None:
+        if config.data.streaming and sets is None:
+            return None
+        environments = {name: env.type for name, env in config.env.items()}
+        found: set[str] = set()
+        for one in looked_at:
+            if made_before_the_run(config, one.path):
+                assert config.prepare.name is not None
+                made = PREPARED_PROMPTS[config.prepare.name]
+                found |= set(made.columns) if task in made.tasks else set()
+                continue
+            looked = examined(one, config.data, environments)
+            if looked.source is None:
+                return None
+            found |= looked.report.columns.get(task, set())
+        if not found:
+            return None
+        has_answer = task_spec(config.data, task).answer_key is not None
+        return found | ({"answer"} if has_answer else set())
+
+    return columns_of

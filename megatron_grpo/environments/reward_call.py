@@ -5,14 +5,60 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import signal
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.time_limit import LateError, time_limit
+
+
+class LateError(TimeoutError):
+    """The limit of `time_limit` has passed, and not one of the body's own."""
+
+
+class _Late(BaseException):
+    """Raised inside the code that took too long; no `except Exception` there keeps it."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise LateError when the body takes longer. Main thread only, where Python delivers signals.
+
+    SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never comes back to
+    the interpreter is not interrupted; the deadline of the whole process is what ends it.
+
+    Args:
+        seconds: limit; None: there is none.
+    """
+    if seconds is None:
+        yield
+        return
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR2, _raise_late)
+    timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # after this nothing is sent any more
+    except _Late:
+        raise LateError from None
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+
+
+def _raise_late(signum: int, frame: FrameType | None) -> None:
+    raise _Late
+
 
 RewardFunction = Callable[..., Any]
 """(prompts=, completions=, and each column of the data=) -> one reward per completion, None where it has no opinion; or

@@ -5,22 +5,83 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_grpo.cluster.guardian import guarded, terminated_like_interrupted
+from megatron_grpo.cluster.process_log import driver_log
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.startup import start_rollouts
+from megatron_grpo.controller.validation import respond
 from megatron_grpo.data.load_prompts import held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
+from megatron_grpo.environments.registry import check_environments, check_reward_functions, columns_known
 from megatron_grpo.evaluation.request import SAMPLES_FILE, Request
 from megatron_grpo.evaluation.results import Answered, Row, comparison, read_samples, sample_row, set_results
-from megatron_grpo.evaluation.sampling import answering, check_scoring
-from megatron_grpo.observability.json_files import json_line, write_json
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.pool import RolloutPool
-from megatron_grpo.run.validation import respond
+from megatron_grpo.observability.run_files import json_line, write_json
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.pool import RolloutPool
+
+
+def check_scoring(config: Config, sets: Sequence[DatasetConfig]) -> None:
+    """Look at the environments before processes are started that would fail over them.
+
+    Raises:
+        ConfigError: one cannot be made, or a reward function not be called with the columns of the sets.
+    """
+    check_environments(config)
+    check_reward_functions(config.env, columns_known(config, sets))
+
+
+@contextmanager
+def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
+    """Rollout workers over engines of a model; on leaving, however that is, every process is ended.
+
+    Args:
+        config: cluster, generation, environments and rollouts.
+        model: folder in Hugging Face format.
+        output: folder whose logs/ the processes write to.
+
+    Raises:
+        RunError: something did not come up; the message says what.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(terminated_like_interrupted())
+        stack.enter_context(driver_log(output, config.logger.level))
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded())
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        cluster.start()
+        generation = _engines(config, model, cluster)
+        stack.callback(generation.shutdown)
+        generation.start()
+        rollouts = start_rollouts(config, model, generation, stack)
+        generation.wait_ready()
+        rollouts.wait_ready()
+        yield rollouts
+
+
+def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
+    """Engines that no policy shares devices with, which are not started yet."""
+    alone = replace(config.generation, placement="separate")
+    cluster.reserve(None, alone.parallel)
+    return VllmGeneration(
+        str(model),
+        alone,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        actor_options=cluster.engine_options,
+        startup_timeout_s=config.cluster.startup_timeout_s,
+    )
+
 
 RESULTS_FILE = "results.json"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.ppo_schema import PPOAdvantageConfig
+    from megatron_grpo.config.loop_schema import PPOAdvantageConfig
 
 VARIANCE_EPSILON = 1e-8
 """Added to the variance before advantages are divided by its root."""

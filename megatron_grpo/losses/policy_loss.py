@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenFields, given
-from megatron_grpo.losses.consistency import divergences, effective_sample_size
-from megatron_grpo.losses.importance_correction import sampling_correction
-from megatron_grpo.losses.kl import kl_estimate
+from megatron_grpo.losses.divergence import divergences, effective_sample_size, kl_estimate, sampling_correction
+from megatron_grpo.losses.loss import bounded_exp, loss_share, masked, remaining_sum, token_mean
 from megatron_grpo.losses.surrogates import surrogate
-from megatron_grpo.losses.token_means import bounded_exp, loss_share, masked, remaining_sum, token_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
-    from megatron_grpo.losses.interface import GlobalCounts
-    from megatron_grpo.losses.segments import Segments
+    from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 
 class ClippedPGLossFn:

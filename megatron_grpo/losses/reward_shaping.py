@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_grpo.config.reward_schema import RewardScalingConfig, RewardShapingConfig
+from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
 
 __all__ = ["RewardScalingConfig", "RewardShapingConfig", "scale_rewards", "shape_rewards"]
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.token_means import bounded_exp, response_mean, token_mean
+from megatron_grpo.losses.loss import bounded_exp, response_mean, token_mean
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig
-    from megatron_grpo.losses.interface import GlobalCounts
-    from megatron_grpo.losses.segments import Segments
+    from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 
 class Surrogate(NamedTuple):

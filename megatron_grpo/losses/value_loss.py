@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenFields, given
-from megatron_grpo.losses.token_means import masked, token_mean
+from megatron_grpo.losses.loss import masked, token_mean
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.ppo_schema import MseValueLossConfig
-    from megatron_grpo.losses.interface import GlobalCounts
-    from megatron_grpo.losses.segments import Segments
+    from megatron_grpo.config.loop_schema import MseValueLossConfig
+    from megatron_grpo.losses.loss import GlobalCounts, Segments
 
 _MOMENTS = ("return_squared", "value_error", "value_error_squared")
 """Metrics from which, with return_mean, the explained variance follows."""

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.observability.json_files import read_lines
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,22 +4,68 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.observability.json_files import read_lines
-from megatron_grpo.observability.page.token_text import TokenBytes, token_bytes_of
+from megatron_grpo.observability.page.trajectories import TokenBytes, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
-from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles
-from megatron_grpo.observability.sample_tables import sample_row
+from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles, read_lines
 from megatron_grpo.observability.summary import COMPLETED, Ending, write_summary
-from megatron_grpo.observability.timers import TOTAL
+from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
+
+SHOWN_CHARACTERS = 2000
+"""Of a prompt's end and of a response's beginning: trackers keep every table for ever."""
+
+
+def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+    """One sample as a line of a table.
+
+    Args:
+        prompt: its text.
+        trajectory: fields of the response by name (`read_rollouts`); advantages if there are some.
+
+    Returns:
+        prompt, response, reward, correct, advantage (mean over the sampled tokens; None: not known), tokens,
+        stop_reason.
+    """
+    advantages = trajectory.get("advantages")
+    return {
+        "prompt": prompt[-SHOWN_CHARACTERS:],
+        "response": trajectory["response"][:SHOWN_CHARACTERS],
+        "reward": trajectory["reward"],
+        "correct": trajectory["correct"],
+        "advantage": float(np.mean(advantages)) if advantages is not None and len(advantages) else None,
+        "tokens": len(trajectory["logprobs"]),
+        "stop_reason": trajectory["stop_reason"],
+    }
+
+
+def prompt_text(datum: DatumSpec) -> str:
+    """The prompt as its row gives it; of a conversation every turn, with its role."""
+    prompt = datum["prompt"]
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The first sample of each of the first `count` prompts of a step, of its rollouts in their order."""
+    found: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for row in rows:
+        if len(found) == count:
+            break
+        if row["group"] not in seen:
+            seen.add(row["group"])
+            found.append(row)
+    return found
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_grpo.observability.json_files import read_lines, write_json
-from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE
+from megatron_grpo.observability.run_files import METRICS_FILE, VALIDATION_FILE, read_lines, write_json
 
 SUMMARY_FILE = "summary.json"
 WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refit")
@@ -110,3 +110,32 @@ def _column(steps: list[dict[str, Any]], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
+
+
+_REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) says so"
+
+
+def killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
+    """The command line that writes the summary, and the report, of a run whose driver was killed.
+
+    Args:
+        run_dir: the run's folder, where summary.json is to be.
+        samples_per_step: samples of one training step: prompts times generations of each.
+        report: whether report.html is written, too.
+    """
+    return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step), *(["report"] if report else [])]
+
+
+def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
+    """Write what is missing; nothing if the driver was killed after the end of its run."""
+    if (run_dir / SUMMARY_FILE).exists():
+        return
+    write_summary(run_dir, samples_per_step=samples_per_step, ending=Ending("failed", _REASON))
+    if report:
+        from megatron_grpo.observability.page.write import try_to_write_report  # not in every driver that starts
+
+        try_to_write_report(run_dir)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), report="report" in sys.argv[3:])

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.config.changes import leaves
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Literal
 
 import torch
+from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,22 @@ def current_platform() -> Platform:
     if torch.cuda.is_available():
         return Platform("cuda", torch.device("cuda", 0), "nccl")
     return Platform("cpu", torch.device("cpu"), "gloo")
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """A store that listens on this address alone, on a free port; it lives as long as the returned object."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A client of the store at this address."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -2,30 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_grpo.cluster.gpus import find_gpus
-from megatron_grpo.composition.compose import Composed, compose_typed
+from megatron_grpo.cluster.machines import find_gpus
+from megatron_grpo.config.checks import config_problems
+from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
-from megatron_grpo.config.schema import Config
-from megatron_grpo.models.source import known_shape
-from megatron_grpo.preflight.adapters import adapter_problems
-from megatron_grpo.preflight.checks import config_problems
-from megatron_grpo.preflight.checks.cautions import remarks
-from megatron_grpo.preflight.engine import engine_problems, recorded_routing_problems
-from megatron_grpo.preflight.fp8 import fp8_problems
+from megatron_grpo.config.schema import Config, ParallelConfig
+from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
+from megatron_grpo.preflight.engines import (
+    engine_problems,
+    length_problems,
+    placement_problems,
+    recorded_routing_problems,
+    refit_problems,
+)
 from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.machine import MachineReport, examine_machine
-from megatron_grpo.preflight.megatron_fields import megatron_field_problems
-from megatron_grpo.preflight.placement import placement_problems
-from megatron_grpo.preflight.quantization import quantization_problems
-from megatron_grpo.preflight.refit import refit_problems
-from megatron_grpo.preflight.steps import leave_steps_open, settle_steps
-from megatron_grpo.preflight.training import training_problems
-from megatron_grpo.preflight.vllm_fields import vllm_argument_problems
+from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
+from megatron_grpo.preflight.passthrough import megatron_field_problems, vllm_argument_problems
+from megatron_grpo.weights.source import known_shape
+
+
+def outlook(config: Config, start_from: Path | None) -> str:
+    """Recipe, algorithm, steps, layouts, and where it would begin.
+
+    Args:
+        config: the run's configuration.
+        start_from: the checkpoint that the run would begin with; None: it would begin anew.
+    """
+    loop, generation = config.loop, config.generation.parallel
+    algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
+    samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
+    parts = [f"policy on {_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
+    if config.value_model is not None and config.debug.train:
+        parts.append(f"value model on {_ranks(config.value.parallel)}")
+    engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine} "
+    engines += _plural("rank", generation.ranks_per_engine)
+    parts.append(engines if config.generates else f"rollouts of {config.debug.rollouts_from}")
+    where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
+    return (
+        f"{config.name}, {algorithm}, up to {loop.max_num_steps} steps of {samples}; {', '.join(parts)}, on "
+        f"{where}; {_beginning(config, start_from)}"
+    )
+
+
+def _ranks(parallel: ParallelConfig) -> str:
+    sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "DP": parallel.data}
+    layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    if parallel.expert > 1:
+        layout += f", EP{parallel.expert}"
+    return f"{parallel.world_size} {_plural('rank', parallel.world_size)}{f' ({layout})' if layout else ''}"
+
+
+def _beginning(config: Config, start_from: Path | None) -> str:
+    folder = Path(os.path.abspath(config.run_dir))
+    if start_from is None:
+        return f"begins in {folder}"
+    if folder.resolve() in start_from.resolve().parents:
+        return f"goes on after step {start_from.name.removeprefix('step_')} in {folder}"
+    return f"begins in {folder} from {start_from}"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+OPEN = 2**31 - 1
+"""What stands in the place of -1 until the rows are counted: more steps than any run has."""
+
+
+def leave_steps_open(config: Config) -> None:
+    """Put a number in the place of -1 that checks of a configuration by itself can compare with."""
+    if config.loop.max_num_steps == -1:
+        config.loop.max_num_steps = OPEN
+
+
+def settle_steps(config: Config) -> Iterator[Problem]:
+    """Write the steps of max_num_epochs passes over the rows in the place of -1, with debug.rollouts_from those of the
+    recorded run; what keeps it from that.
+
+    Rows whose prompts turn out to be too long make the run shorter; dynamic sampling, which takes further prompts for a
+    step, too.
+    """
+    if config.loop.max_num_steps != OPEN:
+        return
+    if not config.generates:
+        config.loop.max_num_steps = recorded_max_num_steps(config)
+        return
+    rows = training_rows(config)
+    if rows is None:
+        text = "needs rows that can be counted, and they are streamed; give a number of steps"
+        yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
+        return
+    per_epoch = rows // config.prompts_per_generation_batch
+    config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
 
 
 @dataclass(slots=True)

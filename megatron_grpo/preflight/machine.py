@@ -4,20 +4,100 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron_grpo.cluster.gpus import visible_gpus
-from megatron_grpo.cluster.ray_address import malformed, unreachable
-from megatron_grpo.config.errors import Problem
+from megatron_grpo.cluster.machines import find_gpus, malformed, unreachable, visible_gpus
+from megatron_grpo.config.checks.rewards import environment_problems, scorer_problems, system_prompt_problems
+from megatron_grpo.config.checks.sampling import request_problems, server_problems
+from megatron_grpo.config.data_schema import EnvironmentConfig
+from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.paths import unlistable, unwritable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.preflight.folders import folder_problems
-from megatron_grpo.preflight.fp8 import fp8_machine_problems
+from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
+from megatron_grpo.data.specs import spec_problems
+from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
+from megatron_grpo.preflight.data_files import check_prompt_files, check_recording
+from megatron_grpo.preflight.engines import engine_problems, sequence_problems
+from megatron_grpo.preflight.layout import engine_layout_problems
+from megatron_grpo.preflight.model import fp8_machine_problems, quantization_machine_problems
 from megatron_grpo.preflight.model_files import model_problems
-from megatron_grpo.preflight.prompt_files import check_prompt_files
-from megatron_grpo.preflight.quantization import quantization_machine_problems
-from megatron_grpo.preflight.recording import check_recording
-from megatron_grpo.preflight.sandbox import sandbox_problems
+from megatron_grpo.preflight.passthrough import vllm_argument_problems
+from megatron_grpo.weights.source import known_shape
+
+
+def folder_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
+    if not config.run_dir.strip():
+        yield Problem("run_dir=", "is empty; give a folder")
+        return
+    unusable = list(unwritable("run_dir", config.run_dir))
+    yield from unusable
+    if config.prepare.name is not None:
+        yield from unwritable("prepare.folder", config.prepare.folder)
+    if config.refit.directory is not None:
+        yield from unwritable("refit.directory", config.refit.directory)
+    if not unusable:
+        yield from _earlier_run(config)
+    yield from _resume(config)
+
+
+def _earlier_run(config: Config) -> Iterator[Problem]:
+    """What keeps a run from going on in a folder that is there."""
+    folder = Path(os.path.abspath(config.run_dir))
+    reason = unlistable(folder) if folder.exists() else None
+    if reason is not None:
+        yield Problem(f"run_dir={config.run_dir}", reason)
+        return
+    lock = folder / LOCK_FILE
+    if lock.exists() and not os.access(lock, os.W_OK):
+        yield Problem(f"run_dir={config.run_dir}", f"{lock} is another user's; choose another run_dir")
+        return
+    try:
+        changes_since_last_start(folder, config)
+    except ConfigError as error:
+        yield from error.problems
+    except OSError as error:
+        yield Problem(f"run_dir={config.run_dir}", f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _resume(config: Config) -> Iterator[Problem]:
+    resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
+    names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
+    steps = [int(match[1]) for match in names if match]
+    subject = f"checkpointing.resume={resume}"
+    if resume == "none" and steps:
+        text = f"would begin anew, and {folder} has checkpoints up to step {max(steps)}; choose another run_dir"
+        yield Problem(subject, f"{text}, or delete them")
+    if resume in ("auto", "none") or steps:
+        return
+    reason = unlistable(resume)
+    if reason is not None:
+        yield Problem(subject, f"{reason}; give auto, none or the path of a checkpoint")
+    elif not (Path(resume) / POLICY_FOLDER).is_dir():
+        yield Problem(
+            subject, f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
+        )
+    elif config.value_model is not None and not (Path(resume) / VALUE_FOLDER).is_dir():
+        yield Problem(subject, f"{resume} is not a checkpoint of PPO: it has no value model")
+
+
+def sandbox_problems(config: Config) -> Iterator[Problem]:
+    """Run a trial program, if any environment runs programs, and the environments are on this machine."""
+    if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
+        return
+    try:
+        open_sandbox(config.sandbox)
+    except SandboxUnavailableError as error:
+        subject = f"sandbox.required={config.sandbox.required}"
+        yield Problem(subject, str(error).removeprefix(subject).strip())
+
+
+def _runs_programs(environment: EnvironmentConfig) -> bool:
+    tools = environment.options.get("tools")
+    return environment.type == "code" or (environment.type == "tools" and isinstance(tools, list) and "python" in tools)
 
 
 @dataclass(slots=True)
@@ -135,3 +215,26 @@ def _packages(config: Config) -> Iterator[Problem]:
         yield Problem("logger.wandb.enabled=True", "needs the wandb package: pip install wandb, or set it to false")
     if config.logger.mlflow.enabled and importlib.util.find_spec("mlflow") is None:
         yield Problem("logger.mlflow.enabled=True", "needs the mlflow package: pip install mlflow, or set it to false")
+
+
+def evaluation_problems(config: Config) -> list[Problem]:
+    """What keeps engines from answering prompts here, or environments from scoring them.
+
+    Args:
+        config: a configuration whose values are all of their types and in their ranges.
+    """
+    find_gpus(config.cluster)
+    shape = known_shape(config)
+    problems = [
+        *engine_layout_problems(config, shape),
+        *sequence_problems(config, shape),
+        *scorer_problems(config),
+        *system_prompt_problems(config.data),
+        *request_problems(config.generation),
+        *server_problems(config),
+        *environment_problems(config),
+        *engine_problems(config),
+        *vllm_argument_problems(config),
+        *spec_problems(config.data),
+    ]
+    return problems or [*cluster_problems(config), *sandbox_problems(config)]

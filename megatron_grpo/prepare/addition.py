@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.models.prepared import EOS, PREPARED_MODELS, VOCABULARY
 from megatron_grpo.prepare.folder import MODEL_FOLDER, TRAIN_FILE, VAL_FILE, make_folder, save_model
+from megatron_grpo.weights.source import EOS, PREPARED_MODELS, VOCABULARY
 
 ANSWER_DIGITS = 3
 PROMPT_TOKENS = len("37+58=")

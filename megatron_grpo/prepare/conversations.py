@@ -10,9 +10,9 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.models.prepared import CALL_BEGIN, CALL_END, CONVERSATION_VOCABULARY, EOS, PAD, PREPARED_MODELS
 from megatron_grpo.prepare.addition import answer, split_problems
 from megatron_grpo.prepare.folder import MODEL_FOLDER, TRAIN_FILE, VAL_FILE, make_folder, save_model
+from megatron_grpo.weights.source import CALL_BEGIN, CALL_END, CONVERSATION_VOCABULARY, EOS, PAD, PREPARED_MODELS
 
 RECIPE: dict[str, Any] = {
     "version": 1,

@@ -31,7 +31,7 @@ def device() -> str:
 def one_rank() -> Iterator[None]:
     """This process as the only policy rank, on the first GPU."""
     from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
+    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
     initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60)
     yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_grpo.data.agents import ModelAccess
+from megatron_grpo.data.scores import ModelAccess
 
 QUESTIONS = ["", "x1", "y22"]
 """What the user says in each turn; in the first, the prompt."""

@@ -19,9 +19,9 @@ import ray
 
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.generation.vllm_arguments import CPU_BATCH_TOKENS
-from megatron_grpo.generation.vllm_cores import cores_of_ranks
-from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.sampler.arguments import CPU_BATCH_TOKENS
+from megatron_grpo.sampler.engine import cores_of_ranks
+from megatron_grpo.sampler.engine_group import VllmGeneration
 from tests.integration import generation_driver
 from tests.integration.vllm_helpers import (
     EOS,

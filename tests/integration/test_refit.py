@@ -13,11 +13,11 @@ import ray
 from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RefitConfig
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.families import shape_of_folder
-from megatron_grpo.policy.driver.policy import MegatronPolicy, PolicySettings
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
-from megatron_grpo.refit.interface import RefitError
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weights.refit.transport import RefitError
 from tests.integration.vllm_helpers import START_S, Oracle, engines, generate, kill_a_worker, make_model, request
 
 POLICY_LAYOUTS = {"tp2": ParallelConfig(tensor=2), "pp2": ParallelConfig(pipeline=2)}
@@ -142,7 +142,7 @@ def assert_serves(generation: VllmGeneration, oracle: Oracle, version: int) -> N
 
 def _corrupt_next_refit(engine: Any) -> None:
     """On the rank that sends stage 1: flip one bit of the first bucket after it is sealed, once."""
-    from megatron_grpo.refit.broadcast import sender
+    from megatron_grpo.weights.refit import broadcast as sender
 
     one = sender._sender
     if one is None or one.stage != 1:

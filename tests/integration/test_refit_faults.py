@@ -18,14 +18,12 @@ import ray
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.hf_weights import load_hf_weights
-from megatron_grpo.policy.driver.policy import MegatronPolicy
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
-from megatron_grpo.refit.diagnosis import SETTLE_S
-from megatron_grpo.refit.interface import PolicyLostError, RefitError
-from megatron_grpo.refit.reshard.transport import ReshardTransport
-from megatron_grpo.refit.transport import GroupTransport
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.hf_weights import load_hf_weights
+from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weights.refit.transport import SETTLE_S, GroupTransport, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 
@@ -351,7 +349,7 @@ def _number(moment: str, messages: int) -> int:
 
 
 def _in_links(moment: str, fault: Callable[[Any], bool]) -> None:
-    from megatron_grpo.refit.reshard import sender
+    from megatron_grpo.weights.refit import reshard as sender
 
     assert sender._sender is not None
     links = sender._sender._links
@@ -384,7 +382,7 @@ class _FaultyGroup:
 
 
 def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
-    from megatron_grpo.refit.broadcast import sender
+    from megatron_grpo.weights.refit import broadcast as sender
 
     one = sender._sender
     assert one is not None

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 
 from megatron_grpo.config.schema import ParallelConfig, RefitConfig
 from megatron_grpo.data.responses import SamplingSettings
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.policy.driver.policy import MegatronPolicy
-from megatron_grpo.refit.broadcast.transport import BroadcastTransport
-from megatron_grpo.refit.interface import WeightTransport
-from megatron_grpo.refit.reshard.transport import ReshardTransport
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.refit.broadcast import BroadcastTransport
+from megatron_grpo.weights.refit.reshard import ReshardTransport
+from megatron_grpo.weights.refit.transport import WeightTransport
 from tests.integration.test_refit import assert_serves, ray_cluster, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request
 

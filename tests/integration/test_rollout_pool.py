@@ -21,13 +21,12 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.batch import Shard, StepBatch
-from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import read_rollouts
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.group_stream import Complete
-from megatron_grpo.rollouts.plan import sample_seed
-from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.plan import sample_seed
+from megatron_grpo.sampler.pool import Complete, RolloutPool
 from tests.support.made_up_pool import (
     PROMPTS,
     SAMPLES,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings, Structure
-from megatron_grpo.generation.vllm_generation import VllmGeneration
+from megatron_grpo.sampler.engine_group import VllmGeneration
 from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
 
 pytestmark = pytest.mark.slow  # tests/unit/preflight/test_sampling.py reads the options with every `make test`

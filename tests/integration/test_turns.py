@@ -12,16 +12,16 @@ from transformers import AutoTokenizer
 
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig, RolloutsConfig
-from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.environments.settings import EnvironmentSettings
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.endpoint import EndpointSettings
-from megatron_grpo.rollouts.plan import sample_seed
-from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.endpoint import EndpointSettings
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.plan import sample_seed
+from megatron_grpo.sampler.pool import RolloutPool
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForTokenClassification
 
-from megatron_grpo.composition.overrides import config_groups
+from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare.addition import prepare
 from tests.integration.runs import TrainingRun

@@ -25,10 +25,10 @@ from transformers import (
 
 from megatron_grpo.config.schema import AsyncGRPOConfig, EngineConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.generation.vllm_engine import VllmEngine
-from megatron_grpo.generation.vllm_generation import VllmGeneration
-from megatron_grpo.models.routed import RoutedForm
-from megatron_grpo.rollouts.engines import EngineClient, Engines
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.sampler.engine import VllmEngine
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.engines import EngineClient, Engines
 
 EOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

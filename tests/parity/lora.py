@@ -13,8 +13,8 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.policy.modeling.adapter import AdaptedColumn, AdaptedLinear
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.trainer.model.lora import AdaptedColumn, AdaptedLinear
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER
 from tests.parity.ranks import Layout
 from tests.support.tiny_models import TinyModel

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.ranks import Layout
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
 from tests.support.tiny_models import VOCAB, TinyModel

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from megatron_grpo.cluster.rendezvous import open_store, reach_store
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.policy.modeling import build  # noqa: F401  # loaded once by the fork server instead of by every rank
-from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.trainer.model import build  # noqa: F401  # loaded once by the fork server instead of by every rank
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
 SEED = 1234
 START_TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import whole_tensors

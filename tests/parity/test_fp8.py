@@ -13,12 +13,12 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.policy.modeling.build import transformer_config
-from megatron_grpo.policy.modeling.fp8 import require_fp8
-from megatron_grpo.policy.modeling.fp8_rounding import round_blocks, round_tensor
-from megatron_grpo.policy.rank.microbatch import MicrobatchMaker
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.trainer.microbatch import MicrobatchMaker
+from megatron_grpo.trainer.model.build import transformer_config
+from megatron_grpo.trainer.model.fp8 import round_blocks, round_tensor
+from megatron_grpo.trainer.model.megatron_fields import require_fp8
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.shape import ModelShape
 from tests.parity.fp8_oracle import block_scales, e4m3, simulate
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

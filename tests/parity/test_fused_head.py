@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.policy.rank.parallel import destroy_parallel, initialize_parallel
+from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 from tests.parity.policy_training import (
     expect_gradients_of_transformers,
     gradients_on_rank,

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch
-from megatron_grpo.data.packing import plan_microbatches
+from megatron_grpo.data.padded_batches import plan_microbatches
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.parity.policy_training import make_batch, make_engine, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

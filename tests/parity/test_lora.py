@@ -13,9 +13,9 @@ from peft import PeftModel
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.export import main
-from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
-from megatron_grpo.run.checkpoint_files import complete
+from megatron_grpo.trainer.checkpoint import load_rank, save_rank
 from tests.parity.lora import (
     LORA,
     adapted_layers,

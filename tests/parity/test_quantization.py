@@ -22,13 +22,13 @@ from megatron_grpo.config.schema import (
     QuantizationFormat,
     ReferenceConfig,
 )
+from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.quantized_weights import quantized_rows
-from megatron_grpo.policy.modeling.quantization import QuantizedLinear
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.run.checkpoint_files import complete
+from megatron_grpo.trainer.model.quantization import QuantizedLinear
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.hf_export import quantized_rows
 from tests.parity.fp8_oracle import e4m3
 from tests.parity.policy_training import OPTIMIZER, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks

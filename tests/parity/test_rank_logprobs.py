@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share, whole_tensors

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch
+from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.models.routed import RoutedForm
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.verification.problem import as_stored
+from megatron_grpo.proof.problem import as_stored
+from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, merged, rank_share

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig
-from megatron_grpo.policy.rank.checkpoint import load_rank, save_rank
+from megatron_grpo.trainer.checkpoint import load_rank, save_rank
 from tests.parity.policy_training import (
     MAX_GRAD_NORM,
     OPTIMIZER,

@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen3Config
 
 from megatron_grpo import verify
-from megatron_grpo.verification import compare
+from megatron_grpo.proof import ranks as compare
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_grpo.data.batch import TokenBatch, TokenFields
-from megatron_grpo.data.packing import plan_microbatches
-from megatron_grpo.losses.interface import GlobalCounts, LossFunction
-from megatron_grpo.models.hf_weights import iter_hf_tensors
-from megatron_grpo.policy.rank.policy_rank import PolicyRank
-from megatron_grpo.policy.rank.value_rank import ValueRank
+from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+from megatron_grpo.trainer.rank import PolicyRank, ValueRank
+from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from tests.parity.ranks import Layout
 
 LENGTHS = [5, 9, 7, 12, 6, 12, 8, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.schema import CheckpointingConfig
-from megatron_grpo.run.checkpointer import Checkpointer
+from megatron_grpo.controller.checkpoints import Checkpointer
 
 MODELS = ("megatron", "megatron_value")
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.data.batch import ReplicaWork, StepBatch, TokenBatch, TokenFields, given
-from megatron_grpo.losses.interface import GlobalCounts, LossFunction
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.policy.interface import PolicyInterface, TrainedModel, TrainResult, ValueInterface
+from megatron_grpo.losses.loss import GlobalCounts, LossFunction
+from megatron_grpo.trainer.group import PolicyInterface, TrainedModel, TrainResult, ValueInterface
+from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_rollouts import add_entry, by_sequence
 
 

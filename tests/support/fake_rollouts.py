@@ -15,13 +15,12 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_grpo.data.batch import STORED_DTYPES, StepBatch
-from megatron_grpo.data.engine_counts import EngineCounts
-from megatron_grpo.data.interfaces import DatumSpec
-from megatron_grpo.data.recording import StepFacts, StepRecord, read_recorded
-from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import EngineCounts, SamplingSettings
+from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.group_stream import Complete
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import Complete
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
 """(prompts, samples of each) -> the samples of each prompt."""
@@ -62,7 +61,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
     fake = FakeRay()
     monkeypatch.setattr("megatron_grpo.cluster.futures.ray", SimpleNamespace(get=fake.get_all))
-    monkeypatch.setattr("megatron_grpo.algorithms.token_stage.ray", SimpleNamespace(put=fake.put))
+    monkeypatch.setattr("megatron_grpo.algorithms.advantages.ray", SimpleNamespace(put=fake.put))
     return fake
 
 

@@ -7,18 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.recording import StepFacts
+from megatron_grpo.controller.context import GRPORun, Placement, PPORun, SampleSource
+from megatron_grpo.controller.failures import FiniteGuard
+from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.rollout_files import StepFacts
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
-from megatron_grpo.models.shape import ModelShape
-from megatron_grpo.refit.interface import TransferReport
-from megatron_grpo.run.context import GRPORun, PPORun
-from megatron_grpo.run.non_finite import FiniteGuard
-from megatron_grpo.run.placement import Placement
-from megatron_grpo.run.sample_source import SampleSource
-from megatron_grpo.run.save_state import default_grpo_save_state
+from megatron_grpo.weights.refit.transport import TransferReport
+from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_models import FakePolicy, FakeValue
 from tests.support.fake_rollouts import FakeRollouts
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
-from megatron_grpo.refit.interface import RefitError
-from megatron_grpo.run import loop as train_loop
-from megatron_grpo.run.callbacks import Callbacks
-from megatron_grpo.run.checkpointer import Checkpointer
-from megatron_grpo.run.loop import train_steps
-from megatron_grpo.run.save_state import default_grpo_save_state
-from megatron_grpo.run.step_report import StepReport
+from megatron_grpo.controller import loop as train_loop
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.loop import StepReport, train_steps
+from megatron_grpo.controller.save_state import default_grpo_save_state
+from megatron_grpo.controller.user_objects import Callbacks
+from megatron_grpo.weights.refit.transport import RefitError
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
 from tests.support.recording import make_facts

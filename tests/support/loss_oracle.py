@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.loss import GlobalCounts
 
 Row = dict[str, list[float]]
 """One response: for each entry of a batch, the values of its tokens in the loss."""

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 
-from megatron_grpo.data.engine_counts import EngineCounts
-from megatron_grpo.data.packed import Packed
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 
 VERSION = 3

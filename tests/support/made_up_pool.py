@@ -11,13 +11,13 @@ import ray
 
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import EnvironmentConfig, RolloutsConfig
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.responses import GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, Span, Trajectory
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.plan import sample_seed
-from megatron_grpo.rollouts.pool import RolloutPool
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.plan import sample_seed
+from megatron_grpo.sampler.pool import RolloutPool
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.models.families import weight_entries
-from megatron_grpo.models.places import Place
-from megatron_grpo.models.shape import ModelShape
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.layouts import Place
+from megatron_grpo.weights.shape import ModelShape
 from tests.support.moe_config import QWEN3_MOE
 
 DENSE: dict[str, Any] = {

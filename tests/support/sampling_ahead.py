@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
-from megatron_grpo.data.epoch_order import Visits
-from megatron_grpo.data.loader import PromptLoader, prompt_batches
+from megatron_grpo.controller.oversampling import Oversampling
+from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.ahead import SamplingAhead
-from megatron_grpo.rollouts.coming_steps import ComingSteps
-from megatron_grpo.rollouts.oversampling import Oversampling
+from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS
 from tests.support.trajectories import make_trajectory

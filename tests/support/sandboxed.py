@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox.opening import open_sandbox
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError, open_sandbox
 
 CONFIG = SandboxConfig(wall_time_s=8, cpu_time_s=5, memory_mb=200, folder_mb=8, processes=8, output_kb=16)
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.algorithms.advantages import add_advantages
 from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.step_advantages import add_advantages
-from megatron_grpo.algorithms.training_batch import training_batch
+from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory

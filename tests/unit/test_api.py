@@ -14,9 +14,9 @@ import megatron_grpo
 from megatron_grpo import api
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.user_objects import Given
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.run.given import Given
-from megatron_grpo.script.overrides import environment_overrides, written
+from megatron_grpo.script import environment_overrides, written
 from tests.integration.example_rewards import right
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)]
@@ -149,7 +149,7 @@ def test_names_of_validation_sets(started: list[tuple[Config, Given]], tmp_path:
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
     found = environment_overrides({"math": "math", "mine": Given})
-    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.run.given:Given"]
+    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.controller.user_objects:Given"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):
         megatron_grpo.train("+exp=quickstart", environments={"mine": local})

@@ -17,12 +17,12 @@ import yaml
 
 import megatron_grpo.__main__ as overview
 from megatron_grpo import evaluate, export, refit_plan, report, train, verify
-from megatron_grpo.composition.help import COMMANDS
-from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.help import COMMANDS
+from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.run.directory import claimed_run_directory
-from megatron_grpo.run.startup_parts import StartupParts
+from megatron_grpo.controller.directory import claimed_run_directory
+from megatron_grpo.controller.lifetime import StartupParts
 from tests.support.checkpoints import MODELS, save
 
 
@@ -41,9 +41,9 @@ def put_loop_in_place(
     loop = ModuleType("megatron_grpo.algorithms.grpo")
     loop.run = run  # type: ignore[attr-defined]  # a module made by hand
     monkeypatch.setitem(sys.modules, "megatron_grpo.algorithms.grpo", loop)
-    opening = ModuleType("megatron_grpo.run.opening")
+    opening = ModuleType("megatron_grpo.controller.lifetime")
     opening.opened = lambda *_: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_grpo.run.opening", opening)
+    monkeypatch.setitem(sys.modules, "megatron_grpo.controller.lifetime", opening)
     return started
 
 

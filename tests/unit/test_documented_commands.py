@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.composition.job_file import read_job_file
+from megatron_grpo.config.job import read_job_file
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, broken_links, commands, yaml_blocks

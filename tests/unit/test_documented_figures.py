@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.composition.overrides import config_groups
+from megatron_grpo.config.overrides import config_groups
 
 ROOT = Path(__file__).parents[2]
 FP8_PAGE = (ROOT / "docs" / "fp8.md").read_text()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.composition.overrides import config_groups
+from megatron_grpo.config.overrides import config_groups
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 2

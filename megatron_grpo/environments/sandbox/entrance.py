@@ -12,9 +12,9 @@ import signal
 import sys
 
 from megatron_grpo.environments.sandbox import kernel
-from megatron_grpo.environments.sandbox.process_tree import descendants
+from megatron_grpo.environments.sandbox.kernel import Filter
+from megatron_grpo.environments.sandbox.processes import descendants
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root
-from megatron_grpo.environments.sandbox.syscalls import Filter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _limited(spec: dict[str, Any]) -> int:
 
 def _by_bubblewrap(spec: dict[str, Any]) -> int:
     """The program as a child of bubblewrap's, which makes the namespaces."""
-    from megatron_grpo.environments.sandbox.bubblewrap import command
+    from megatron_grpo.environments.sandbox.root import command
 
     kernel.adopt_orphans()
     ready_read, ready_write = os.pipe()

@@ -6,20 +6,22 @@ import fcntl
 import marshal
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import megatron_grpo
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.sandbox_schema import Level, SandboxConfig
-from megatron_grpo.environments.sandbox.process_tree import descendants, memory
+from megatron_grpo.environments.sandbox.kernel import LIBRARY
+from megatron_grpo.environments.sandbox.processes import descendants, memory
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02
@@ -239,3 +241,64 @@ def _sealed(data: bytes) -> int:
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return fd
+
+
+_NAMESPACES_ADVICE = (
+    "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; in a "
+    "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or install bubblewrap"
+)
+
+
+def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
+    """A sandbox of the strongest level that a trial program runs at.
+
+    Args:
+        config: limits, and the least level that is accepted.
+        python: interpreter of Python programs; None: this one's.
+
+    Raises:
+        SandboxUnavailableError: nothing as strong as `sandbox.required` works here; says why, and what would help.
+    """
+    reason = ""
+    for sandbox in _possible(config, python):
+        why_not = _why_not(sandbox)
+        if why_not is None:
+            return sandbox
+        reason = why_not if sandbox.bubblewrap is None else f"{reason}; with bubblewrap: {why_not}"
+    raise SandboxUnavailableError(
+        f"sandbox.required={config.required} is not possible on this machine: {reason}; "
+        f"{_advice(config.required, reason)}, or accept less "
+        f"with sandbox.required={LEVELS[max(LEVELS.index(config.required) - 1, 0)]} or run where it is possible"
+    )
+
+
+def _advice(required: Level, reason: str) -> str:
+    """What would help."""
+    if required == "limits":
+        return "it needs Linux with /proc"
+    if LIBRARY in reason:
+        return "install libseccomp (Debian, Ubuntu: libseccomp2)"
+    return _NAMESPACES_ADVICE
+
+
+def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
+    """The sandboxes that are good enough, the strongest first; with bubblewrap only what does not work without."""
+    bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+    for level in reversed(LEVELS[LEVELS.index(config.required) :]):
+        yield Sandbox(config, level, python)
+        if level != "limits" and bubblewrap is not None:
+            yield Sandbox(config, level, python, bubblewrap)
+
+
+def _why_not(sandbox: Sandbox) -> str | None:
+    """Why a trial program does not run as it should; None: it does."""
+    if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
+        return "the kernel does not list the children of processes, so their memory cannot be watched"
+    try:
+        finished = sandbox.run_python("print('ready')")
+    except SandboxUnavailableError as error:
+        return str(error)
+    if finished.stdout == "ready\n":
+        return None
+    said = finished.stderr.strip()[-200:]
+    return f"a trial program ended by {finished.ending}, exit code {finished.exit_code}: {said}"

@@ -2,16 +2,176 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from megatron_grpo.observability.json_files import write_text
-from megatron_grpo.observability.page.embed import json_element, packed_element, page
-from megatron_grpo.observability.page.run_data import config_of, run_data
-from megatron_grpo.observability.page.token_text import TokenBytes, token_bytes_of
-from megatron_grpo.observability.page.trajectories import Embedded, embed_steps, token_table
+import yaml
+
+from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.schema import Config
+from megatron_grpo.observability.page.trajectories import Embedded, TokenBytes, embed_steps, token_bytes_of, token_table
+from megatron_grpo.observability.run_files import METRICS_FILE, STARTS_FILE, VALIDATION_FILE, read_lines, write_text
+from megatron_grpo.observability.summary import SUMMARY_FILE
+
+ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+"""Characters of HTML, as JSON may write them in a string; json.dumps escapes all that is not ASCII itself."""
+_DIGITS = 7
+"""Significant digits of a number in the page."""
+
+
+def json_element(name: str, value: Any) -> str:
+    """A script element that no browser runs, with a value as JSON that has no character of HTML in it."""
+    return f'<script type="application/json" id="{name}">{escaped_json(value)}</script>\n'
+
+
+def packed_element(name: str, value: Any) -> str:
+    """The same, compressed: gzip in base 64, for what is looked at later or never."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # a number that is not finite: rare, and looking for them takes longer than everything else
+        text = json.dumps(shortened(value), separators=(",", ":"))
+    packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
+    return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
+
+
+def escaped_json(value: Any) -> str:
+    """ASCII JSON without `<`, `>` and `&`; numbers that are not finite are null."""
+    text = json.dumps(shortened(value), separators=(",", ":"), allow_nan=False)
+    for character, escape in ESCAPES.items():
+        text = text.replace(character, escape)
+    return text
+
+
+def shortened(value: Any) -> Any:
+    """The value with its numbers as short as their first digits allow, and null for those that are not finite."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): shortened(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(one) for one in value]
+    return value
+
+
+def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
+    """A whole page, which may load nothing, send nothing, and run this one script.
+
+    Args:
+        style: CSS.
+        script: JavaScript; runs when everything is there.
+        body: HTML of this package's own, without anything of a run.
+        data: elements of `json_element` and `packed_element`.
+    """
+    for kind, text in (("style", style), ("script", script)):
+        assert f"</{kind}" not in text.lower(), f"the {kind} would end its own element"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
+        f"<title>Run report</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
+        f"{''.join(data)}<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _hash(text: str) -> str:
+    """How a Content-Security-Policy names an element of exactly this content."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+CONFIG_FILE = "config.yaml"
+_APART = ("timing", "throughput")
+"""Groups of figures that a line has beside its metrics: of metrics.jsonl both, of validation.jsonl the first."""
+
+
+def run_data(folder: Path) -> dict[str, Any]:
+    """Everything but the trajectories, in types that JSON has.
+
+    Raises:
+        ValueError: the folder is not that of a run, or a line in it is damaged; the text names it.
+    """
+    if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} is not the folder of a run: it has neither {METRICS_FILE} nor {CONFIG_FILE}")
+    steps = _rows(folder / METRICS_FILE)
+    return {
+        "name": folder.resolve().name,
+        "summary": _summary(folder),
+        "metrics": columns([_metrics(row) for row in steps]),
+        **{group: columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
+        "validation": columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
+        "config": _settings(folder),
+        "starts": read_lines(folder / STARTS_FILE),
+    }
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file of figures, each with its step.
+
+    Raises:
+        ValueError: a line is none of figures; the text names file and line.
+    """
+    rows = read_lines(file)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"{file}:{number} is damaged: it has no number under step")
+        for group in _APART:
+            if not isinstance(row.get(group, {}), dict):
+                raise ValueError(f"{file}:{number} is damaged: {group} is {type(row[group]).__name__}, and no object")
+    return rows
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The configuration of a run; empty where there is none that can be read."""
+    try:
+        values = yaml.safe_load((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows of numbers as a list for each name that any of them has; None where a row does not."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _APART}
+
+
+def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
+    """Key, value and, where it is another, the default of every setting, as texts."""
+    defaults = dict(leaves(asdict(Config())))
+    return [
+        (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
+        for key, value in leaves(config_of(folder))
+    ]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads((folder / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
 
 logger = logging.getLogger(__name__)
 

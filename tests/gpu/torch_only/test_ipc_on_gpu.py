@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_grpo.refit.ipc.cuda_memory import CudaMemory
+from megatron_grpo.weights.refit.ipc import CudaMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.dynamic_sampling import dynamic_sampling
-from megatron_grpo.losses.advantages import group_advantages
-from megatron_grpo.losses.signal import has_signal
+from megatron_grpo.algorithms.scoring import dynamic_sampling
+from megatron_grpo.losses.advantages import group_advantages, has_signal
 
 
 def test_a_lone_success_keeps_its_signal_under_leave_one_out() -> None:

@@ -14,7 +14,7 @@ from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Outcome
-from megatron_grpo.models.families import forward_flops
+from megatron_grpo.weights.families import forward_flops
 from tests.support.documented import undocumented
 from tests.support.fake_rollouts import FakeRay
 from tests.support.grpo_run import EVERYTHING, KL_IN_REWARD, Run

@@ -12,14 +12,14 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.algorithms.learning import combine_results, learn, learn_values, train_in_minibatches
+from megatron_grpo.algorithms.stages import combine_results, learn, learn_values, train_in_minibatches
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
+from megatron_grpo.controller.failures import FiniteGuard, StepGuard
 from megatron_grpo.data.batch import Shard, StepBatch
-from megatron_grpo.losses.interface import LossFunction
+from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
-from megatron_grpo.policy.interface import NonFiniteGradientError, TrainResult
-from megatron_grpo.run.non_finite import FiniteGuard, StepGuard
+from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult
 from tests.support.fake_models import FakePolicy, Lesson, fetched
 from tests.support.fake_rollouts import FakeRollouts, add_entry
 from tests.support.trajectories import make_trajectory

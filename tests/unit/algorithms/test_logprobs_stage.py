@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.logprobs_stage import add_logprobs
-from megatron_grpo.algorithms.training_batch import training_batch
+from megatron_grpo.algorithms.stages import add_logprobs, training_batch
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
+from megatron_grpo.controller.failures import FiniteGuard, StepGuard
 from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.run.non_finite import FiniteGuard, StepGuard
+from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_models import FakePolicy
 from tests.support.fake_rollouts import FakeRay, FakeRollouts, add_entry, by_sequence, stored_names
 from tests.support.trajectories import failed_trajectory, make_trajectory

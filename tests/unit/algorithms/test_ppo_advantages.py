@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.ppo_advantages import add_advantages, token_advantages
+from megatron_grpo.algorithms.advantages import add_ppo_advantages as add_advantages
+from megatron_grpo.algorithms.advantages import on_tokens
+from megatron_grpo.algorithms.advantages import ppo_token_advantages as token_advantages
 from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.token_stage import on_tokens
-from megatron_grpo.algorithms.training_batch import training_batch
+from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.gae import estimate_advantages, token_rewards, whiten
-from megatron_grpo.losses.kl import kl_estimate
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, split
 from tests.support.ppo_batch import VALUES, advantages_of, make_config, make_trajectories
 from tests.support.trajectories import failed_trajectory, make_trajectory

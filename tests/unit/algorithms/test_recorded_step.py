@@ -11,10 +11,10 @@ import pytest
 from megatron_grpo.algorithms.grpo import grpo_step
 from megatron_grpo.algorithms.sampling_only import sampling_step
 from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.controller.loop import StepReport
+from megatron_grpo.controller.recordings import RecordedSteps
+from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
-from megatron_grpo.run.recorded_steps import RecordedSteps
-from megatron_grpo.run.save_state import default_grpo_save_state
-from megatron_grpo.run.step_report import StepReport
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recording import make_record
 from tests.support.trajectories import make_trajectory

@@ -16,12 +16,11 @@ from megatron_grpo.algorithms.samples import StepSamples, sample
 from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
-from megatron_grpo.data.interfaces import DatumSpec
+from megatron_grpo.controller.context import SampleSource
+from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
-from megatron_grpo.observability.timers import StepTimer
-from megatron_grpo.rollouts.ahead import SamplingAhead
-from megatron_grpo.rollouts.coming_steps import ComingSteps
-from megatron_grpo.run.sample_source import SampleSource
+from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import SETTINGS, make_source
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups

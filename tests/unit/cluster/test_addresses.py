@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.cluster.addresses import TOKEN_VARIABLE, is_loopback, url_problem
-from megatron_grpo.cluster.token_guard import TokenGuard
+from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, url_problem
+from megatron_grpo.sampler.endpoint import TokenGuard
 
 
 @pytest.mark.parametrize(

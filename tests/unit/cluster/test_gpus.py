@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.cluster import gpus
-from megatron_grpo.cluster.gpus import find_gpus, too_few
+from megatron_grpo.cluster import machines as gpus
+from megatron_grpo.cluster.machines import find_gpus, too_few
 from megatron_grpo.config.schema import ClusterConfig
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.cluster import late
+from megatron_grpo.cluster import overdue as late
 from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat
-from megatron_grpo.cluster.late import DESCRIBED, Whereabouts, doing, report_hanging, report_late
+from megatron_grpo.cluster.overdue import DESCRIBED, Whereabouts, doing, report_hanging, report_late
 from megatron_grpo.cluster.phases import Phase
 from megatron_grpo.cluster.process_log import driver_log, log_file
 from tests.support.logged_processes import (

@@ -37,11 +37,11 @@ def run_logged(run_dir: Path, code: str, level: str = "info") -> str:
 
 
 def test_a_record_says_when_how_grave_and_who(tmp_path: Path) -> None:
-    code = "import logging; logging.getLogger('megatron_grpo.policy').info('%d tensors', 7)"
+    code = "import logging; logging.getLogger('megatron_grpo.trainer').info('%d tensors', 7)"
     (line,) = [line for line in run_logged(tmp_path, code).splitlines() if "tensors" in line]
     stamp, rest = line[:23], line[24:]
     assert time.strptime(stamp.partition(",")[0], "%Y-%m-%d %H:%M:%S")
-    assert rest == "INFO [policy rank 1] megatron_grpo.policy: 7 tensors"
+    assert rest == "INFO [policy rank 1] megatron_grpo.trainer: 7 tensors"
 
 
 def test_what_is_printed_and_warned_is_in_the_log(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_grpo.cluster.ray_address import malformed, unreachable
+from megatron_grpo.cluster.machines import malformed, unreachable
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.composition.overrides import RECIPES, config_groups
+from megatron_grpo.config.overrides import RECIPES, config_groups
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of

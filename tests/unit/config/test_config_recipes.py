@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.composition.key_page import markdown
-from megatron_grpo.composition.overrides import RECIPES, config_groups
+from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.errors import ConfigError, Problem, format_problems
+from megatron_grpo.config.help import markdown
 from megatron_grpo.config.keys import groups, keys
+from megatron_grpo.config.overrides import RECIPES, config_groups
 from megatron_grpo.config.schema import Config
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.preflight.checks import config_problems
+from megatron_grpo.preflight.engines import length_problems
 from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.load import compose_config, load_config
+from megatron_grpo.weights.families import shape_of_config
 
 ROOT = Path(__file__).parents[3]
 QWEN3_8B = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.data.answers import unusable_answer
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.addition import AdditionEnvironment
+from megatron_grpo.environments.matching import AdditionEnvironment
 from megatron_grpo.environments.math_answers import is_correct
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.data.bins import OF_TOKENS, Bins, Cost
+from megatron_grpo.data.packing import OF_TOKENS, Bins, Cost
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 COSTS = st.sampled_from([OF_TOKENS, Cost(per_token=1.0, per_pair=0.25)])

@@ -15,12 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DataConfig
-from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.epoch_order import Visits
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec, TaskDataSpec
-from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.processors import math_data_processor
-from megatron_grpo.data.stream import StreamLoader
+from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader
+from megatron_grpo.data.loader import PromptLoader, Visits
+from megatron_grpo.data.processors import REFERENCE, DatumSpec, TaskDataSpec, math_data_processor
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_grpo.data.engine_counts import EngineCounts, engine_figures
+from megatron_grpo.data.responses import EngineCounts, engine_figures
 from tests.support.documented import undocumented
 
 FIRST = EngineCounts(

@@ -9,12 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo.data import first_rows
+from megatron_grpo.data import load_prompts as first_rows
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.first_rows import count_left_out
-from megatron_grpo.data.interfaces import DatumSpec, LongPrompts, TaskDataSpec
-from megatron_grpo.data.processors import math_data_processor
-from megatron_grpo.data.row_forms import processor_of
+from megatron_grpo.data.load_prompts import count_left_out
+from megatron_grpo.data.processors import DatumSpec, LongPrompts, TaskDataSpec, math_data_processor
+from megatron_grpo.data.specs import processor_of
 
 LONGEST = 12
 CHAT = (

@@ -11,10 +11,9 @@ import torch
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.datasets import AllTaskProcessedDataset
-from megatron_grpo.data.interfaces import REFERENCE, TaskDataSpec
+from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader
+from megatron_grpo.data.processors import REFERENCE, TaskDataSpec
 from megatron_grpo.data.specs import processor_problems
-from megatron_grpo.data.stream import StreamLoader
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)
 ROW = {"prompt": "1+1=", "answer": "2"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.data.packed import IN_BAND_BYTES, Packed
+from megatron_grpo.cluster.pickled import IN_BAND_BYTES, Packed
 from tests.support.trajectories import make_trajectory, plain
 
 

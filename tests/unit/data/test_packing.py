@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.data.packing import fewest_microbatches, plan_microbatches, plan_replica
+from megatron_grpo.data.padded_batches import fewest_microbatches, plan_microbatches, plan_replica
 
 
 def padded(lengths: list[int], microbatch: list[int], multiple: int) -> int:

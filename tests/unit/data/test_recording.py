@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.data.epoch_order import Visits
-from megatron_grpo.data.loader import PromptLoader
-from megatron_grpo.data.recording import StepRecord, examine_file, read_recorded, recorded_folder, recorded_steps
-from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
+from megatron_grpo.data.loader import PromptLoader, Visits
+from megatron_grpo.data.rollout_files import (
+    StepRecord,
+    examine_file,
+    read_recorded,
+    recorded_folder,
+    recorded_steps,
+    rollouts_file,
+    write_rollouts,
+)
 from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.recording import make_facts, make_record
 from tests.support.trajectories import failed_trajectory, make_outcome, make_trajectory, plain_groups, with_learnt

@@ -8,9 +8,8 @@ import pytest
 from jinja2 import Template
 
 from megatron_grpo.data.examine import row_check
-from megatron_grpo.data.interfaces import REFERENCE
-from megatron_grpo.data.row_forms import ROW_FORMS, last_box, processor_of
-from megatron_grpo.data.specs import task_spec
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.specs import ROW_FORMS, last_box, processor_of, task_spec
 from megatron_grpo.preflight.load import compose_config
 
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -121,4 +120,4 @@ def test_a_processor_of_ones_own_is_imported() -> None:
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
         processor_of("no_such_module.processor")
     with pytest.raises(ValueError, match="is dict, which cannot be called"):
-        processor_of("megatron_grpo.data.row_forms.ROW_FORMS")
+        processor_of("megatron_grpo.data.specs.ROW_FORMS")

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import SandboxConfig
+from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.schema import EnvironmentConfig
-from megatron_grpo.data.answers import code_tests, unusable_answer
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.rows import code_tests, unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment, program_of
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.settings import EnvironmentSettings
 
 SETTINGS = EnvironmentSettings(sandbox=SandboxConfig(required="limits", wall_time_s=3, memory_mb=256))
 ASSERTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(-3) == -6"]

@@ -14,8 +14,8 @@ import yaml
 
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.settings import EnvironmentSettings
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text()

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments import math_answers
-from megatron_grpo.environments.addition import AdditionEnvironment
-from megatron_grpo.environments.math_answers import final_answer, is_correct
-from megatron_grpo.environments.math_environment import MathEnvironment
-from megatron_grpo.environments.math_verifier import Verifier
+from megatron_grpo.environments.matching import AdditionEnvironment, MathEnvironment
+from megatron_grpo.environments.math_answers import Verifier, final_answer, is_correct
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.sandbox.process_tree import descendants
+from megatron_grpo.environments.sandbox.processes import descendants
 
 
 def request(response: str, answer: str) -> EnvironmentRequest:

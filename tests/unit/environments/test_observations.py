@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoringJob, Turn
 from megatron_grpo.environments import worker as worker_module
-from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.observations import Observations
-from megatron_grpo.environments.settings import EnvironmentSettings
-from megatron_grpo.environments.worker import EnvironmentWorker
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
+from megatron_grpo.environments.worker import EnvironmentWorker, Observations
 
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} <e> {% endfor %}"

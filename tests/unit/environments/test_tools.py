@@ -13,18 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config.data_schema import SandboxConfig
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.sandbox_schema import SandboxConfig
 from megatron_grpo.config.schema import Config, EnvironmentConfig
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import check_environments, create_environment
-from megatron_grpo.environments.settings import EnvironmentSettings
-from megatron_grpo.environments.tools.calculator import calculate
-from megatron_grpo.environments.tools.calls import parser_names
-from megatron_grpo.environments.tools.retriever import Retriever
-from megatron_grpo.models.prepared import CONVERSATION_VOCABULARY
+from megatron_grpo.environments.tools.builtin import Retriever, calculate
+from megatron_grpo.environments.tools.environment import parser_names
 from megatron_grpo.prepare.folder import _tokenizer
+from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 
 EXPRESSIONS = st.recursive(
     st.integers(0, 99).map(str),

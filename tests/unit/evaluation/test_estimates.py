@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from megatron_grpo.evaluation.estimates import bootstrap_interval, consensus_at_k, mcnemar, pass_at_k, wilcoxon
+from megatron_grpo.evaluation.results import bootstrap_interval, consensus_at_k, mcnemar, pass_at_k, wilcoxon
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])

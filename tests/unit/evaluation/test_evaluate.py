@@ -12,13 +12,12 @@ import pytest
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
 from megatron_grpo.data.load_prompts import HeldOutPrompts
+from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.evaluation import evaluate as module
 from megatron_grpo.evaluation.evaluate import evaluate
-from megatron_grpo.evaluation.request import Request
-from megatron_grpo.evaluation.sets import EvaluatedSet
+from megatron_grpo.evaluation.request import EvaluatedSet, Request
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.trajectories import make_trajectory

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
+from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.evaluation.results import Answered, comparison, sample_row, set_results, vote_of
 from tests.support.trajectories import failed_trajectory, make_trajectory
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo_kernels import chunked_logprob
+from megatron_grpo_kernels import logprob as chunked_logprob
 from megatron_grpo_kernels.logprob import linear_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 14, 6, 11, 16

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_grpo.losses.consistency import divergences, effective_sample_size, inconsistent_sequences
+from megatron_grpo.losses.divergence import divergences, effective_sample_size, inconsistent_sequences
 
 
 def exact_kl(p: torch.Tensor, q: torch.Tensor) -> float:

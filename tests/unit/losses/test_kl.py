@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_grpo.losses.kl import KLType, kl_estimate
+from megatron_grpo.losses.divergence import KLType, kl_estimate
 
 
 def distributions() -> tuple[Tensor, Tensor]:

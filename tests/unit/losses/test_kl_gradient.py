@@ -10,10 +10,8 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.losses.loss import GlobalCounts, Segments, remaining_sum
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.segments import Segments
-from megatron_grpo.losses.token_means import remaining_sum
 
 TOKENS, LENGTH = 3, 3
 RESPONSES = list(itertools.product(range(TOKENS), repeat=LENGTH))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.data.batch import TokenFields
-from megatron_grpo.data.packing import plan_microbatches
-from megatron_grpo.losses.importance_correction import sampling_correction
-from megatron_grpo.losses.interface import GlobalCounts
+from megatron_grpo.data.padded_batches import plan_microbatches
+from megatron_grpo.losses.divergence import sampling_correction
+from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, loop_loss, random_batch
 from tests.support.token_fields import mapped

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.interfaces import REFERENCE, DatumSpec
-from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.sample_tables import one_a_group, prompt_text, sample_row
+from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.observability.run_logger import RunLogger, one_a_group, prompt_text, sample_row
 from megatron_grpo.observability.trackers import TensorBoardTracker
 from tests.support.report_runs import byte_tokenizer
 from tests.support.trajectories import make_trajectory

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, resource
 import torch
 from pathlib import Path
-from megatron_grpo.platform.freed_memory import FreedMemory
+from megatron_grpo.cpu.host_memory import FreedMemory
 
 def resident():
     numbers = Path("/proc/self/statm").read_text().split()

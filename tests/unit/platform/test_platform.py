@@ -12,9 +12,9 @@ import sys
 import pytest
 import torch
 
-from megatron_grpo.platform.cpu_torch import FACTORIES
+from megatron_grpo.cpu.megatron import CUDA_MODULES, PATCHED_NAMES, apply_patches
+from megatron_grpo.cpu.torch_stand_in import FACTORIES
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.platform.megatron_cpu import CUDA_MODULES, PATCHED_NAMES, apply_patches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is only used without CUDA")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is 
 REPLACED_NAMES = """
 import importlib, json
 from functools import reduce
-from megatron_grpo.platform.megatron_cpu import PATCHED_NAMES, apply_patches
+from megatron_grpo.cpu.megatron import PATCHED_NAMES, apply_patches
 
 def found():
     return [reduce(getattr, name.split("."), importlib.import_module(module)) for module, name, _ in PATCHED_NAMES]

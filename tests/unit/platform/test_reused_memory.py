@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_grpo.platform.reused_memory import ReusedMemory
+from megatron_grpo.cpu.host_memory import ReusedMemory
 
 PAGE = 4096
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_grpo.config.checks.unused import idle_settings
 from megatron_grpo.config.schema import Config, LoraConfig
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
-from megatron_grpo.preflight.adapters import adapter_problems
-from megatron_grpo.preflight.checks.idle import idle_settings
+from megatron_grpo.preflight.model import adapter_problems
+from megatron_grpo.weights.families import shape_of_config
+from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape
 from tests.support.config_problems import SMALL, problems_of
 
 DENSE = shape_of_config(SMALL)

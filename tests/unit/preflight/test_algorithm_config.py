@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.composition.overrides import config_groups
 from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.config.schema import LossConfig
 from megatron_grpo.preflight.load import compose_config
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.algorithms.grpo import async_grpo_train
-from megatron_grpo.composition.foreign_names import translated
+from megatron_grpo.config.checks.cautions import remarks
 from megatron_grpo.config.metric_names import step_metrics
-from megatron_grpo.preflight.checks.cautions import remarks
-from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.outlook import outlook
+from megatron_grpo.config.suggestions import translated
+from megatron_grpo.preflight.load import compose_config, outlook
 from tests.support.config_problems import problems_of
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run

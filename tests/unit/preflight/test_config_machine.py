@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.controller.directory import claimed_run_directory, record_start
 from megatron_grpo.preflight.load import check_overrides, compose_config, load_config
 from megatron_grpo.preflight.machine import machine_problems
-from megatron_grpo.run.directory import claimed_run_directory, record_start
 from tests.support.config_problems import SMALL, problems_of
 
 

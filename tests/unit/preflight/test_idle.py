@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.composition.overrides import config_groups
-from megatron_grpo.preflight.checks.idle import idle_settings
+from megatron_grpo.config.checks.unused import idle_settings
+from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
 
 MINIBATCHES = "policy.train_global_batch_samples=64"

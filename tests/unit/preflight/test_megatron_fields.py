@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.composition.compose import compose_typed
+from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.preflight.load import check_overrides, compose_config
-from megatron_grpo.preflight.megatron_classes import megatron_fields
-from megatron_grpo.preflight.megatron_owned import CLASSES, OWNED
+from megatron_grpo.preflight.passthrough import CLASSES, megatron_fields
+from megatron_grpo.preflight.passthrough import MEGATRON_OWNED as OWNED
 from tests.support.config_problems import problems_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.preflight.paths import unlistable, unreadable, unwritable
+from megatron_grpo.config.paths import unlistable, unreadable, unwritable
 from tests.support.ordinary_user import as_ordinary_user
 
 LONG = "x" * 256

@@ -6,14 +6,13 @@ import re
 
 import pytest
 
-from megatron_grpo.composition.foreign_names import translated
-from megatron_grpo.models.families import shape_of_config
-from megatron_grpo.preflight.checks import config_problems
-from megatron_grpo.preflight.checks.cautions import remarks
+from megatron_grpo.config.checks import config_problems
+from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.suggestions import translated
+from megatron_grpo.preflight.engines import length_problems, placement_problems
 from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.lengths import length_problems
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.placement import placement_problems
+from megatron_grpo.weights.families import shape_of_config
 
 RECIPE = "+exp=qwen3_1_7b_one_gpu"
 COLOCATED = "generation.placement=colocated"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.data.prepared import PREPARED_PROMPTS
-from megatron_grpo.models.source import PREPARED_FOLDER
+from megatron_grpo.data.specs import PREPARED_PROMPTS
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.preflight.machine import machine_problems
 from megatron_grpo.prepare.addition import (
@@ -19,6 +18,7 @@ from megatron_grpo.prepare.addition import (
     split_problems,
     write_problems,
 )
+from megatron_grpo.weights.source import PREPARED_FOLDER
 
 
 @pytest.mark.parametrize("name", ["addition", "addition_moe"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.cluster.addresses import TOKEN_VARIABLE
 from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.paths import TOKEN_VARIABLE
 from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.registry import check_environments
 from megatron_grpo.preflight.load import compose_config

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.models.shape import ExpertShape, LatentShape, ModelShape
-from megatron_grpo.preflight.splits import training_split_problems
+from megatron_grpo.preflight.layout import training_split_problems
+from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape
 
 DENSE = ModelShape(
     family="qwen3",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.vllm_owned import OWNED
-from megatron_grpo.preflight.vllm_source import settings_of, vllm_arguments
+from megatron_grpo.preflight.passthrough import VLLM_OWNED as OWNED
+from megatron_grpo.preflight.passthrough import settings_of, vllm_arguments
 from tests.support.config_problems import problems_of
 
 ARGS = "generation.engine_args"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_grpo.models.families import shape_of_config, shape_of_folder
-from megatron_grpo.models.prepared import PREPARED_MODELS
-from megatron_grpo.preflight.weights import weight_problems
+from megatron_grpo.preflight.model_files import weight_problems
 from megatron_grpo.prepare import addition
+from megatron_grpo.weights.families import shape_of_config, shape_of_folder
+from megatron_grpo.weights.source import PREPARED_MODELS
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -10,16 +10,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_grpo.data.prepared import PREPARED_PROMPTS
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.observations import Observations
+from megatron_grpo.data.specs import PREPARED_PROMPTS
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.settings import EnvironmentSettings
-from megatron_grpo.models.prepared import CONVERSATION_VOCABULARY, EOS, PAD
+from megatron_grpo.environments.worker import Observations
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.prepare import conversations
 from megatron_grpo.prepare.conversations import WARM_UP, Lesson, encode, prepare_conversations, split_lessons
+from megatron_grpo.weights.source import CONVERSATION_VOCABULARY, EOS, PAD
 
 NAMES = sorted(WARM_UP)
 

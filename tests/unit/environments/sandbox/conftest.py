@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_grpo.environments.sandbox.process_tree import descendants
+from megatron_grpo.environments.sandbox.processes import descendants
 
 
 @pytest.fixture(autouse=True)

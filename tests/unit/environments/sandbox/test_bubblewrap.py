@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox.opening import open_sandbox
-from megatron_grpo.environments.sandbox.process_tree import descendants
-from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError, open_sandbox
 from tests.support.ordinary_user import as_ordinary_user
 
 BUBBLEWRAP = shutil.which("bwrap")
@@ -96,12 +95,12 @@ def test_what_keeps_bubblewrap_from_starting_it_is_told(tmp_path: Path) -> None:
 def test_it_is_asked_where_the_kernel_refuses_and_never_by_root(
     monkeypatch: pytest.MonkeyPatch, user: int, used: str | None
 ) -> None:
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening.os.geteuid", lambda: user)
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening.shutil.which", lambda *_, **__: "/usr/bin/bwrap")
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", _only_with_bubblewrap)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.os.geteuid", lambda: user)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.shutil.which", lambda *_, **__: "/usr/bin/bwrap")
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", _only_with_bubblewrap)
     sandbox = open_sandbox(SandboxConfig(required="limits"))
     assert (sandbox.level, sandbox.bubblewrap) == (("filtered", used) if used else ("limits", None))
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", lambda sandbox: "unshare: not permitted")
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", lambda sandbox: "unshare: not permitted")
     with pytest.raises(SandboxUnavailableError) as refused:
         open_sandbox(SandboxConfig())
     assert ("with bubblewrap: unshare" in str(refused.value)) == (used is not None)

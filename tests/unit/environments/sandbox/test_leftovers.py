@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.data.interfaces import REFERENCE
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
-from megatron_grpo.environments.sandbox.process_tree import descendants
-from megatron_grpo.environments.settings import EnvironmentSettings
+from megatron_grpo.environments.interface import EnvironmentSettings
+from megatron_grpo.environments.sandbox.processes import descendants
 from tests.support.sandboxed import require_level
 
 LIMITS = SandboxConfig(wall_time_s=60, cpu_time_s=1, memory_mb=200)
@@ -52,7 +52,7 @@ def sleeping() -> list[str]:
 def test_nothing_is_left(level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_level(level)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening.LEVELS", LEVELS[: LEVELS.index(level) + 1])
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.LEVELS", LEVELS[: LEVELS.index(level) + 1])
     environment = CodeEnvironment(EnvironmentSettings(sandbox=replace(LIMITS, required=level)), programs_at_once=4)
     programs = [*list(PROGRAMS.values()) * 10, ENDLESS, ENDLESS]
     environment.score(requests(programs[:8]))  # starts the threads

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import SandboxConfig
-from megatron_grpo.environments.sandbox.opening import open_sandbox
-from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError
+from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, SandboxUnavailableError, open_sandbox
 from tests.support.sandboxed import CONFIG, STRONGEST, isolated
 
 
@@ -23,7 +22,7 @@ def test_what_keeps_a_program_from_starting_is_told() -> None:
 
 
 def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", _only_limits)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", _only_limits)
     assert open_sandbox(SandboxConfig(required="limits")).level == "limits"
     for required in ("namespaces", "filtered"):
         with pytest.raises(SandboxUnavailableError) as refused:
@@ -35,7 +34,7 @@ def test_less_than_what_is_required_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_machine_without_the_filter_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "cannot run python3: libseccomp.so.2: cannot open shared object file: No such file or directory"
-    monkeypatch.setattr("megatron_grpo.environments.sandbox.opening._why_not", lambda sandbox: said)
+    monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox._why_not", lambda sandbox: said)
     with pytest.raises(SandboxUnavailableError, match="No such file or directory; install libseccomp"):
         open_sandbox(SandboxConfig())
 
@@ -49,8 +48,8 @@ def _only_limits(sandbox: Sandbox) -> str | None:
 def test_a_machine_without_namespaces_really_refuses() -> None:
     """In a user namespace that may have no further ones, as in a container that forbids them."""
     code = (
-        "from megatron_grpo.environments.sandbox.opening import open_sandbox\n"
-        "from megatron_grpo.config.sandbox_schema import SandboxConfig\n"
+        "from megatron_grpo.environments.sandbox.sandbox import open_sandbox\n"
+        "from megatron_grpo.config.data_schema import SandboxConfig\n"
         "print(open_sandbox(SandboxConfig(required='limits')).level)\n"
         "open_sandbox(SandboxConfig())\n"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import LEVELS, Level, SandboxConfig
+from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.environments.sandbox import entrance
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from tests.support.sandboxed import CONFIG, STRONGEST, isolated, require_level, run
@@ -147,7 +147,7 @@ if os.fork() == 0:
 def test_programs_end_with_the_process_that_runs_them() -> None:
     code = (
         "from megatron_grpo.environments.sandbox.sandbox import Sandbox\n"
-        "from megatron_grpo.config.sandbox_schema import SandboxConfig\n"
+        "from megatron_grpo.config.data_schema import SandboxConfig\n"
         f"Sandbox(SandboxConfig(wall_time_s=100, cpu_time_s=100), {STRONGEST!r}).run(['/bin/sleep', '87654'])\n"
     )
     root = Path(__file__).parents[4]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.sandbox_schema import SandboxConfig
-from megatron_grpo.environments.sandbox.opening import open_sandbox
-from megatron_grpo.environments.sandbox.sandbox import Sandbox
+from megatron_grpo.config.data_schema import SandboxConfig
+from megatron_grpo.environments.sandbox.sandbox import Sandbox, open_sandbox
 from tests.support.ordinary_user import as_ordinary_user
 from tests.support.sandboxed import CONFIG, STRONGEST, filtered, isolated, run
 

@@ -16,9 +16,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_grpo.observability.page import trajectories, write
-from megatron_grpo.observability.page.embed import escaped_json, packed_element, page
-from megatron_grpo.observability.page.token_text import TokenBytes, byte_alphabet
-from megatron_grpo.observability.page.write import try_to_write_report, write_report
+from megatron_grpo.observability.page.trajectories import TokenBytes, byte_alphabet
+from megatron_grpo.observability.page.write import escaped_json, packed_element, page, try_to_write_report, write_report
 from megatron_grpo.report import main
 from tests.support.report_runs import PROMPT, byte_tokenizer, make_run, spoken
 

@@ -1,0 +1,289 @@
+"""The batch of a step: which rollouts are in the loss, and their tokens in shards that the replicas fetch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_grpo.algorithms.advantages import on_tokens
+from megatron_grpo.config.errors import ModelLostError, RunError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.context import Placement
+from megatron_grpo.controller.failures import StepGuard
+from megatron_grpo.data.batch import Shard, StepBatch
+from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
+from megatron_grpo.data.trajectory import Outcome, SampledGroup
+from megatron_grpo.losses.divergence import inconsistent_sequences
+from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
+from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.trainer.group import (
+    NonFiniteGradientError,
+    PolicyInterface,
+    TrainedModel,
+    TrainResult,
+    ValueInterface,
+)
+from megatron_grpo.weights.refit.transport import RefitError, TransferReport, WeightTransport
+
+
+def training_batch(
+    config: Config, groups: list[SampledGroup], rollouts: RolloutPool, cost: Cost = OF_TOKENS
+) -> StepBatch:
+    """Lay the rollouts of a step out in shards, one for each replica of the policy.
+
+    The loss leaves out rollouts without a reward (nobody had an opinion, or they failed), those whose loss multiplier
+    is 0 and, with overlong_filtering, those that were cut off.
+
+    Args:
+        config: layouts and minibatches, and what is left out of the loss.
+        groups: rollouts of the step, a group for each prompt.
+        rollouts: the pool whose workers put the shards into the object store.
+        cost: what a sequence costs the policy, by which replicas get equally much to do.
+    """
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    batch = without_tokens(config, outcomes)
+    if config.loss_fn.positive_example_nll_weight > 0:
+        batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
+    sequences = assign(config, batch, cost)
+    fields = rollouts.build_shards(groups, sequences)
+    batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
+    return batch
+
+
+def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
+    """The rollouts of a step by their lengths and by whether they are in the loss, without their tokens.
+
+    Args:
+        config: what is left out of the loss.
+        outcomes: those of the rollouts, in the order of the step.
+    """
+    overlong = config.loop.overlong_filtering
+    return StepBatch(
+        lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
+        response_tokens=np.array([outcome.response_tokens for outcome in outcomes], dtype=np.int64),
+        in_loss=np.array(
+            [
+                outcome.reward is not None and outcome.loss_multiplier > 0 and not (overlong and outcome.truncated)
+                for outcome in outcomes
+            ]
+        ),
+    )
+
+
+def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
+    """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
+
+    Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
+    in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones; and with
+    minibatches of its own, what lies between two ends of minibatches of either model is levelled: no replica is without
+    a sequence in any minibatch.
+    """
+    policy, value = config.policy, config.value_model
+    trained = [policy] if value is None else [policy, value]
+    shards = math.lcm(*(model.parallel.data for model in trained))
+    if shards == 1:
+        return [np.arange(len(batch))]
+    sizes = [model.train_global_batch_samples or len(batch) for model in trained]
+    ends = sorted({int(numbers[-1]) + 1 for size in sizes for numbers in batch.minibatches(size)})
+    members: list[list[int]] = [[] for _ in range(shards)]
+    for start, end in pairwise([0, *ends]):
+        for shard, share in enumerate(planner(policy, cost).share(batch.lengths[start:end], shards)):
+            members[shard] += [start + index for index in share]
+    return [np.array(sorted(one), dtype=np.int64) for one in members]
+
+
+def add_logprobs(
+    config: Config, batch: StepBatch, policy: PolicyInterface, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
+) -> dict[str, float]:
+    """Add what the step needs of prev_logprobs and reference_logprobs; leave inconsistent responses out of the loss.
+
+    Returns:
+        Metrics about responses that were left out; empty when nobody looks for them.
+
+    Raises:
+        RunError: a log-probability that is looked at is not finite.
+    """
+    # A penalty in the reward looks at every response, the loss only at those in it.
+    everywhere = config.loss_fn.use_kl_in_reward
+    if config.needs_prev_logprobs:
+        with timer.phase("logprobs"):
+            finite = policy.add_logprobs(batch)
+        guard.require_finite("prev_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+    if config.uses_reference:
+        with timer.phase("logprobs"):
+            finite = policy.add_reference_logprobs(batch)
+        guard.require_finite("reference_logprobs", finite | ~(batch.in_loss | everywhere), batch)
+    threshold = config.loop.seq_logprob_error_threshold
+    if threshold is None:
+        return {}
+    with timer.phase("logprobs"):
+        needed = ("sampled", "prev_logprobs", "generation_logprobs")
+        beyond, metrics = on_tokens(rollouts, batch, needed, _judge_sequences, batch.in_loss, threshold)
+    batch.in_loss = batch.in_loss & ~beyond
+    return dict(metrics)
+
+
+def _judge_sequences(
+    lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
+) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
+    """Which sequences training and generation disagree about too much; runs in a rollout worker.
+
+    Args:
+        lengths: [sequences], int64: tokens of each.
+        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32), each [sum(lengths)].
+        in_loss: [sequences], bool: whether the loss is taken over the response.
+        threshold: largest mean of exp(|prev - generation|) of a response that stays in the loss.
+
+    Returns:
+        No entry to store; and [sequences], bool: those beyond the threshold, with the metrics about them.
+    """
+    mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
+    prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
+    beyond, metrics = inconsistent_sequences(mask, prev, generation, lengths.tolist(), threshold)
+    return {}, (beyond.numpy(), metrics)
+
+
+def learn(
+    config: Config, batch: StepBatch, policy: PolicyInterface, loss_fn: ClippedPGLossFn, guard: StepGuard
+) -> TrainResult | None:
+    """All optimizer steps of the policy on a batch, and the move of the reference policy if it is due.
+
+    Returns:
+        None: no token is in the loss, and the weights are as they were.
+
+    Raises:
+        RunError: a gradient is not finite; no update was made from it.
+    """
+    loop, size = config.loop, config.policy.train_global_batch_samples
+    result = _train(config, batch, policy, loss_fn, size, guard, "the gradient")
+    if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
+        policy.sync_reference(loop.ref_model_mixup_alpha)
+    if result is not None:
+        add_derived_metrics(result.metrics)
+    return result
+
+
+def learn_values(
+    config: Config, batch: StepBatch, value: ValueInterface, loss_fn: MseValueLossFn, guard: StepGuard
+) -> dict[str, float]:
+    """All optimizer steps of the value model on a batch; its metrics, none without a token in the loss.
+
+    Raises:
+        RunError: a gradient is not finite; no update was made from it.
+    """
+    size = config.value.train_global_batch_samples
+    result = _train(config, batch, value, loss_fn, size, guard, "the value model's gradient")
+    if result is None:
+        return {}
+    add_explained_variance(result.metrics)
+    return {
+        **result.metrics,
+        "value_loss": result.loss,
+        "value_grad_norm": result.grad_norm,
+        "value_learning_rate": result.learning_rate,
+    }
+
+
+def _train(
+    config: Config,
+    batch: StepBatch,
+    model: TrainedModel,
+    loss_fn: LossFunction,
+    minibatch: int | None,
+    guard: StepGuard,
+    what: str,
+) -> TrainResult | None:
+    """`train_in_minibatches`; a gradient that is not finite, which messages call `what`, ends the run."""
+    iterations = config.passes_per_step
+    try:
+        return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
+    except NonFiniteGradientError as error:
+        guard.stop(what, error.sequences)
+
+
+def train_in_minibatches(
+    model: TrainedModel, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+) -> TrainResult | None:
+    """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
+
+    Neighbours stay together, so the samples of a prompt share an optimizer step where `samples` allows it. Sequences
+    without a token in the loss get no optimizer step: it would move the weights by momentum and decay alone.
+
+    Returns:
+        What `combine_results` makes of the optimizer steps; None: there was none.
+
+    Raises:
+        NonFiniteGradientError: a gradient is not finite; names sequences by their numbers in `batch`.
+    """
+    results: list[TrainResult] = []
+    tokens: list[float] = []
+    for _ in range(iterations):
+        for sequences in batch.minibatches(samples):
+            in_loss = float(batch.response_tokens[sequences][batch.in_loss[sequences]].sum())
+            if in_loss:
+                results.append(model.train(batch, sequences, loss_fn))
+                tokens.append(in_loss)
+    return combine_results(results, tokens) if results else None
+
+
+def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> TrainResult:
+    """One result for all optimizer steps of a step.
+
+    Metrics are means over the tokens that each optimizer step took its loss over, or extremes for names ending in _max
+    and _min; the loss and the gradient norm are means over optimizer steps; the learning rate is the last one.
+    """
+    if len(results) == 1:
+        return results[0]
+    shares = [
+        {name: value if is_extreme(name) else value * count / sum(tokens) for name, value in result.metrics.items()}
+        for result, count in zip(results, tokens, strict=True)
+    ]
+    return TrainResult(
+        loss=fmean(result.loss for result in results),
+        grad_norm=fmean(result.grad_norm for result in results),
+        learning_rate=results[-1].learning_rate,
+        metrics=combine_metrics(shares),
+        optimizer_steps=len(results),
+    )
+
+
+def refit_policy_generation(transport: WeightTransport, version: int) -> TransferReport:
+    """Make generation sample from the policy's current weights, as `version`.
+
+    Raises:
+        RefitError: some worker did not get or verify them; generation refuses to sample until a refit succeeds.
+    """
+    return transport.publish(version)
+
+
+def publish(
+    transport: WeightTransport | None, placement: Placement, version: int, timer: StepTimer
+) -> TransferReport | RefitError | None:
+    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step; None: without engines.
+
+    The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
+
+    Raises:
+        ModelLostError: a rank is gone that had to make room for the engines.
+    """
+    if transport is None:
+        return None
+    try:
+        with placement.refit(timer), timer.phase("refit"):
+            return refit_policy_generation(transport, version)
+    except RefitError as error:
+        return error
+    except ModelLostError:
+        raise
+    except RunError as error:  # an engine did not wake up
+        return RefitError(f"publishing version {version}: {error}")

@@ -1,0 +1,119 @@
+"""How many GPUs there are: on this machine, and on those of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.run_schema import ClusterConfig
+
+
+def visible_gpus() -> int:
+    """CUDA devices of this machine as the driver's device files show them, within CUDA_VISIBLE_DEVICES."""
+    devices = len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()])
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return devices
+    return min(devices, len([name for name in chosen.split(",") if name.strip() not in ("", "-1")]))
+
+
+def find_gpus(cluster: ClusterConfig) -> None:
+    """Set cluster.gpus_per_node where it was left open: to what this machine has.
+
+    It stays open on a machine without GPUs that joins a Ray cluster, whose machines may have some.
+    """
+    if cluster.gpus_per_node is None and (cluster.ray_address is None or visible_gpus()):
+        cluster.gpus_per_node = visible_gpus()
+
+
+def too_few(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the machines of a Ray cluster; None: enough of them have enough GPUs.
+
+    Args:
+        cluster: how many machines are asked for, and how many GPUs on each.
+        nodes: what ray.nodes() says of them.
+    """
+    found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
+    if sum(count >= cluster.gpus for count in found) >= cluster.num_nodes:
+        return None
+    return (
+        f"cluster.gpus_per_node={cluster.gpus} on cluster.num_nodes={cluster.num_nodes}: the Ray cluster has "
+        f"{len(found)} machine(s), with {', '.join(map(str, found))} GPUs; give what they have, or start Ray on more"
+    )
+
+
+AUTO = "auto"
+"""The cluster that Ray itself finds on this machine."""
+PROBE_S = 5.0
+"""Deadline for the connection, and again for the answer."""
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})")
+# What opens an HTTP/2 connection (RFC 9113, 3.4): a line of text and an empty SETTINGS frame; gRPC speaks nothing else.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_FRAME_HEADER_BYTES, _FRAME_TYPE_AT, _SETTINGS = 9, 3, 4
+
+
+def malformed(address: str) -> str | None:
+    """What is wrong with the form of an address; None: nothing."""
+    match = _ADDRESS.fullmatch(address)
+    if address == AUTO or (match and 0 < int(match["port"]) < 2**16):
+        return None
+    return "is no address; give HOST:PORT, or auto for the cluster on this machine, or null to start one for this run"
+
+
+def unreachable(address: str, timeout_s: float = PROBE_S) -> str | None:
+    """Why no Ray head answers at an address of the right form; None: one does, or Ray has to find out itself."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return None
+    try:
+        with socket.create_connection((match["host"].strip("[]"), int(match["port"])), timeout=timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_HTTP2_PREFACE)
+            answer = b""
+            while len(answer) < _FRAME_HEADER_BYTES and (more := connection.recv(_FRAME_HEADER_BYTES - len(answer))):
+                answer += more
+    except TimeoutError:
+        return f"nothing answers within {timeout_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    if len(answer) < _FRAME_HEADER_BYTES or answer[_FRAME_TYPE_AT] != _SETTINGS:
+        return "what answers there is not Ray"
+    return None
+
+
+LOCAL_MARKER = "MEGATRON_GRPO_LOCAL"
+"""Set in every process of a run whose Ray is its own: all of them are on this machine."""
+
+SETTINGS = {
+    LOCAL_MARKER: "1",
+    # Of process groups between policy ranks, and of vLLM's.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray hides the GPUs from processes that ask for none by overwriting CUDA_VISIBLE_DEVICES; ours choose themselves.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Nodes drain for half a minute otherwise, long after everything of the run has ended.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Ray's own lets anything else on the machine go first, on a laptop all the time.
+    "RAY_worker_niceness": "0",
+}
+
+
+def prepare_ray_environment() -> None:
+    """Set what is not set yet. Does nothing once Ray is imported: half of it would be read and half not.
+
+    Ray's servers listen on every address of the machine, and whoever may talk to them can run code; so a Ray that is
+    started here answers only to holders of a token drawn for this run.
+    """
+    if "ray" in sys.modules:
+        return
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -1,0 +1,296 @@
+"""Settings that are no mistakes and change nothing because a switch that they belong to is off.
+
+A recipe's values stay while its switch is turned off, but nobody should compare a variant that is a no-op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_grpo.config.data_schema import DataConfig
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.keys import changed
+from megatron_grpo.config.schema import Config
+
+Check = tuple[tuple[str, ...], Callable[[Config], bool], str]
+"""Keys and sections (LOOP is that of the algorithm), whether they are idle, and what they need (PASSES is the key of
+the passes over a step's samples)."""
+
+_RATIO_KEYS = (
+    "loss_fn.use_cispo",
+    "loss_fn.use_sapo",
+    "loss_fn.ratio_clip_c",
+    "loss_fn.ratio_clip_min",
+    "loss_fn.ratio_clip_max",
+)
+_KL_KEYS = (
+    "loss_fn.reference_policy_kl_type",
+    "loss_fn.use_on_policy_kl_approximation",
+    "loss_fn.kl_score_function_gradient",
+    "loss_fn.kl_input_clamp_value",
+    "loss_fn.kl_output_clamp_value",
+)
+_ALL_RATIOS_ARE_1 = (
+    "acts on ratios away from 1, and with one optimizer step on a sample all ratios are 1; give more with "
+    "policy.train_global_batch_samples below the samples of a step, or with PASSES above 1"
+)
+
+LEARNING: tuple[Check, ...] = (
+    (_RATIO_KEYS, lambda config: config.optimizer_steps_per_step == 1, _ALL_RATIOS_ARE_1),
+    (
+        ("loss_fn.disable_ppo_ratio",),
+        lambda config: config.optimizer_steps_per_step == 1,
+        "with one optimizer step on a sample all ratios are 1, and the gradient is that of REINFORCE anyway",
+    ),
+    (
+        ("loss_fn.force_on_policy_ratio",),
+        lambda config: not config.needs_prev_logprobs,
+        "with one optimizer step on a sample the policy is the old one anyway",
+    ),
+    (
+        ("loss_fn.sequence_level_importance_ratios",),
+        lambda config: config.optimizer_steps_per_step == 1 and not config.loss_fn.use_importance_sampling_correction,
+        _ALL_RATIOS_ARE_1,
+    ),
+    (
+        ("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"),
+        lambda config: config.loss_fn.use_sapo or config.loss_fn.disable_ppo_ratio,
+        "clips nothing with loss_fn.use_sapo or loss_fn.disable_ppo_ratio",
+    ),
+    (
+        ("loss_fn.sapo_temperature_pos", "loss_fn.sapo_temperature_neg"),
+        lambda config: not config.loss_fn.use_sapo,
+        "needs loss_fn.use_sapo=true",
+    ),
+    (_KL_KEYS, lambda config: not config.uses_reference, "needs loss_fn.reference_policy_kl_penalty above 0"),
+    (
+        ("LOOP.ref_model_mixup_alpha", "LOOP.ref_model_sync_steps"),
+        lambda config: not config.loop.sync_ref_model,
+        "needs LOOP.sync_ref_model=true",
+    ),
+    (
+        ("LOOP.sync_ref_model",),
+        lambda config: config.loop.ref_model_sync_steps >= config.loop.max_num_steps,
+        "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps",
+    ),
+    (
+        ("LOOP.dynamic_sampling_max_gen_batches",),
+        lambda config: not config.loop.use_dynamic_sampling,
+        "needs LOOP.use_dynamic_sampling=true",
+    ),
+    (
+        ("LOOP.async_grpo.",),
+        lambda config: not config.loop.async_grpo.enabled,
+        "needs LOOP.async_grpo.enabled=true",
+    ),
+    (
+        ("LOOP.async_grpo.enabled", "LOOP.async_grpo.recompute_kv_cache_after_weight_updates"),
+        lambda config: config.loop.async_grpo.max_trajectory_age_steps == 0,
+        "with LOOP.async_grpo.max_trajectory_age_steps=0 nothing is sampled while a step trains",
+    ),
+    (
+        ("LOOP.batch_multiplier",),
+        lambda config: config.prompts_per_generation_batch == config.loop.num_prompts_per_step,
+        "adds no whole prompt to LOOP.num_prompts_per_step",
+    ),
+    (
+        ("LOOP.normalize_rewards_over",),
+        lambda config: not config.grpo.normalize_rewards,
+        "needs LOOP.normalize_rewards=true",
+    ),
+    (
+        ("LOOP.use_leave_one_out_baseline",),
+        lambda config: config.grpo.adv_estimator.name != "grpo",
+        "is for LOOP.adv_estimator.name=grpo",
+    ),
+    (
+        ("LOOP.adv_estimator.gae_lambda",),
+        lambda config: config.ppo.adv_estimator.has_own_lambdas,
+        "is what the policy and the value model have where nothing else is said of them, and both have their own",
+    ),
+    (
+        ("value_loss_fn.value_clip",),
+        lambda config: config.value_optimizer_steps_per_step == 1,
+        "limits how far values move within a step, and one optimizer step is taken at the values as they were; give "
+        "more with value.train_global_batch_samples below the samples of a step, or with PASSES above 1",
+    ),
+    (("reference.offload",), lambda config: not config.uses_reference, "there is no reference policy"),
+    (
+        ("reference.offload",),
+        lambda config: config.policy.lora.rank > 0,
+        "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory",
+    ),
+    (
+        ("policy.fp8.",),
+        lambda config: config.policy.fp8.format == "off",
+        "needs policy.fp8.format=hybrid or e4m3",
+    ),
+    (
+        ("policy.fp8.parameters",),
+        lambda config: config.policy.fp8.simulate,
+        "keeps weights in FP8 on a GPU, and FP8 is simulated",
+    ),
+    (
+        ("policy.fp8.amax_history", "policy.fp8.amax_algorithm"),
+        lambda config: config.policy.fp8.recipe != "delayed",
+        "is for policy.fp8.recipe=delayed",
+    ),
+    (
+        ("policy.lora.alpha", "policy.lora.target_modules"),
+        lambda config: config.policy.lora.rank == 0,
+        "needs policy.lora.rank above 0",
+    ),
+    (
+        ("LOOP.reward_scaling.",),
+        lambda config: not config.loop.reward_scaling.enabled,
+        "needs LOOP.reward_scaling.enabled=true",
+    ),
+    (
+        ("LOOP.reward_shaping.",),
+        lambda config: not config.loop.reward_shaping.enabled,
+        "needs LOOP.reward_shaping.enabled=true",
+    ),
+    (
+        ("LOOP.reward_shaping.overlong_buffer_penalty", "LOOP.reward_shaping.max_response_length"),
+        lambda config: config.loop.reward_shaping.overlong_buffer_length is None,
+        "needs LOOP.reward_shaping.overlong_buffer_length",
+    ),
+    (
+        ("LOOP.reward_shaping.stop_properly_penalty_coef",),
+        lambda config: config.loop.reward_shaping.stop_properly_penalty_coef == 1,
+        "takes nothing away; give less than 1",
+    ),
+    (
+        ("LOOP.reward_shaping.overlong_buffer_length", "LOOP.reward_shaping.overlong_buffer_penalty"),
+        lambda config: config.loop.reward_shaping.overlong_buffer_penalty == 0,
+        "subtracts nothing; give LOOP.reward_shaping.overlong_buffer_penalty above 0",
+    ),
+    (
+        ("LOOP.early_stop.enabled",),
+        lambda config: (
+            config.loop.val_period >= config.loop.max_num_steps
+            and (config.loop.early_stop.threshold is None or not config.loop.val_at_start)
+        ),
+        "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps",
+    ),
+    (("LOOP.early_stop.",), lambda config: not config.loop.early_stop.enabled, "needs LOOP.early_stop.enabled=true"),
+    (
+        ("LOOP.early_stop.min_delta",),
+        lambda config: config.loop.early_stop.patience is None,
+        "says what an improvement is, and needs LOOP.early_stop.patience",
+    ),
+    (
+        ("policy.optimizer.min_lr", "policy.optimizer.decay_steps"),
+        lambda config: config.policy.optimizer.is_constant,
+        "needs policy.optimizer.decay_style=linear or cosine",
+    ),
+    (
+        ("value.optimizer.min_lr", "value.optimizer.decay_steps"),
+        lambda config: config.value.optimizer.is_constant,
+        "needs value.optimizer.decay_style=linear or cosine",
+    ),
+    (
+        ("policy.logprob_chunk_size",),
+        lambda config: (
+            config.policy.logprob_kernel == "fused"
+            or (config.policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
+        ),
+        "is for policy.logprob_kernel=chunked",
+    ),
+)
+"""Of a key that several of these cover, the first that applies is told."""
+
+
+def _renders_chats(data: DataConfig) -> bool:
+    """Whether the prompts of some task are rendered with a chat template."""
+    return data.apply_chat_template or any(task.apply_chat_template for task in data.tasks.values())
+
+
+SURROUNDINGS: tuple[Check, ...] = (
+    (("refit.directory",), lambda config: config.refit.mode != "files", "needs refit.mode=files"),
+    (
+        ("generation.engine.", "generation.engine_args.", "generation.generation_batch_size"),
+        lambda config: bool(config.generation.server.urls),
+        "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM",
+    ),
+    (
+        ("generation.endpoint.",),
+        lambda config: not config.generation.endpoint.enabled,
+        "needs generation.endpoint.enabled=true",
+    ),
+    (
+        ("generation.server.timeout_s",),
+        lambda config: not config.generation.server.urls,
+        "needs generation.server.urls",
+    ),
+    (
+        ("generation.engine.speculative.prompt_lookup_min", "generation.engine.speculative.prompt_lookup_max"),
+        lambda config: config.generation.engine.speculative.num_speculative_tokens == 0,
+        "needs generation.engine.speculative.num_speculative_tokens above 0",
+    ),
+    (
+        ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
+        lambda config: not config.checkpointing.enabled,
+        "needs checkpointing.enabled=true",
+    ),
+    (
+        ("checkpointing.metric_name", "checkpointing.higher_is_better"),
+        lambda config: not config.checkpointing.enabled or config.checkpointing.keep_top_k is None,
+        "ranks checkpoints, and needs checkpointing.keep_top_k",
+    ),
+    (
+        ("LOOP.val_period", "LOOP.val_batch_size", "LOOP.max_val_samples", "LOOP.val_temperature"),
+        lambda config: not config.data.validation,
+        "needs data.val_path or data.val_sets",
+    ),
+    (("data.val_split",), lambda config: config.data.val_path is None, "needs data.val_path"),
+    (
+        ("data.train_split",),
+        lambda config: bool(config.data.train_sets),
+        "is of data.train_path; each of data.train_sets has a split of its own",
+    ),
+    (
+        ("data.subset",),
+        lambda config: bool(config.data.train_sets) and config.data.val_path is None,
+        "is of data.train_path and data.val_path; each of data.train_sets and data.val_sets has a subset of its own",
+    ),
+    (("data.shuffle_buffer",), lambda config: not config.data.streaming, "needs data.streaming=true"),
+    (
+        ("data.chat_template", "data.chat_template_kwargs.", "data.tools"),
+        lambda config: not _renders_chats(config.data),
+        "needs data.apply_chat_template=true",
+    ),
+    (("logger.rollouts_sample",), lambda config: config.logger.rollouts != "sample", "needs logger.rollouts=sample"),
+    (
+        ("logger.num_completions_to_print",),
+        lambda config: not config.logger.log_completions,
+        "needs logger.log_completions=true",
+    ),
+    (("logger.wandb.",), lambda config: not config.logger.wandb.enabled, "needs logger.wandb.enabled=true"),
+    (("logger.mlflow.",), lambda config: not config.logger.mlflow.enabled, "needs logger.mlflow.enabled=true"),
+)
+
+
+def idle_settings(config: Config) -> Iterator[Problem]:
+    """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
+    words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
+    of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
+    learning = ("loss_fn", config.algorithm, "reference", "policy", *of_ppo)
+    sections = (*learning, "data", "generation", "refit", "checkpointing", "logger")
+    for section in sections:
+        for key, value in changed(config, section):
+            for names, is_idle, text in (*LEARNING, *SURROUNDINGS):
+                if any(_covers(_worded(name, words), key) for name in names) and is_idle(config):
+                    yield Problem(f"{key}={value}", _worded(text, words))
+                    break
+
+
+def _covers(name: str, key: str) -> bool:
+    """Whether a key is meant: it has this name, or it is in the section whose name ends in a point."""
+    return key.startswith(name) if name.endswith(".") else key == name
+
+
+def _worded(text: str, words: dict[str, str]) -> str:
+    for placeholder, word in words.items():
+        text = text.replace(placeholder, word)
+    return text

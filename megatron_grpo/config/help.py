@@ -1,0 +1,185 @@
+"""The text that --help prints, from the schema and from what lies in conf/."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from importlib import resources
+
+from megatron_grpo.config.keys import Group, groups, keys
+from megatron_grpo.config.loop_schema import LOOPS
+from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, config_groups
+
+COMMANDS = {
+    "train": "train a model as a recipe says: +exp=quickstart; --check only checks, --cfg job only prints",
+    "evaluate": "answer held-out prompts: checkpoint=RUN_DIR/checkpoints/step_N data.val_path=FILE output=DIR",
+    "report": "write the page of a run, or of two side by side: RUN_DIR [OTHER_RUN_DIR]",
+    "export": "turn a checkpoint into a Hugging Face folder: checkpoint=RUN_DIR/checkpoints/step_N output=PATH",
+    "verify": "prove on this machine that layouts compute the same: model=tiny:qwen3 layouts=[tp2,pp2,cp2dp2]",
+    "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
+    "serve": "start a vLLM server that runs can train against: MODEL",
+}
+"""Modules that are run, with what they do."""
+
+_COMMON = (
+    "run_dir",
+    "policy.model.path",
+    "policy.parallel.tensor",
+    "policy.parallel.pipeline",
+    "policy.parallel.data",
+    "policy.optimizer.lr",
+    "policy.max_total_sequence_length",
+    "generation.parallel.tensor",
+    "generation.parallel.pipeline",
+    "generation.parallel.data",
+    "generation.max_new_tokens",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.max_num_steps",
+    "loss_fn.reference_policy_kl_penalty",
+    "data.train_path",
+    "data.val_path",
+    "cluster.gpus_per_node",
+    "checkpointing.save_period",
+    "checkpointing.resume",
+)
+
+_TEMPLATE = """\
+GRPO and PPO post-training on Megatron-Core and vLLM.
+
+usage: python -m megatron_grpo.train [+exp=RECIPE] [GROUP=OPTION ...] [KEY=VALUE ...] [job=FILE]
+                                    [--check] [--cfg job] [--version] [--help]
+
+  job=FILE    a flat YAML with the fields of GrpoParameters (docs/jobs.md), which the recipe is run with
+  --check     check everything that a start would, files and machine included; say what would run, and stop
+  --cfg job   print the configuration with everything filled in, and stop; say on standard error what is wrong with it
+  --version   the version
+  --help      this text
+
+recipes (+exp=NAME):
+{recipes}
+
+groups (GROUP=OPTION):
+{groups}
+
+common keys (--cfg job shows all; docs/configuration.md explains them; with PPO, ppo.KEY and grpo.KEY are the same):
+{keys}
+
+examples:
+  python -m megatron_grpo.train +exp=quickstart
+  python -m megatron_grpo.train +exp=quickstart grpo.max_num_steps=3 policy.parallel.tensor=2
+  python -m megatron_grpo.train +exp=qwen3_8b_8gpu policy.model.path=/models/mine data.train_path=mine.jsonl
+  python -m megatron_grpo.train +exp=quickstart run_dir=outputs/mine   (again: resumes where it stopped)
+"""
+
+
+def version() -> str:
+    """The version of the installed package."""
+    try:
+        return importlib.metadata.version("megatron_grpo")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def answered(arguments: Sequence[str], usage: str) -> bool:
+    """Whether a command line only asks for the usage or the version, which is printed then."""
+    if {"-h", "--help"} & set(arguments):
+        print(usage, end="")
+    elif "--version" in arguments:
+        print(f"megatron_grpo {version()}")
+    else:
+        return False
+    return True
+
+
+def commands_text() -> str:
+    """The commands, a line each."""
+    rows = {f"python -m megatron_grpo.{name}": text for name, text in COMMANDS.items()}
+    return (
+        f"GRPO and PPO post-training on Megatron-Core and vLLM, {version()}.\n\n{_table(rows)}\n\n--help after any.\n"
+    )
+
+
+def help_text() -> str:
+    """Usage, recipes, groups, the keys that are changed most, and examples."""
+    options = config_groups()
+    recipes = {name: recipe_summary(name) for name in options.pop(RECIPES)}
+    groups = {name: ", ".join(found) for name, found in options.items()}
+    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON}
+    return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
+
+
+def recipe_summary(name: str) -> str:
+    """The comment at the top of a recipe, as one line."""
+    lines = resources.files(CONF_MODULE).joinpath(RECIPES, f"{name}.yaml").read_text().splitlines()
+    comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#") and "@package" not in line]
+    return " ".join(comments)
+
+
+def _table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+_INTRODUCTION = """\
+# Configuration
+
+Made by `make docs` from the schema (`megatron_grpo/config/schema.py` and the `*_schema.py` beside it) and from `conf/`;
+edit those, not this page.
+
+A run is described by the defaults below, the options chosen from the groups, a recipe, and the command line, each
+overriding what comes before it:
+
+    python -m megatron_grpo.train +exp=quickstart loss_fn=clip_higher grpo.max_num_steps=100
+
+`--cfg job` prints the outcome, and on standard error what is wrong with it (exit code 2). Before any process starts the
+configuration is checked as a whole, and every mistake is listed in one message; `--check` does only that. Texts are
+taken as they are written, and `~` at the beginning of a path is the home folder. A value may refer to another key
+(`${policy.precision}`), to an environment variable (`${oc.env:HOME}`) or to the time (`${now:%Y-%m-%d}`).
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n".join(
+        [_INTRODUCTION, *_recipes(), *_options(), *(line for group in groups() for line in _section(group))]
+    )
+
+
+def _recipes() -> Iterator[str]:
+    yield "## Recipes\n"
+    yield from (f"- `+exp={name}`: {recipe_summary(name)}" for name in config_groups()[RECIPES])
+    yield ""
+
+
+def _options() -> Iterator[str]:
+    yield "## Groups\n"
+    for name, options in config_groups().items():
+        if name != RECIPES:
+            yield f"- `{name}`: " + ", ".join(f"`{name}={option}`" for option in options)
+    yield ""
+
+
+def _section(group: Group) -> Iterator[str]:
+    if not group.keys:
+        return
+    yield f"## {_title(group)}\n"
+    if group.name:
+        yield f"{group.doc}\n"
+    yield "| Key | Type | Default | Meaning |"
+    yield "|---|---|---|---|"
+    for key in group.keys:
+        doc = " ".join(key.doc.split()).replace("|", "\\|")
+        yield f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |"
+    yield ""
+
+
+def _title(group: Group) -> str:
+    """GRPO and PPO have a section of their own each beside those that they share."""
+    if group.name in LOOPS and not group.shared:
+        return f"Only in {group.name}"
+    return " and ".join(group.names) or "Top level"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

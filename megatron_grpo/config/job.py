@@ -1,0 +1,288 @@
+"""Flat jobs: `job=FILE` on the command line, a YAML of GrpoParameters' field names, each of which is a setting here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.keys import keys, known_key, leaves
+from megatron_grpo.config.loop_schema import LOOPS, VALIDATION_PREFIX, named_for
+from megatron_grpo.config.overrides import DEEPEST, depth
+
+MOST_BYTES = 2**20
+_DEEPEST = 20
+
+
+def read_job_file(path: str) -> dict[Hashable, Any]:
+    """The fields of a job.
+
+    Raises:
+        ValueError: the file cannot be read, or is no YAML mapping of fields; the text says why, without its name.
+    """
+    file = Path(os.path.expanduser(path))
+    try:
+        if not file.is_file():
+            raise ValueError("no such file; give a YAML file of fields such as ratio_clip_max")
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"has {file.stat().st_size / 2**20:.0f} MiB; a job is a few fields in YAML")
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    try:
+        content = yaml.load(text, Loader=_JobLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
+        raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"must be a mapping of fields, not {type(content).__name__}")
+    return content
+
+
+class _JobLoader(yaml.SafeLoader):
+    """Plain YAML: no aliases, with which a few lines can stand for gigabytes or hold themselves; no deep nesting; and
+    no field twice, of which only the last would count."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.composer.ComposerError(
+                None, None, "has anchors or aliases (&, *); write it out", event.start_mark
+            )
+        if self._depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"is nested more than {_DEEPEST} deep", event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"has {twice} twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+SETTING_OF_FIELD = {
+    "generation_batch_size": "generation.generation_batch_size",
+    "generation_pipeline_parallel_size": "generation.parallel.pipeline",
+    "generation_temperature": "generation.temperature",
+    "generation_top_k": "generation.top_k",
+    "generation_top_p": "generation.top_p",
+    "logprob_chunk_size": "policy.logprob_chunk_size",
+    "max_grad_norm": "policy.max_grad_norm",
+    "normalize_rewards": "grpo.normalize_rewards",
+    "num_generations_per_prompt": "grpo.num_generations_per_prompt",
+    "num_prompts_per_step": "grpo.num_prompts_per_step",
+    "overlong_filtering": "grpo.overlong_filtering",
+    "ratio_clip_c": "loss_fn.ratio_clip_c",
+    "ratio_clip_max": "loss_fn.ratio_clip_max",
+    "ratio_clip_min": "loss_fn.ratio_clip_min",
+    "ref_policy_kl_penalty": "loss_fn.reference_policy_kl_penalty",
+    "token_level_loss": "loss_fn.token_level_loss",
+    "use_importance_sampling_correction": "loss_fn.use_importance_sampling_correction",
+    "use_on_policy_kl_approximation": "loss_fn.use_on_policy_kl_approximation",
+    "use_rloo": "grpo.use_leave_one_out_baseline",
+}
+ENVIRONMENT = "environment"
+"""The field that says what is trained on and what scores it: a name, or a mapping of the fields below."""
+
+DATA_OF_FIELD = {
+    "dataset": "data.train_path",
+    "validation_dataset": "data.val_path",
+    "prompt_key": "data.prompt_key",
+    "answer_key": "data.answer_key",
+}
+"""Fields of the environment about its data; its other fields are the keys of env.<name>."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What a job file sets."""
+
+    file: str = ""
+    environment: str | None = None
+    """Task name; None: as the recipe says."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values by key; those that GRPO and PPO share under GRPO's name."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """The field that each setting came from."""
+    unvalidated: bool = False
+    """Whether it brings data of its own without held-out prompts."""
+    only_named: bool = False
+    """Whether the environment is given by its name alone."""
+    overruled: set[str] = field(default_factory=set)
+    """Keys that stand on the command line itself."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def environment_override(self, options: Sequence[str]) -> list[str]:
+        """How the environment is chosen on a command line, when it is one of the options in conf/env."""
+        return [f"env={self.environment}"] if self._is_option(options) else []
+
+    def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
+        """Write the job's settings into a composed configuration; returns what is wrong with that.
+
+        Args:
+            options: the environments in conf/env; another one takes the place of those that the recipe has.
+        """
+        if self.environment is not None and not self._is_option(options):
+            if self.only_named and self.environment not in composed.env:
+                known = sorted({*options, *map(str, composed.env)})
+                text = f"no such environment; there is {', '.join(known)}, or give a mapping that describes one"
+                return [Problem(f"{self.file}: {ENVIRONMENT}={self.environment}", text)]
+            if not self.only_named:
+                OmegaConf.update(composed, "env", {self.environment: {}}, merge=False, force_add=True)
+        for key, value in {**self._without_validation(composed), **self.settings}.items():
+            for name in {named_for(loop, key) for loop in LOOPS}:
+                OmegaConf.update(composed, name, value, force_add=True)
+        return []
+
+    def _without_validation(self, composed: DictConfig) -> dict[str, Any]:
+        """What takes the place of the recipe's held-out prompts, which are of another task."""
+        if not self.unvalidated or "data.val_path" in self.overruled:
+            return {}
+        by_validation = composed.checkpointing.metric_name.startswith(VALIDATION_PREFIX)
+        ranked = by_validation and "checkpointing.metric_name" not in self.overruled
+        return {"data.val_path": None, **({"checkpointing.metric_name": "reward"} if ranked else {})}
+
+    def _is_option(self, options: Sequence[str]) -> bool:
+        return self.environment in options and f"env.{self.environment}.type" not in self.settings
+
+    def named(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems, those with a setting of this job under the job's own name for it."""
+        return [self._named(problem) for problem in problems]
+
+    def _named(self, problem: Problem) -> Problem:
+        name = self.fields.get(named_for("grpo", problem.key))
+        if name is None:
+            return problem
+        value = problem.subject[len(problem.key) :]
+        return Problem(f"{self.file}: {name}{value}", f"{problem.text} (it sets {problem.key})")
+
+
+def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
+    """The job among the arguments of a command line, an empty one without, and the other arguments.
+
+    A key that stands on the command line itself, under either name if it has two, is left out of the job's settings.
+    """
+    given = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
+    others = [argument for argument in arguments if argument not in given]
+    if not given:
+        return Job(), others
+    job = _read(given[-1].partition("=")[2])
+    if len(given) > 1:
+        job.problems.append(Problem(" ".join(given), "one run takes one job"))
+    taken = {named_for("grpo", key) for key in keys_on(others)}
+    job.overruled = taken
+    job.settings = {key: value for key, value in job.settings.items() if key not in taken}
+    job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
+    if "env" in taken:
+        job.environment = None
+    return job, others
+
+
+def given_keys(job: Job, arguments: Sequence[str]) -> dict[str, str]:
+    """The keys that a job and the other arguments of its command line set, with their values as text."""
+    return keys_on(arguments) | {key: shown(value) for key, value in job.settings.items()}
+
+
+def keys_on(arguments: Sequence[str]) -> dict[str, str]:
+    """Keys and values of a command line; a section that is given whole, as {...}, counts as each of its keys."""
+    found: dict[str, str] = {}
+    for argument in arguments:
+        name, _, text = argument.lstrip("+~").partition("=")
+        found[name] = shown(text)
+        if text.startswith("{") and depth(text) <= DEEPEST:
+            found |= {key: shown(value) for key, value in leaves(_section(name, text), f"{name}.")}
+    return found
+
+
+def _section(name: str, text: str) -> dict[str, Any]:
+    """A section in Hydra's syntax; empty when it is not understood, which is told elsewhere."""
+    try:
+        value = OverridesParser.create().parse_override(f"{name}={text}").value()
+    except (HydraException, ValueError, RecursionError):
+        return {}
+    return {str(key): given for key, given in value.items()} if isinstance(value, dict) else {}
+
+
+def _read(path: str) -> Job:
+    job = Job(file=path)
+    try:
+        content = read_job_file(path)
+    except ValueError as error:
+        job.problems.append(Problem(f"job={path}", str(error)))
+        return job
+    for name, value in content.items():
+        if name == ENVIRONMENT:
+            _read_environment(job, value)
+        elif name in SETTING_OF_FIELD:
+            _set(job, name, SETTING_OF_FIELD[name], value)
+        else:
+            job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
+    return job
+
+
+def _read_environment(job: Job, value: Any) -> None:
+    job.only_named = isinstance(value, str)
+    described = {"name": value} if isinstance(value, str) else value
+    if not isinstance(described, Mapping):
+        text = "must be the name of an environment, or a mapping with its name"
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}={shown(value)}", text))
+        return
+    name = described.get("name", described.get("type"))
+    if not isinstance(name, str) or not name.isidentifier():
+        text = "must be the name of the environment, in letters, digits and underscores"
+        job.problems.append(Problem(f"{job.file}: {ENVIRONMENT}.name={shown(name)}", text))
+        return
+    job.environment = name
+    job.settings["data.task_name"], job.fields["data.task_name"] = name, f"{ENVIRONMENT}.name"
+    own = {key.rpartition(".")[2] for key in keys() if key.startswith("env.<name>.")}
+    for part, given in described.items():
+        if part in DATA_OF_FIELD:
+            _set(job, f"{ENVIRONMENT}.{part}", DATA_OF_FIELD[part], given)
+        elif part in own:
+            _set(job, f"{ENVIRONMENT}.{part}", f"env.{name}.{part}", given)
+        elif part != "name":
+            job.problems.append(_unknown(job, str(part), ["name", *DATA_OF_FIELD, *sorted(own)], f"{ENVIRONMENT}."))
+    job.unvalidated = "dataset" in described and "validation_dataset" not in described
+
+
+def _set(job: Job, name: str, setting: str, value: Any) -> None:
+    key = known_key(setting)
+    assert key is not None, f"{setting} is not in the schema"
+    if not _is_plain(value):  # YAML also knows dates, sets and bytes
+        text = f"must be {keys()[key].type} (it sets {setting})"
+        job.problems.append(Problem(f"{job.file}: {name}={shown(value)}", text))
+        return
+    job.settings[setting], job.fields[setting] = value, name
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and "${" not in value)
+
+
+def _unknown(job: Job, name: str, known: Sequence[str], prefix: str = "") -> Problem:
+    close = difflib.get_close_matches(name, known, n=1)
+    text = (
+        f"unknown field; did you mean {prefix}{close[0]}?" if close else f"unknown field; there is {', '.join(known)}"
+    )
+    return Problem(f"{job.file}: {prefix}{name}", text)

@@ -1,0 +1,299 @@
+"""Reads the overrides of a command line one by one, so that each mistake among them gets its own message."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.keys import FREE_TYPE, groups, keys, known_key, known_section, leaves, matches
+
+CONF_MODULE = "megatron_grpo.conf"
+"""The package of YAML files."""
+OPTION = "--config-dir"
+"""Adds a folder."""
+SEARCH_KEY = "hydra.searchpath"
+"""Adds several: hydra.searchpath=[FOLDER,...]."""
+_FILE = "file://"
+
+_added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
+
+
+def folders() -> list[Traversable]:
+    """The folders of groups, conf/ first."""
+    return [resources.files(CONF_MODULE), *_added.get()]
+
+
+@contextlib.contextmanager
+def searched(added: Sequence[Path]) -> Iterator[None]:
+    """Look for options in these folders, too."""
+    token = _added.set(tuple(added))
+    try:
+        yield
+    finally:
+        _added.reset(token)
+
+
+def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], list[Problem]]:
+    """The folders that a command line adds, its other arguments, and what is wrong with the folders."""
+    added: list[Path] = []
+    others: list[str] = []
+    problems: list[Problem] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, _, value = argument.lstrip("+").partition("=")
+        if name == OPTION:
+            given = [value or next(rest, "")]
+        elif name == SEARCH_KEY:
+            given = _listed(value)
+        else:
+            others.append(argument)
+            continue
+        for one in given:
+            folder = Path(os.path.expanduser(one.removeprefix(_FILE))).absolute()
+            reason = _unfit(folder)
+            if reason is None:
+                added.append(folder)
+            else:
+                problems.append(Problem(f"{name}={shown(one)}", reason))
+    return added, others, problems
+
+
+def hydra_override(added: Sequence[Path]) -> list[str]:
+    """What tells Hydra of the folders."""
+    return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
+
+
+def _listed(value: str) -> list[str]:
+    try:
+        given = yaml.safe_load(value)
+    except yaml.YAMLError:
+        given = value
+    return [str(one) for one in (given if isinstance(given, list) else [given])]
+
+
+def _unfit(folder: Path) -> str | None:
+    """Why nothing can be chosen from a folder; None: something can."""
+    if not folder.is_dir():
+        return "no such folder"
+    own = resources.files(CONF_MODULE)
+    groups = {group.name for group in own.iterdir() if group.is_dir()}
+    found = [file for group in sorted(groups) for file in sorted((folder / group).glob("*.yaml"))]
+    if not found:
+        return f"has no recipe and no option: files such as exp/NAME.yaml; groups are {', '.join(sorted(groups))}"
+    for file in found:
+        if own.joinpath(file.parent.name, file.name).is_file():
+            return f"has {file.parent.name}/{file.name}, a name that is taken already; rename it"
+    return None
+
+
+RECIPES = "exp"
+"""The group whose options are whole recipes."""
+VARIANTS = "variant"
+"""The group whose options are published variants; it comes after all others."""
+_TEXT = ("text", "text or null")
+"""Types whose values are taken as they are written, whatever signs are in them."""
+DEEPEST = 20
+"""Brackets within brackets; the parser takes seconds for thousands."""
+
+
+@dataclass(slots=True)
+class Overrides:
+    """What stands on a command line."""
+
+    accepted: list[str] = field(default_factory=list)
+    """What can be given to Hydra."""
+    unknown: list[str] = field(default_factory=list)
+    """Keys that the schema does not have."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the rest."""
+
+
+def config_groups() -> dict[str, list[str]]:
+    """The groups of conf/ and the options of each, those of added folders among them, sorted."""
+    own, *added = folders()
+    options = {folder.name: _options(folder) for folder in own.iterdir() if folder.is_dir()}
+    for folder in added:
+        for name, found in options.items():
+            group = folder.joinpath(name)
+            found += _options(group) if group.is_dir() else []
+    return {name: sorted(options[name]) for name in sorted(options) if options[name]}
+
+
+def settings_of(path: str) -> dict[str, Any]:
+    """The keys that a file of conf/ ("variant/dapo") sets itself, with their values as they are written there."""
+    file = next(file for folder in folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
+    text = file.read_text(encoding="utf-8")
+    prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
+    return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
+
+
+def _options(folder: Traversable) -> list[str]:
+    return [file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")]
+
+
+def read_overrides(overrides: Sequence[str]) -> Overrides:
+    """Sort what stands on a command line into what Hydra takes, unknown keys and mistakes."""
+    read, options = Overrides(), config_groups()
+    parser = OverridesParser.create()
+    for text in overrides:
+        problem = _malformed(text, options) or _read(read, parser, text, options)
+        if problem is not None:
+            read.problems.append(problem)
+    read.problems += _chosen_twice(read.accepted, options)
+    return read
+
+
+def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
+    """What is wrong with an argument that is no KEY=VALUE at all."""
+    name, equals, value = text.lstrip("+~").partition("=")
+    if text.startswith("~"):
+        return None
+    if not equals:
+        choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}
+        close = difflib.get_close_matches(name, choices, n=1)
+        if close:
+            return Problem(text, f"not understood; did you mean {choices[close[0]]}?")
+        given = f"{name}=..." if known_key(name) else "key=value"
+        return Problem(text, f"not understood; write {given}")
+    if not name.strip():
+        return Problem(text, "has no key before the =; write key=value")
+    if known_key(name) is None and depth(value) > DEEPEST:
+        return Problem(f"{name}={shown(value)}", f"has brackets within brackets, more than {DEEPEST} deep")
+    return None
+
+
+def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
+    """Add an argument to what was read, in the form that Hydra accepts whatever sign the user put before it."""
+    name, _, value = text.lstrip("+~").partition("=")
+    key = known_key(name)
+    if text.startswith("~"):
+        return _delete(read, text, name, options)
+    override = _parsed(parser, text, key, value)
+    if isinstance(override, Problem):
+        return override
+    if override is None:
+        literal = QuotedString(text=value, quote=Quote.single).with_quotes()
+        read.accepted.append(f"++{name}={literal}")
+        return None
+    name, given = override.key_or_group, override.value()
+    if name in options and not isinstance(given, dict):
+        if given not in options[name]:
+            return _unknown_option(name, "null" if given is None else shown(given), options[name])
+        read.accepted.append(f"{name}={given}")
+    elif known_key(name) or (known_section(name) and isinstance(given, dict)):
+        read.accepted.append("++" + text.lstrip("+"))
+    elif matches("env.<name>", name) and (key := name.replace("env.", "env.NAME.", 1)) in _of_environments():
+        return Problem(text, f"is {key}; NAME is an environment's, such as the one that data.task_name names")
+    elif known_section(name):
+        return Problem(text, f"{name} is a section; set one of its keys: {', '.join(_members(name))}")
+    else:
+        read.unknown.append(text.lstrip("+").partition("=")[0])
+    return None
+
+
+def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> Override | Problem | None:
+    """An argument as Hydra reads it, or what is wrong with it; None: a text that is to be taken as it is written."""
+    kind = keys()[key].type if key else None
+    name = text.lstrip("+").partition("=")[0]
+    too_deep = key is not None and depth(value) > DEEPEST
+    try:
+        override = None if too_deep else parser.parse_override(text)
+        given = None if override is None else override.value()
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of thousands of digits
+        override = given = None
+    if override is None:
+        if kind in _TEXT:
+            return Problem(text, "has a quote that is not closed") if _half_quoted(value) else None
+        if kind is None:
+            return Problem(shown(text), "not understood; write key=value, with quotes around a value with other signs")
+        advice = ", written [a,b], with quotes around each text" if "list" in kind else ""
+        return Problem(f"{name}={shown(value)}", f"must be {kind}{advice}")
+    if override.is_sweep_override():
+        advice = f"a text with commas needs quotes: '{name}=\"...\"'" if kind in _TEXT else "lists are written [a,b]"
+        return Problem(text, f"several values at once; a run takes one, and {advice}")
+    if kind not in (None, FREE_TYPE) and isinstance(given, dict):
+        return Problem(f"{name}={shown(value)}", f"must be {kind}")
+    if kind in _TEXT and isinstance(given, bool | int | float):
+        return None  # run_dir=2026_01 is no number
+    return override
+
+
+def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
+    """~env.NAME takes an environment away; nothing else can go, for every other key has to have a value."""
+    if "=" not in text and matches("env.<name>", name):
+        read.accepted.append(text)
+        return None
+    if name in options:
+        return Problem(text, f"takes nothing away that could be named; choose another {name}, or set single keys")
+    if known_key(name):
+        return Problem(
+            text, f"every key has a value; write {name}=..., {keys()[known_key(name) or ''].default_text} by default"
+        )
+    if known_section(name):
+        return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
+    read.unknown.append(name)
+    return None
+
+
+def _chosen_twice(accepted: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Problem]:
+    """Groups of which the command line chooses several options; only the last would count."""
+    chosen: dict[str, list[str]] = {}
+    for one in accepted:
+        group, _, option = one.partition("=")
+        if group in options and option not in chosen.setdefault(group, []):
+            chosen[group].append(option)
+    return [
+        Problem(" ".join(f"{group}={option}" for option in found), f"a run takes one {group}; leave out the others")
+        for group, found in chosen.items()
+        if len(found) > 1
+    ]
+
+
+def depth(text: str) -> int:
+    """How deep brackets are nested in a text."""
+    depth = deepest = 0
+    for sign in text:
+        depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(sign, 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _half_quoted(value: str) -> bool:
+    """Whether a text begins or ends with a quote, but not both: the shell took a part of the quotes."""
+    return any(value.startswith(quote) != value.endswith(quote) or value == quote for quote in "'\"")
+
+
+def _unknown_option(group: str, value: str, options: Sequence[str]) -> Problem:
+    close = difflib.get_close_matches(value, options, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    kind = "recipe" if group == RECIPES else "option"
+    return Problem(f"{group}={value}", f"no such {kind}; {hint}there is {', '.join(options)}")
+
+
+def _of_environments() -> set[str]:
+    """The keys of an environment, of no environment in particular."""
+    return {name.replace("<name>", "NAME") for name in keys() if name.startswith("env.<name>.")}
+
+
+def _members(section: str) -> list[str]:
+    found = []
+    for group in groups():
+        if any(matches(name, section) for name in group.names):
+            found += [key.name.rpartition(".")[2] for key in group.keys]
+        elif any(matches(name.rpartition(".")[0], section) for name in group.names):
+            found.append(group.name.rpartition(".")[2])
+    return found

@@ -1,0 +1,132 @@
+"""Whether files can be read and folders be written, found out by trying: permissions alone do not say it."""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_grpo.config.errors import Problem, shown
+
+
+def unreadable(path: str | Path) -> str | None:
+    """Why a file cannot be read; None: it can."""
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such file"
+    except IsADirectoryError:
+        return "is a folder, not a file"
+    except PermissionError:
+        return "no permission to read it"
+    except (OSError, ValueError) as error:  # ValueError: a NUL character, which no name has
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def unlistable(path: str | Path) -> str | None:
+    """Why a folder cannot be looked into; None: it can."""
+    try:
+        os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such folder"
+    except PermissionError:
+        return "no permission to read it"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def unwritable(key: str, given: str) -> Iterator[Problem]:
+    """Why nothing can be written to a folder that may not exist yet; leaves nothing behind."""
+    subject = f"{key}={shown(given)}"
+    if "\0" in given:
+        yield Problem(subject, "has a NUL character, which no name has")
+        return
+    folder = Path(os.path.abspath(given))
+    if os.path.islink(folder) and not os.path.exists(folder):
+        yield Problem(subject, "is a link that leads nowhere; delete it, or choose another folder")
+        return
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not os.path.isdir(existing):
+        yield Problem(subject, f"{shown(existing)} is a file, not a folder")
+        return
+    try:
+        longest = os.pathconf(existing, "PC_NAME_MAX")
+        missing = folder.relative_to(existing).parts
+        too_long = next((part for part in missing if len(os.fsencode(part)) > longest), None)
+        if too_long is not None:
+            yield Problem(subject, f"{shown(too_long)} is too long for a name, which has at most {longest} bytes")
+            return
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".megatron_grpo_"):
+            pass
+    except PermissionError:
+        yield Problem(subject, f"no permission to write in {existing}")
+    except OSError as error:
+        yield Problem(subject, f"nothing can be written in {existing}: {error.strerror}")
+
+
+def imported(module: str, name: str) -> Any:
+    """The object of this name in a module, which is imported for it.
+
+    Raises:
+        ValueError: there is no such module or name, or the module fails; says why, for a message that begins with the
+            setting.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(f"cannot be imported: {type(error).__name__}: {error}") from error
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether this names something on the Hugging Face hub ("Qwen/Qwen3-8B") rather than a file or folder."""
+    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(Path(path).parent)
+
+
+TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
+"""Environment variable with the bearer token of servers and of the endpoint. In no file of a run."""
+
+
+def token() -> str | None:
+    """The bearer token of this process's environment; None: there is none."""
+    return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach a server that listens on this host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def url_problem(url: str) -> str | None:
+    """What is wrong with the URL of a server; None: nothing."""
+    text = "give http://HOST:PORT or https://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"is no URL: {error}; {text}"
+    if parts.scheme not in ("http", "https"):
+        return f"has the scheme {parts.scheme!r}; {text}" if parts.scheme else f"has no scheme; {text}"
+    if not parts.hostname or port == 0:
+        return f"names no host or port; {text}"
+    if parts.username is not None or parts.password is not None:
+        return f"holds a password, which would be in the run's files; set {TOKEN_VARIABLE} in the environment"
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        return f"has more than a host and a port; {text}"
+    return None

@@ -1,0 +1,142 @@
+"""From plain values to a typed Config: every value of another type or range is told, and takes its default."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.keys import groups, keys, known_key, leaves, matches
+from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.config.suggestions import unknown_key
+
+_ADAPTER = TypeAdapter(Config)
+
+PATHS = (
+    "run_dir",
+    "policy.model.path",
+    "value.model.path",
+    "data.train_path",
+    "data.val_path",
+    "data.prompt_file",
+    "data.system_prompt_file",
+    "data.chat_template",
+    "data.tools",
+    "data.train_sets.*.path",
+    "data.val_sets.*.path",
+    "data.tasks.*.prompt_file",
+    "data.tasks.*.system_prompt_file",
+    "data.tasks.*.chat_template",
+    "data.tasks.*.tools",
+    "prepare.folder",
+    "checkpointing.resume",
+    "refit.directory",
+    "debug.rollouts_from",
+)
+"""Keys that name files and folders; * stands for each name that there is."""
+
+_OF_LISTS = {
+    "data.train_path": "; several sets are data.train_sets.NAME.path=...",
+    "data.val_path": "; several sets are data.val_sets.NAME.path=...",
+}
+"""What to say where a list is given in the place of one."""
+
+
+def expand_homes(values: dict[str, Any]) -> None:
+    """Put the home folder in the place of a leading ~, as the shell does where it sees one."""
+    for name in PATHS:
+        *sections, last = name.split(".")
+        nodes: list[Any] = [values]
+        for section in sections:
+            mappings = [node for node in nodes if isinstance(node, dict)]
+            nodes = [below for node in mappings for key, below in node.items() if section in ("*", key)]
+        for node in nodes:
+            if isinstance(node, dict) and isinstance(node.get(last), str):
+                node[last] = os.path.expanduser(node[last])
+
+
+def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
+    """The values as a Config; wrong ones are reported and take their defaults. None: nothing could be made of them.
+
+    Args:
+        values: wrong ones are removed.
+        algorithm: the one that runs, whose names are suggested for unknown keys.
+    """
+    problems = _booleans(values)
+    for _ in range(2):
+        try:
+            return _ADAPTER.validate_python(values), problems
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        for detail in details:
+            problems.append(_problem(detail, algorithm))
+            _remove(values, detail["loc"])
+    return None, problems
+
+
+def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
+    """Required keys without a value, those apart that are told of already."""
+    return [
+        Problem(name, f"is required: {' '.join(keys()[name].doc.split())}")
+        for name in keys()
+        if name not in already and "<" not in name and _get(values, name) == MISSING and not _replaced(values, name)
+    ]
+
+
+def _replaced(values: dict[str, Any], name: str) -> bool:
+    """Whether something else is given in the place of a required key."""
+    return name == "data.train_path" and bool(_get(values, "data.train_sets"))
+
+
+def _booleans(values: dict[str, Any]) -> list[Problem]:
+    """Booleans where numbers or texts belong, which Python would take for 1 and 0; they are removed."""
+    wrong = []
+    for name in [name for name, value in leaves(values) if isinstance(value, bool)]:
+        key = known_key(name)
+        if key is not None and "true or false" not in keys()[key].type:
+            wrong.append(Problem(f"{name}={_get(values, name)}", f"must be {keys()[key].type}"))
+            _remove(values, tuple(name.split(".")))
+    return wrong
+
+
+def _problem(detail: ErrorDetails, algorithm: str) -> Problem:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return unknown_key(name, algorithm)
+    subject = f"{name}={shown(detail['input'])}"
+    key = known_key(name)
+    if key is not None:
+        hint = _OF_LISTS.get(name, "") if isinstance(detail["input"], list) else ""
+        return Problem(subject, f"must be {keys()[key].type}{hint}")
+    whole = known_key(".".join(str(part) for part in detail["loc"][:-1]))
+    if whole is not None:
+        return Problem(subject, f"is an element of what must be {keys()[whole].type}")
+    members = [key.name.rpartition(".")[2] for group in groups() if _is(group.names, name) for key in group.keys]
+    return Problem(subject, f"must be a section with keys of its own{': ' if members else ''}{', '.join(members)}")
+
+
+def _is(names: tuple[str, ...], name: str) -> bool:
+    return any(matches(one, name) for one in names)
+
+
+def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
+    """Delete a wrong value; of a wrong list element, the whole list."""
+    node: Any = values
+    for part in loc[:-1]:
+        if not isinstance(node.get(part), dict):
+            node.pop(part, None)
+            return
+        node = node[part]
+    node.pop(loc[-1], None)
+
+
+def _get(values: dict[str, Any], name: str) -> Any:
+    node: Any = values
+    for part in name.split("."):
+        if not isinstance(node, dict):
+            return None
+        node = node.get(part)
+    return node

@@ -1,0 +1,330 @@
+"""One checkpoint on disk: the driver's files in it beside the models' folders, and whether all of it is as written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeVar
+
+from xxhash import xxh3_128
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.controller.directory import POLICY_FOLDER
+
+MANIFEST_FILE = "manifest.json"
+_FORMAT = 1
+_SEAL = "xxh3_128"
+"""Key of a digest, in the manifest and as the first of a sealed file. The hash is fast and finds accidents; it keeps
+nobody from forging."""
+_SEAL_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+_READ_BYTES = 8 * 2**20
+_THREADS = 8
+"""Files that are read at a time. One thread hashes faster than a disk reads; many readers are what a file system over a
+network needs."""
+
+T = TypeVar("T")
+Cancelled = Callable[[], bool]
+"""Whether to stop reading: the result is not wanted any more."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is incomplete or damaged; the text names folder and file and says what is wrong."""
+
+
+class LaterFormatError(RunError):
+    """A checkpoint that nothing is wrong with, written by a later version of this package."""
+
+
+def write_manifest(folder: Path, step: int, sealed: Collection[str]) -> None:
+    """Record size and digest of every file in the folder, as its last file; everything is on disk when this returns.
+
+    Args:
+        folder: a checkpoint that is complete but for the manifest.
+        step: training steps before the checkpoint.
+        sealed: names of files that `write_sealed` wrote: they carry their own digest, so that they may be replaced
+            later without touching the manifest. They have to be there, too.
+    """
+    entries = sorted(folder.rglob("*"))
+    files = [path for path in entries if path.is_file() and path.relative_to(folder).as_posix() not in sealed]
+
+    def synced_record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+        sync(path)
+        return _record(path, cancelled)
+
+    records = _in_threads(synced_record, files, Event())
+    for inner in (path for path in entries if path.is_dir()):
+        sync(inner)
+    by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
+    manifest = {"format": _FORMAT, "step": step, "sealed": sorted(sealed), "files": by_name}
+    write_sealed(folder / MANIFEST_FILE, manifest)
+
+
+def verify_manifest(folder: Path, stop: Event | None = None) -> int:
+    """Compare every file of a checkpoint with what its manifest says; the step that it was written after.
+
+    Args:
+        folder: folder of a checkpoint, with the manifest in it.
+        stop: set by another thread to end this early, with CancelledError.
+
+    Raises:
+        CheckpointError: a file is missing or differs.
+        LaterFormatError: the manifest is of a format that this version does not know.
+        OSError: a file is there and cannot be read.
+    """
+    manifest = read_sealed(folder / MANIFEST_FILE)
+    if manifest["format"] != _FORMAT:
+        text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
+        raise LaterFormatError(f"{folder} {text}")
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    for name, record in files.items():  # sizes first: they cost nothing
+        _require_size(folder / name, record["bytes"])
+    for name in manifest["sealed"]:
+        read_sealed(folder / name)
+    expected = {folder / name: record for name, record in files.items()}
+
+    def compare(path: Path, cancelled: Cancelled) -> None:
+        if _record(path, cancelled) != expected[path]:
+            raise CheckpointError(_changed(path))
+
+    _in_threads(compare, list(expected), stop or Event())
+    return int(manifest["step"])
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object whose first entry is the digest of the rest; readers see the old or the new file.
+
+    Args:
+        path: file to write or replace.
+        content: entries of the file, at least one; each gets a line of its own.
+    """
+    entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+    body = f"{entries}\n}}\n".encode()
+    write_in_one_piece(path, f'{{"{_SEAL}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+
+
+def write_in_one_piece(path: Path, content: bytes) -> None:
+    """Write or replace a file; it is on disk when this returns, and readers see the old content or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content that `write_sealed` was given.
+
+    Raises:
+        CheckpointError: the file is missing, or one of its bytes is not as it was written.
+        OSError: the file is there and cannot be read.
+    """
+    with missing_is_an_error(path):
+        written = path.read_bytes()
+    line = _SEAL_LINE.match(written)
+    if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
+        raise CheckpointError(_changed(path))
+    content: dict[str, Any] = json.loads(written)
+    del content[_SEAL]
+    return content
+
+
+def is_sealed(content: Mapping[str, Any]) -> bool:
+    """Whether this was read from a file that `write_sealed` wrote."""
+    return _SEAL in content
+
+
+@contextmanager
+def missing_is_an_error(path: Path) -> Iterator[None]:
+    """Around reading a file of a checkpoint: turns its absence into a CheckpointError that names it."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is missing") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path} is missing: a folder is in its place") from None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _changed(path: Path) -> str:
+    return f"{path} is damaged: its content is not what was written (the digest differs)"
+
+
+def _require_size(path: Path, size: int) -> None:
+    with missing_is_an_error(path):
+        found = path.stat()
+    if path.is_dir():
+        raise CheckpointError(f"{path} is missing: a folder is in its place")
+    if found.st_size != size:
+        raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, and {size} were written")
+
+
+def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+    """Size and digest of a file, read in pieces."""
+    digest, size = xxh3_128(), 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with missing_is_an_error(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            if cancelled():
+                raise CancelledError
+            digest.update(buffer[:count])
+            size += count
+    return {"bytes": size, _SEAL: digest.hexdigest()}
+
+
+def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
+    """function(path, cancelled) of every path. What ends this early, Ctrl-C included, ends the threads."""
+    failed = Event()
+    pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
+    try:
+        return list(pool.map(lambda path: function(path, lambda: failed.is_set() or stop.is_set()), paths))
+    except BaseException:
+        failed.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+STATE_FILE = "state.json"
+LOADER_FILE = "dataloader.pt"
+_MODEL_FILES = (".metadata", "common.pt", "metadata.json")
+"""What Megatron-Core writes beside the tensors, whatever the layout."""
+_UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What torch.load raises for a file of other bytes, as its tests with random bytes show."""
+
+
+def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+    """Add the driver's files to a folder that holds the models, and the manifest; then all of it is on disk.
+
+    Args:
+        folder: folder of the checkpoint, perhaps under a temporary name.
+        step: training steps before the checkpoint.
+        state: progress ("save_state"), metrics and what else the driver needs to continue (JSON).
+        loader_state: state of the training data loader.
+    """
+    import torch  # not above: a command that only verifies a checkpoint answers at once
+
+    torch.save(dict(loader_state), folder / LOADER_FILE)
+    write_sealed(folder / STATE_FILE, state)
+    write_manifest(folder, step, sealed=[STATE_FILE])
+
+
+def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Replace the driver's state of a checkpoint, in one piece.
+
+    It carries its own digest, so the checkpoint is sound before and after; but for one without a manifest, where a
+    digest would say that the manifest is missing.
+    """
+    if (folder / MANIFEST_FILE).exists():
+        write_sealed(folder / STATE_FILE, state)
+    else:
+        write_in_one_piece(folder / STATE_FILE, json.dumps(dict(state)).encode())
+
+
+def verify(folder: Path, stop: Event | None = None) -> str | None:
+    """Read all of a checkpoint and compare it with what was written.
+
+    Args:
+        folder: folder of the checkpoint, `step_N`.
+        stop: set by another thread to end this early, with CancelledError.
+
+    Returns:
+        A remark for the user about a checkpoint that is good; None: there is nothing to say.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the text names it.
+        LaterFormatError: a later version wrote it.
+        OSError: a file is there and cannot be read.
+    """
+    if not (folder / MANIFEST_FILE).exists():
+        return _verify_without_manifest(folder)
+    step = verify_manifest(folder, stop)
+    written = read_state(folder)["save_state"]["total_steps"]
+    if written != step:
+        raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: of step {written}, not {step}")
+    return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The driver's state as it was written.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+        OSError: the file is there and cannot be read.
+    """
+    path = folder / STATE_FILE
+    if (folder / MANIFEST_FILE).exists():
+        return read_sealed(path)
+    with missing_is_an_error(path):
+        content = path.read_bytes()
+    try:
+        state = json.loads(content)
+        if is_sealed(state):
+            raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
+        if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):
+            raise TypeError("steps or metrics are of another type")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it does not hold the state of a run ({error})") from None
+    return dict(state)
+
+
+def read_loader_state(folder: Path) -> dict[str, Any]:
+    """The state of the training data loader as it was written.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+        OSError: the file is there and cannot be read.
+    """
+    import torch
+
+    path = folder / LOADER_FILE
+    try:
+        with missing_is_an_error(path):
+            state = torch.load(path, weights_only=True)
+    except _UNPICKLING_ERRORS as error:
+        if isinstance(error, CheckpointError):
+            raise
+        text = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged: it cannot be loaded ({type(error).__name__}: {text})") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: it does not hold the state of a data loader")
+    return state
+
+
+def _verify_without_manifest(folder: Path) -> str:
+    """What can be said of a checkpoint that a version before manifests wrote: that no file is missing or empty."""
+    with missing_is_an_error(folder):
+        if not any(folder.iterdir()):
+            raise CheckpointError(f"{folder} is empty")
+    read_state(folder)
+    for name in (LOADER_FILE, *(f"{POLICY_FOLDER}/{name}" for name in _MODEL_FILES)):
+        with missing_is_an_error(folder / name):
+            if (folder / name).stat().st_size == 0:
+                raise CheckpointError(f"{folder / name} is empty")
+    read_loader_state(folder)
+    return f"{folder} was written by an earlier version, without digests: damage to its weights would not be noticed"

@@ -1,0 +1,270 @@
+"""Checkpoints of a run: which can be started from, how one is written so that it is whole or absent, which are kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.schema import CheckpointingConfig, Config
+from megatron_grpo.controller.checkpoint_files import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    CheckpointError,
+    complete,
+    read_loader_state,
+    read_state,
+    replace_state,
+    sync,
+    verify,
+)
+from megatron_grpo.controller.directory import VALUE_FOLDER
+
+if TYPE_CHECKING:
+    from megatron_grpo.controller.saving import PendingSave
+
+_DAMAGED = "damaged_step_"
+
+
+class Checkpointer:
+    """The folder run_dir/checkpoints. One process, the driver, owns it."""
+
+    def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
+        """
+        Args:
+            run_dir: folder of the run.
+            config: where to start from, and which checkpoints to keep.
+            look_only: whether `find` only says which checkpoints it would set aside.
+        """
+        self.config, self._look_only = config, look_only
+        self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
+        """Told of every checkpoint that is complete."""
+        self.pending: PendingSave | None = None
+        """The checkpoint that is being written while the run goes on."""
+        self.folder = run_dir / "checkpoints"
+
+    def find(self, stop: Event | None = None) -> Path | None:
+        """The checkpoint to start from, as checkpointing.resume says; every byte of it is as it was written.
+
+        A run that started from the checkpoint of another one and has saved since goes on from its own newest: a job
+        that is queued again starts with the same command line. Of its own ones, those that are newer than the one it
+        goes on from are damaged, and set aside under another name; standard error says which and why.
+
+        Args:
+            stop: set by another thread to end this early, with CancelledError.
+
+        Raises:
+            ConfigError: the checkpoint that was named is none or is damaged, none of the run directory's is intact, or
+                it has checkpoints beyond the one to start from, which this run would mix with its own.
+            RunError: a file cannot be read, or a later version wrote the checkpoint.
+        """
+        resume, steps = self.config.resume, self.steps()
+        path = None if resume in ("auto", "none") else Path(resume).resolve()
+        of_another_run = path is not None and path.parent != self.folder.resolve()
+        if resume == "auto" or (of_another_run and (steps or self._set_aside())):
+            return self._newest_intact(stop)
+        begin = 0
+        if path is not None:
+            self._require_intact(path, stop)
+            begin = 0 if of_another_run else read_state(path)["save_state"]["total_steps"]
+        if steps and steps[-1] > begin:
+            text = (
+                f"would go on after step {begin}, and {self.folder} has checkpoints of what came after it, up to step "
+                f"{steps[-1]}; choose another run_dir, or delete them"
+            )
+            raise ConfigError([Problem(f"checkpointing.resume={resume}", text)])
+        return path
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints, in order; whether their files are intact takes reading them."""
+        names = (re.fullmatch(r"step_(0|[1-9][0-9]*)", entry.name) for entry in self.folder.glob("step_*"))
+        return sorted(int(match[1]) for match in names if match)
+
+    def path(self, step: int) -> Path:
+        """Folder of a checkpoint."""
+        return self.folder / f"step_{step}"
+
+    @contextmanager
+    def writing(self, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> Iterator[Path]:
+        """Write checkpoint `step`: the body adds the models to the yielded folder.
+
+        Everything goes to a temporary name first. It is renamed once all of it, and last the manifest with the digest
+        of every file, is on disk: a checkpoint that can be found was complete. Afterwards the ones beyond
+        checkpointing.keep_top_k are removed.
+
+        Args:
+            step: training steps so far.
+            state: what the driver needs to continue (JSON).
+            loader_state: state of the training data loader.
+        """
+        temporary = self.begin(step)
+        yield temporary
+        complete(temporary, step, state, loader_state)
+        self.publish(step, temporary)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for checkpoint `step`, under a name that no other process writes to: a writer of a run that
+        was killed may still be at work in its own."""
+        temporary = self.folder / f".writing_step_{step}_{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def publish(self, step: int, temporary: Path) -> None:
+        """Give a folder that is complete the name of checkpoint `step`, and remove those beyond keep_top_k."""
+        self._remove(step)
+        temporary.rename(self.path(step))
+        sync(self.folder)
+        self._prune()
+        self.on_publish(step, self.path(step))
+
+    def update(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""
+        replace_state(self.path(step), state)
+        self._prune()
+
+    @staticmethod
+    def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(state, loader state) as they were given to `writing`.
+
+        Raises:
+            CheckpointError: one of the two files is missing or damaged.
+        """
+        return read_state(path), read_loader_state(path)
+
+    def remove_leftovers(self) -> None:
+        """Delete what an interrupted write or removal left behind."""
+        for pattern in (".writing_step_*", ".removing_step_*"):
+            for entry in self.folder.glob(pattern):
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def _newest_intact(self, stop: Event | None) -> Path | None:
+        """The newest intact checkpoint, with the damaged ones above it set aside; None: the run has saved nothing.
+
+        Raises:
+            ConfigError: there are checkpoints, all damaged. Nothing is renamed then: a second try must not find an
+                empty folder and begin anew over the run's files.
+        """
+        damaged: dict[int, CheckpointError] = {}
+        for step in reversed(self.steps()):
+            try:
+                remark = verify(self.path(step), stop)
+            except CheckpointError as error:
+                damaged[step] = error
+                continue
+            except OSError as error:  # says nothing of the content, which another try may be able to read
+                text = "make it readable, or rename it to go on from the one before"
+                raise RunError(f"{self.path(step)} cannot be read: {error}; {text}") from None
+            for bad_step, reason in damaged.items():
+                _tell(f"{reason}; {self.path(bad_step)} {self._put_aside(bad_step)}")
+            if damaged:
+                verb = "would go on" if self._look_only else "going on"
+                _tell(f"{verb} from {self.path(step)}, the newest checkpoint that is intact")
+            if remark:
+                _tell(remark)
+            return self.path(step)
+        if not (damaged or self._set_aside()):
+            return None
+        found = [str(error) for error in damaged.values()] or [f"{path} was set aside" for path in self._set_aside()]
+        text = (
+            f"finds no intact checkpoint in {self.folder}, and will not begin anew over what this run has written: "
+            f"{'; '.join(found)}. Put intact files back, or begin in another run_dir"
+        )
+        raise ConfigError([Problem(f"checkpointing.resume={self.config.resume}", text)])
+
+    def _require_intact(self, path: Path, stop: Event | None) -> None:
+        """Check the checkpoint that checkpointing.resume names.
+
+        Raises:
+            ConfigError: the folder is no checkpoint, or a damaged one.
+        """
+        subject = f"checkpointing.resume={self.config.resume}"
+        try:
+            if not (path / STATE_FILE).is_file() and not (path / MANIFEST_FILE).is_file():
+                raise ConfigError([Problem(subject, f"is not a checkpoint: it has no {STATE_FILE}")])
+            remark = verify(path, stop)
+        except CheckpointError as error:
+            raise ConfigError([Problem(subject, f"cannot be started from: {error}; name another checkpoint")]) from None
+        except OSError as error:
+            raise ConfigError([Problem(subject, f"cannot be read: {error}")]) from None
+        if remark:
+            _tell(remark)
+
+    def _set_aside(self) -> list[Path]:
+        """The damaged checkpoints that earlier starts have set aside."""
+        return sorted(self.folder.glob(f"{_DAMAGED}*"))
+
+    def _put_aside(self, step: int) -> str:
+        """Give a damaged checkpoint a name under which it is neither found, nor counted, nor deleted; says so."""
+        if self._look_only:
+            return "would be set aside"
+        target, again = self.folder / f"{_DAMAGED}{step}", 1
+        while target.exists():
+            again += 1
+            target = self.folder / f"{_DAMAGED}{step}.{again}"
+        try:
+            self.path(step).rename(target)
+        except OSError as error:
+            raise RunError(f"{self.path(step)} is damaged and cannot be set aside: {error}") from None
+        sync(self.folder)
+        return f"is set aside as {target.name}"
+
+    def _prune(self) -> None:
+        if self.config.keep_top_k is None:
+            return
+        steps = self.steps()
+        scores = {step: score for step in steps if (score := self._score(step)) is not None}
+        ranked = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
+        for step in scores.keys() - set(ranked[: self.config.keep_top_k]) - {steps[-1]}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, if it is there: first its name, so that one that can be found is complete."""
+        if self.path(step).exists():
+            temporary = self.folder / f".removing_step_{step}"
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.path(step).rename(temporary)
+            shutil.rmtree(temporary)
+
+    def _score(self, step: int) -> float | None:
+        """Higher is better, and -inf without the metric. None: the state is unreadable, which people should see."""
+        try:
+            value = read_state(self.path(step))["metrics"].get(self.config.metric_name)
+        except (CheckpointError, OSError):
+            return None
+        if value is None:
+            return -math.inf
+        return float(value) if self.config.higher_is_better else -float(value)
+
+
+def _tell(text: str) -> None:
+    """Print a line at once: a start that fails later must not have renamed anything in silence."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
+    """The checkpoint that a run begins with, which has all that its algorithm trains; None: it begins anew.
+
+    Args:
+        checkpointer: the one that owns the checkpoints of the run's folder.
+        config: the run's configuration, which says where to start from and whether there is a value model.
+        stop: set by another thread to end this early, with CancelledError.
+
+    Raises:
+        ConfigError: there is none to start from where checkpointing.resume says (`Checkpointer.find`), or PPO's value
+            model is not in it.
+        RunError: a file cannot be read.
+    """
+    path = checkpointer.find(stop)
+    if path is not None and config.value_model is not None and not (path / VALUE_FOLDER).is_dir():
+        text = f"{path} is not a checkpoint of PPO: it has no value model"
+        raise ConfigError([Problem(f"checkpointing.resume={config.checkpointing.resume}", text)])
+    return path

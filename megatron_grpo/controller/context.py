@@ -1,0 +1,204 @@
+"""A run that is up: what the loops of the algorithms work with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.cluster.futures import is_lost
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER
+from megatron_grpo.controller.failures import FiniteGuard
+from megatron_grpo.controller.oversampling import Oversampling
+from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps
+from megatron_grpo.controller.sample_buffer import SamplingAhead
+from megatron_grpo.controller.save_state import GRPOSaveState
+from megatron_grpo.controller.user_objects import Callbacks
+from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.trainer.group import PolicyInterface, RankGroup, TrainedModel, ValueInterface
+from megatron_grpo.weights.refit.transport import WeightTransport
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """Engines and models have devices of their own: whoever has something to do does it."""
+
+    def turn_to_sampling(self, timer: StepTimer) -> None:
+        """From here on engines sample, until `turn_to_training`; the timer counts what that takes."""
+
+    def turn_to_training(self, timer: StepTimer) -> None:
+        """From here on models compute and are saved, until `turn_to_sampling` or a refit."""
+
+    @contextmanager
+    def refit(self, timer: StepTimer) -> Iterator[None]:
+        """Around a refit, which comes in the turn of training; when it has succeeded it is the turn of sampling."""
+        yield
+
+
+class Colocated(Placement):
+    """Engines and models share devices, whose memory holds either at a time, and in a refit the weights of both.
+
+    It is the turn of training when this is made: engines sleep and models are on the devices.
+
+    Args:
+        generation: the engines.
+        policy: whose weights a refit sends.
+        others: what else is trained.
+    """
+
+    def __init__(self, generation: VllmGeneration, policy: RankGroup, others: Sequence[RankGroup] = ()) -> None:
+        self._generation, self._policy, self._others = generation, policy, others
+        self._sampling = False
+        self._unsettled = False
+        """In a refit, or since something failed: engines may be half awake, or not answer."""
+
+    def turn_to_sampling(self, timer: StepTimer) -> None:
+        """Without a refit in between the engines have the weights that they had before, from host memory."""
+        if not self._sampling:
+            with self.refit(timer):
+                pass
+
+    def turn_to_training(self, timer: StepTimer) -> None:
+        """Let engines sleep and bring the models back to the devices.
+
+        Raises:
+            SamplingError: an engine failed; called again, this brings the models back all the same, to be saved.
+            RunError: a rank of a model failed.
+        """
+        if not self._sampling and not self._unsettled:
+            return
+        with timer.phase("sleep"):
+            try:
+                self._generation.sleep()
+            except RunError as error:
+                if not self._unsettled and not is_lost(error.__cause__):  # one that is lost has no memory
+                    self._unsettled = True
+                    raise SamplingError(str(error)) from error
+                logger.warning("what is trained comes back to the devices, although %s", error)
+        with timer.phase("onload"):
+            for model in (self._policy, *self._others):
+                model.onload()
+        self._sampling = self._unsettled = False
+
+    @contextmanager
+    def refit(self, timer: StepTimer) -> Iterator[None]:
+        """What the refit does not need leaves the devices before it, the policy's weights after it."""
+        self._unsettled = True  # until all of it has succeeded
+        with timer.phase("offload"):
+            self._policy.offload(weights=False)
+            for model in self._others:
+                model.offload(weights=True)
+        with timer.phase("wake"):
+            self._generation.wake("weights")
+        yield
+        with timer.phase("offload"):
+            self._policy.offload(weights=True)
+        with timer.phase("wake"):
+            self._generation.wake("kv_cache")
+        self._sampling, self._unsettled = True, False
+
+
+@dataclass(kw_only=True)
+class SampleSource:
+    """What the samples of a step are drawn with, and what is kept of it from step to step."""
+
+    config: Config
+    rollouts: RolloutPool
+    settings: SamplingSettings
+    guard: FiniteGuard
+    state: GRPOSaveState
+    """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
+    ahead: SamplingAhead | Oversampling | None = None
+    """What samples while steps train; None: a step samples when it asks."""
+    recorded: RecordedSteps | None = None
+    """What an earlier run sampled, which is taken instead; None: sampling."""
+
+    @property
+    def used_up(self) -> str:
+        """Why the run ends when nothing is left for a further step."""
+        epochs = self.config.loop.max_num_epochs
+        return f"the data is used up: {epochs} epoch(s)" if self.recorded is None else self.recorded.used_up
+
+
+@dataclass(kw_only=True)
+class SamplingRun:
+    """A run that samples and scores, and trains nothing."""
+
+    config: Config
+    placement: Placement
+    """Who has the devices when."""
+    rollouts: RolloutPool
+    samples: SampleSource
+    """Where the samples of a step come from; `sample` advances it."""
+    dumps: RolloutDumps
+    guard: FiniteGuard
+    loader: Batches
+    val_prompts: list[DatumSpec]
+    logger: RunLogger
+    checkpointer: Checkpointer
+    state: GRPOSaveState
+    """How far the run has come."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """What a script wants to be told."""
+
+    def position(self) -> dict[str, Any]:
+        """State of the loader after the last prompts that a step has taken, whatever is sampled ahead."""
+        ahead = self.samples.ahead
+        return self.loader.state_dict() if ahead is None else ahead.position
+
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        """What is trained, by its folder in a checkpoint."""
+        return {}
+
+    def models(self) -> list[TrainedModel]:
+        """What is trained."""
+        return list(self.models_by_folder().values())
+
+    def save_models(self, folder: Path, *, background: bool = False) -> None:
+        """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
+        self.placement.turn_to_training(StepTimer())
+        for name, model in self.models_by_folder().items():
+            (folder / name).mkdir()
+            model.save_checkpoint(str(folder / name), background=background)
+
+
+@dataclass(kw_only=True)
+class GRPORun(SamplingRun):
+    """A run of GRPO."""
+
+    policy: PolicyInterface
+    transport: WeightTransport | None
+    """How the policy's weights reach the engines; None: there are none."""
+    loss_fn: ClippedPGLossFn
+
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        return {POLICY_FOLDER: self.policy}
+
+
+@dataclass(kw_only=True)
+class PPORun(GRPORun):
+    """A run of PPO: one of GRPO with a value model."""
+
+    value: ValueInterface
+    value_loss_fn: MseValueLossFn
+
+    def models_by_folder(self) -> dict[str, TrainedModel]:
+        return {**super().models_by_folder(), VALUE_FOLDER: self.value}

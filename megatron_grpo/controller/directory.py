@@ -1,0 +1,162 @@
+"""The folder of a run: its names, held by one driver at a time, with the configuration it was started with."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.keys import leaves
+from megatron_grpo.config.schema import Config
+
+CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"
+POLICY_FOLDER = "megatron"
+"""Folder of the policy's distributed checkpoint inside a checkpoint."""
+VALUE_FOLDER = "megatron_value"
+"""The same of the value model, in a checkpoint of PPO."""
+IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
+"""Keys that make a run another run; everything else may change between start and resume."""
+_ONCE_ABSENT = {"debug.train": True}
+"""What runs of versions that did not have such a key were."""
+
+
+@contextmanager
+def claimed_run_directory(path: str) -> Iterator[Path]:
+    """Create or reopen the folder of a run and hold it until the run ends.
+
+    A folder made here that nothing has been written to by then is removed again.
+
+    Raises:
+        RunError: another driver holds it, or nothing can be written there.
+    """
+    folder = Path(os.path.abspath(path))
+    try:
+        made = _make_folders(folder)
+        lock = (folder / LOCK_FILE).open("a")
+    except OSError as error:
+        raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None
+    with lock:  # the kernel releases it when the driver dies, however it dies
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken_away = os.fstat(lock.fileno()).st_nlink == 0  # by a start that failed just now
+        except OSError:
+            taken_away = True
+        if taken_away:
+            raise RunError(f"run_dir={folder} is in use by another run that is still alive")
+        try:
+            yield folder
+        finally:
+            _remove_if_unused(folder, made)
+
+
+def in_use(path: str) -> bool:
+    """Whether a run that is alive holds a folder."""
+    try:
+        with Path(path, LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Make a folder and those above it; the ones that were not there, the innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
+    """Take back what a start made that failed before it wrote anything: the run never was."""
+    if folder not in made or not folder.is_dir() or os.listdir(folder) != [LOCK_FILE]:
+        return
+    (folder / LOCK_FILE).unlink()
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:  # others use it by now
+            return
+
+
+def record_start(folder: Path, config: Config) -> None:
+    """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
+    temporary = folder / (CONFIG_FILE + ".tmp")
+    with temporary.open("w") as file:
+        yaml.safe_dump(dataclasses.asdict(config), file, sort_keys=False)
+        file.flush()
+        os.fsync(file.fileno())  # else a machine that goes down may leave the new name with an empty file
+    temporary.rename(folder / CONFIG_FILE)
+    _link_latest(folder)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """The configuration that `record_start` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be read or is no configuration; the text names it.
+    """
+    try:
+        values = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is damaged: it is not UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        raise ValueError(f"{file} is empty")
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    return values
+
+
+def changes_since_last_start(folder: Path, config: Config) -> list[str]:
+    """What differs from the configuration that the folder's run was last started with, one line per key.
+
+    Raises:
+        ConfigError: the folder belongs to another run, or its configuration cannot be read.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        before = dict(leaves(read_config_file(file)))
+        if "algorithm" not in before:
+            raise ValueError(f"{file} is damaged: it does not hold the configuration of a run")
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        advice = (
+            "it tells whose folder this is. Put it back, choose another run_dir, or delete it if this is the same run"
+        )
+        raise ConfigError([Problem(f"run_dir={folder}", f"{error}; {advice}")]) from None
+    now = dict(leaves(dataclasses.asdict(config)))
+    for key in IDENTITY:
+        its = before.get(key, _ONCE_ABSENT.get(key))
+        if its != now[key]:
+            text = f"holds another run: its {key} is {its}, this one's is {now[key]}"
+            raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
+    different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]
+
+
+def _link_latest(folder: Path) -> None:
+    """Point the `latest` link beside the folder at it."""
+    link = folder.parent / "latest"
+    if folder.name == link.name or (link.exists() and not link.is_symlink()):
+        return
+    temporary = folder.parent / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.rename(link)

@@ -1,0 +1,310 @@
+"""The loop around the steps of an algorithm: limits, validation, reports, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
+from megatron_grpo.config.metric_names import sometimes_absent
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.context import SamplingRun
+from megatron_grpo.controller.save_state import observe, reason_to_stop
+from megatron_grpo.controller.saving import (
+    Snapshot,
+    advance_saving,
+    finish_saving,
+    save_checkpoint,
+    save_validation,
+    snapshot_of,
+)
+from megatron_grpo.controller.validation import validate
+from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.scores import TrainerState
+from megatron_grpo.data.trajectory import Outcome
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.plan import reasons
+
+PROFILES_FOLDER = "profiles"
+
+
+@contextmanager
+def profiled(run: SamplingRun, step: int) -> Iterator[None]:
+    """Record what the ranks of every model do in the body, if this step is to be profiled; it takes longer for that.
+
+    Args:
+        run: whose models are profiled.
+        step: number of the step that the body makes.
+    """
+    if step not in run.config.logger.profile_steps:
+        yield
+        return
+    for model in run.models():
+        model.begin_profile()
+    yield
+    folder = run.logger.run_dir / PROFILES_FOLDER / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in run.models():
+        model.end_profile(str(folder))
+    run.logger.note(f"step {step}: profiles in {folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did."""
+
+    metrics: dict[str, float]
+    timing: dict[str, float]
+    throughput: dict[str, float]
+    sampled: list[Outcome]
+    """What became of everything that was sampled, also of what dynamic sampling dropped."""
+    remarks: Sequence[str] = ()
+    """What somebody who watches the run should hear of."""
+    failure: RunError | None = None
+    """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""
+
+
+StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
+"""One step of an algorithm on the next prompts; None: there are none left."""
+
+
+def train_steps(run: SamplingRun, step: StepFunction) -> None:
+    """Train until a limit is reached, early stopping ends it or the prompts are used up.
+
+    Raises:
+        SamplingError: after a checkpoint of the steps that were finished.
+        RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
+        ModelLostError: without one: a rank of a model is gone, and with it what it had learnt since the last.
+        RunError: a step failed, in the words of the algorithm's step.
+    """
+    try:
+        _train_steps(run, step)
+    except ModelLostError as error:
+        _leave_rollouts(run)
+        _finish_saving_before_the_end(run)
+        raise ModelLostError(f"{error}; {_what_stands(run)}") from error
+    except RunError:
+        _leave_rollouts(run)
+        _finish_saving_before_the_end(run)
+        raise
+
+
+def _train_steps(run: SamplingRun, step: StepFunction) -> None:
+    limits, state = run.config.loop, run.state
+    run.rollouts.trainer_state = trainer_state(run)
+    _catch_up_on_validation(run)
+    batches = prompt_batches(run.loader, limits.max_num_epochs)
+    metrics: dict[str, float] = {}
+    while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
+        before = snapshot_of(run)
+        run.rollouts.trainer_state = trainer_state(run)
+        try:
+            with profiled(run, state["total_steps"] + 1):
+                report = step(batches)
+        except SamplingError:
+            _save_finished_steps(run, metrics, before)
+            raise
+        if report is None:
+            run.logger.ends_early("data_used_up", run.samples.used_up)
+            run.logger.note(run.samples.used_up)
+            break
+        _advance(run, report)
+        metrics = _finish_step(run, report)
+        advance_saving(run)
+    _finish_training(run, metrics)
+    run.callbacks.on_end(state["total_steps"])
+
+
+def trainer_state(run: SamplingRun) -> TrainerState:
+    """How far the run is, for reward functions."""
+    limits, state = run.config.loop, run.state
+    return TrainerState(
+        global_step=state["total_steps"],
+        max_steps=limits.max_num_steps,
+        epoch=float(state["current_epoch"]),
+        num_train_epochs=limits.max_num_epochs,
+    )
+
+
+def _catch_up_on_validation(run: SamplingRun) -> None:
+    """Validate before the next step where that is due: at the start, or since a validation that failed."""
+    step = run.state["total_steps"]
+    due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
+    if not due or run.state.get("val_step") == step:
+        return
+    validated = _validated(run)
+    if validated and step in run.checkpointer.steps():
+        save_validation(run, validated)
+
+
+def _stopped_early(run: SamplingRun) -> bool:
+    reason = reason_to_stop(run.state["early_stop"], run.config.loop.early_stop)
+    if reason is None and run.callbacks.stop:
+        reason = "a callback of the script says so"
+    if reason is not None:
+        run.logger.ends_early("early_stop", reason)
+        run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
+    return reason is not None
+
+
+def _advance(run: SamplingRun, report: StepReport) -> None:
+    state, epoch = run.state, run.position()["epoch"]
+    if epoch > state["current_epoch"]:
+        state["current_epoch"] = epoch
+        state["current_step"] = 0
+    state["total_steps"] += 1
+    state["current_step"] += 1
+    state["total_valid_tokens"] += int(report.metrics["valid_tokens"])
+
+
+def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
+    """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
+
+    Raises:
+        RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
+            step was logged and saved.
+    """
+    step, metrics = run.state["total_steps"], dict(report.metrics)
+    failure = report.failure
+    if failure is not None:  # saving waits for ranks that the failure may have left busy
+        saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
+        run.logger.note(f"the weights of step {step} were not published; the step {saved}")
+    elif _validation_due(run):
+        try:
+            metrics |= _validated(run)
+        except SamplingError as error:
+            failure = error
+    try:
+        run.dumps.finish(step)  # a step that is reported has its rollouts on disk
+    except RunError as error:
+        failure = failure or error
+    run.logger.log_step(step, metrics, report.timing, report.throughput)
+    if failure is None:
+        run.callbacks.on_step(step, metrics)
+    _remark(run, step, report)
+    if run.config.logger.log_completions and failure is None:
+        run.logger.show_completions(step, run.dumps.some(step))
+    failure = failure or _ranking_problem(run.config, metrics)
+    if failure is not None:
+        if not isinstance(failure, ModelLostError):
+            _save_finished_steps(run, metrics, snapshot_of(run))
+        raise failure
+    if run.config.saves and step % run.config.checkpointing.save_period == 0:
+        save_checkpoint(run, metrics, snapshot_of(run))
+    return metrics
+
+
+def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
+    """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
+    responses that nobody gave a reward."""
+    for text in (*run.rollouts.remarks, *report.remarks):
+        run.logger.note(f"step {step}: {text}")
+    run.rollouts.remarks.clear()
+    if not report.metrics["valid_tokens"]:
+        run.logger.note(f"step {step}: no response is in the loss, so nothing is learnt from it")
+    failed = [outcome for outcome in report.sampled if outcome.failure is not None]
+    if failed:
+        run.logger.note(f"step {step}: {len(failed)} of {len(report.sampled)} rollouts failed: {reasons(failed)}")
+    unscored = [outcome for outcome in report.sampled if outcome.reward is None and outcome.failure is None]
+    if unscored:
+        run.logger.note_once(
+            "unscored",
+            f"no reward function gave a reward for {len(unscored)} of {len(report.sampled)} responses (row "
+            f"{unscored[0].prompt_idx} of data.train_path for one): they are left out of baselines and loss; "
+            "unscored_rate counts them",
+        )
+
+
+def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
+    """What to say when no step has the metric that ranks checkpoints."""
+    checkpointing = config.checkpointing
+    name, ranked = checkpointing.metric_name, config.saves and checkpointing.keep_top_k is not None
+    if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
+        return None  # of a step that trains no policy, in the critic's warm-up for one, much is not known
+    if not ranked or name in metrics or name in sometimes_absent(config):
+        return None
+    known = ", ".join(sorted(metrics))
+    return RunError(f"checkpointing.metric_name={name} ranks checkpoints, and is no metric of a step: {known}")
+
+
+def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+    """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
+    step = run.state["total_steps"]
+    if step == 0 or not run.config.saves:
+        return
+    try:
+        finish_saving(run)
+        if step not in run.checkpointer.steps():
+            save_checkpoint(run, metrics, snapshot)
+            finish_saving(run)
+    except RunError as error:
+        run.logger.note(f"step {step} could not be saved: {error}")
+
+
+def _what_stands(run: SamplingRun) -> str:
+    """What is left of a run whose models are lost."""
+    steps = run.checkpointer.steps()
+    if not steps:
+        return "there is no checkpoint: the run begins anew when it is started again"
+    return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
+
+
+def _leave_rollouts(run: SamplingRun) -> None:
+    """Write the rollouts of a step that failed; should that fail too, the first failure is the one to report."""
+    try:
+        run.dumps.leave()
+    except RunError as error:
+        run.logger.note(f"the rollouts of the step that failed could not be written: {error}")
+
+
+def _finish_saving_before_the_end(run: SamplingRun) -> None:
+    """Complete what is being saved when a failure ends the run; that failure is the one to report."""
+    try:
+        finish_saving(run)
+    except RunError as error:
+        run.logger.note(f"what was being saved could not be completed: {error}")
+
+
+def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    """Validate and save after the last step, whose metrics these are, unless that step did."""
+    finish_saving(run)
+    step, saved = run.state["total_steps"], run.checkpointer.steps()
+    validated: dict[str, float] = {}
+    if run.config.loop.val_at_end and run.state.get("val_step") != step:
+        try:
+            validated = _validated(run)
+        except SamplingError:
+            _save_finished_steps(run, metrics, snapshot_of(run))
+            raise
+    if not run.config.saves:
+        return
+    if step not in saved:
+        save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
+        finish_saving(run)
+    elif validated:
+        save_validation(run, validated)
+
+
+def _validation_due(run: SamplingRun) -> bool:
+    last = run.config.loop.val_at_end and run.state["total_steps"] == run.config.loop.max_num_steps
+    return _periodic_validation_due(run) or last
+
+
+def _periodic_validation_due(run: SamplingRun) -> bool:
+    period = run.config.loop.val_period
+    return period > 0 and run.state["total_steps"] % period == 0
+
+
+def _validated(run: SamplingRun) -> dict[str, float]:
+    timer = StepTimer()
+    metrics = validate(run, timer)
+    if metrics:
+        run.state["val_step"] = run.state["total_steps"]
+        run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
+        observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
+        run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
+        run.callbacks.on_validation(run.state["total_steps"], metrics)
+    return metrics

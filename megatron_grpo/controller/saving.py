@@ -1,0 +1,179 @@
+"""How far the driver has come at one moment, and writing that down with the models as a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.controller.checkpoint_files import complete
+from megatron_grpo.controller.context import SamplingRun
+from megatron_grpo.controller.save_state import GRPOSaveState
+from megatron_grpo.data.trajectory import SampledGroup
+
+
+@dataclass(slots=True)
+class PendingSave:
+    """A checkpoint that is not complete yet, and under a temporary name."""
+
+    step: int
+    folder: Path
+    state: Mapping[str, Any]
+    loader_state: Mapping[str, Any]
+    began: float = field(default_factory=time.monotonic)
+    sealing: Future[None] | None = None
+    """The driver's files and the digests, in a thread; None: ranks are still writing."""
+
+
+def begin_saving(run: SamplingRun, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
+    """Have the models of this moment written; returns as soon as they may change.
+
+    Args:
+        step: training steps so far.
+        state: what the driver needs to continue (JSON); nobody changes it later.
+        loader_state: state of the training data loader.
+
+    Raises:
+        RunError: the checkpoint before could not be written, or this one cannot.
+    """
+    finish_saving(run)
+    with _told(run, step):
+        folder = run.checkpointer.begin(step)
+        run.save_models(folder, background=True)
+    run.checkpointer.pending = PendingSave(step, folder, state, loader_state)
+
+
+def advance_saving(run: SamplingRun) -> None:
+    """Go on with a checkpoint that is being written, as far as that makes nobody wait.
+
+    Raises:
+        RunError: it could not be written.
+    """
+    pending = run.checkpointer.pending
+    if pending is None:
+        return
+    if pending.sealing is None:
+        if all(model.checkpoint_is_written() for model in run.models()):
+            _begin_sealing(run, pending)
+    elif pending.sealing.done():
+        finish_saving(run)
+
+
+def finish_saving(run: SamplingRun) -> None:
+    """Wait until the checkpoint that is being written is complete, if there is one.
+
+    Raises:
+        RunError: it could not be written. It is given up; the ones before it are as they were.
+    """
+    pending = run.checkpointer.pending
+    if pending is None:
+        return
+    try:
+        with _told(run, pending.step):
+            if pending.sealing is None:
+                _begin_sealing(run, pending)
+            assert pending.sealing is not None
+            pending.sealing.result()
+            run.checkpointer.publish(pending.step, pending.folder)
+    finally:
+        run.checkpointer.pending = None
+    seconds = time.monotonic() - pending.began
+    run.logger.note(f"saved {run.checkpointer.path(pending.step)} beside training, {seconds:.1f} s after it began")
+
+
+def _begin_sealing(run: SamplingRun, pending: PendingSave) -> None:
+    """End the ranks' part, all of which are asked in one order, and read the files for the digests in a thread."""
+    try:
+        for model in run.models():
+            model.finish_checkpoint()
+    except RunError:
+        run.checkpointer.pending = None
+        raise
+    pool = ThreadPoolExecutor(1, "checkpoint-seal")
+    pending.sealing = pool.submit(complete, pending.folder, pending.step, pending.state, pending.loader_state)
+    pool.shutdown(wait=False)
+
+
+@contextmanager
+def _told(run: SamplingRun, step: int) -> Iterator[None]:
+    """Makes a RunError of what goes wrong with the files of a checkpoint."""
+    try:
+        yield
+    except RunError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch has its own for a disk that is full
+        raise RunError(f"{run.checkpointer.path(step)} cannot be written: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The driver's part of a checkpoint, as it was at one moment."""
+
+    state: GRPOSaveState
+    loader: dict[str, Any]
+    """State of the loader of training prompts: its position in the data."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the next step."""
+
+
+def snapshot_of(run: SamplingRun) -> Snapshot:
+    """A copy of the driver's part of a checkpoint, which later steps do not change."""
+    return Snapshot(
+        state=copy.deepcopy(run.state),
+        loader=copy.deepcopy(run.position()),
+        waiting=list(run.samples.waiting),
+    )
+
+
+def save_checkpoint(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
+    """Write everything a resumed run needs as checkpoints/step_N; with checkpointing.async_save, begin to.
+
+    Args:
+        metrics: metrics of the last step, which rank the checkpoint.
+        snapshot: the driver's part of the checkpoint, after the last update of its models.
+
+    Raises:
+        RunError: a process of a model failed, or the folder cannot be written.
+    """
+    started = time.monotonic()
+    step = snapshot.state["total_steps"]
+    groups = run.rollouts.fetch(snapshot.waiting)
+    rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
+    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
+    if run.config.checkpointing.async_save:
+        begin_saving(run, step, state, snapshot.loader)
+        run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
+        return
+    try:
+        with run.checkpointer.writing(step, state, snapshot.loader) as folder:
+            run.save_models(folder)
+    except RunError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch has its own for a disk that is full
+        raise RunError(f"{run.checkpointer.path(step)} cannot be written: {error}") from error
+    run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
+
+
+def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    """Add a validation to the checkpoint of the last step, which was written before it.
+
+    Only what a validation changes: with dynamic sampling, what was sampled since is not in that checkpoint.
+
+    Raises:
+        RunError: the checkpoint is damaged or cannot be written.
+    """
+    step = run.state["total_steps"]
+    state, _ = run.checkpointer.load(run.checkpointer.path(step))
+    state["metrics"] |= metrics
+    for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
+        state["save_state"][key] = run.state[key]
+    try:
+        run.checkpointer.update(step, state)
+    except OSError as error:
+        raise RunError(f"the validation cannot be added to {run.checkpointer.path(step)}: {error}") from error

@@ -1,0 +1,271 @@
+"""Everything a run needs, brought up side by side where it can be and taken down in one place."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.context import Colocated, GRPORun, Placement, PPORun, SampleSource, SamplingRun
+from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
+from megatron_grpo.controller.failures import FiniteGuard
+from megatron_grpo.controller.lifetime import Opening, StartupParts, opened, since_command
+from megatron_grpo.controller.oversampling import Oversampling
+from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps, run_facts
+from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.controller.save_state import GRPOSaveState, default_grpo_save_state
+from megatron_grpo.controller.startup import (
+    Models,
+    replaced_by,
+    start_engines,
+    start_models,
+    start_readers,
+    start_rollouts,
+    transport_between,
+)
+from megatron_grpo.controller.startup import prepare_by_name as prepare
+from megatron_grpo.controller.user_objects import Callbacks
+from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
+from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.responses import SamplingSettings, sampling_settings
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.weights.refit.transport import WeightTransport
+from megatron_grpo.weights.source import is_prepared, model_folder
+
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)
+
+
+@contextmanager
+def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
+    """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
+
+    Args:
+        config: the run's configuration, checked.
+        opening: the run's beginning if it was made already, by `opened`, which then ends Ray as well.
+
+    Raises:
+        ConfigError: the run cannot start from where it is told to.
+        RunError: something did not come up; the message says what.
+    """
+    with _up(config, opening, _bring_up) as run:
+        yield run
+
+
+@contextmanager
+def setup_sampling(config: Config, opening: Opening | None = None) -> Iterator[SamplingRun]:
+    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+    with _up(config, opening, _bring_up_sampling) as run:
+        yield run
+
+
+@contextmanager
+def _up(
+    config: Config, opening: Opening | None, bring_up: Callable[[Config, Opening, ExitStack], SomeRun]
+) -> Iterator[SomeRun]:
+    with ExitStack() as stack:
+        opening = opening or stack.enter_context(opened(config))
+        run = bring_up(config, opening, stack)
+        opening.known.write = run.logger.write_summary
+        record_start(opening.run_dir, config)  # not before: a start that failed on a mistake leaves nobody's folder
+        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        stack.callback(gc.unfreeze)
+        run.logger.started(startup_s=since_command(), parts=opening.parts.seconds, changes=opening.changes)
+        yield run
+
+
+def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
+    """Start everything, load the checkpoint to start from, and give generation its first weights."""
+    parts, given, folder = opening.parts, opening.given, _model(config, opening.parts)
+    models = start_models(config, folder, opening.cluster, stack)
+    transport: WeightTransport | None = None
+    if models.generation is None:
+        rollouts = start_readers(config, stack)
+    else:
+        transport = transport_between(models.policy, models.generation, config.refit, opening.run_dir)
+        stack.callback(transport.close)
+        rollouts = start_rollouts(
+            config, folder, models.generation, stack, rewards=given.rewards, restore=transport.restore
+        )
+    data = _prompts(config, folder, opening)
+    _wait_ready(parts, rollouts, models)
+    if transport is not None:
+        with parts.part("refit"):
+            transport.connect()
+    start_from = _checkpoint(opening)
+    progress = _resume(start_from, config, models, data.loader)
+    placement = _placement(config, models)
+    if transport is not None:
+        with parts.part("refit"), placement.refit(StepTimer()):
+            transport.publish(progress.state["total_steps"])
+    sampling = _sampling_run(config, opening, folder, rollouts, placement, data, progress, stack)
+    loss_fn = ClippedPGLossFn(config.loss_fn)
+    run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
+    if models.value is None:
+        return run
+    return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
+
+
+def _bring_up_sampling(config: Config, opening: Opening, stack: ExitStack) -> SamplingRun:
+    """Start engines, which have the weights of the model folder, and what asks and scores them."""
+    folder = _model(config, opening.parts)
+    generation = start_engines(config, folder, opening.cluster, stack)
+    restore = replaced_by(generation)
+    rollouts = start_rollouts(config, folder, generation, stack, rewards=opening.given.rewards, restore=restore)
+    data = _prompts(config, folder, opening)
+    with opening.parts.part("waiting"):
+        generation.wait_ready()
+        rollouts.wait_ready()
+    opening.parts.add_slowest("engine", generation.startup_s)
+    progress = _Progress(None, default_grpo_save_state(), [])
+    return _sampling_run(config, opening, folder, rollouts, Placement(), data, progress, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a run has come when it starts."""
+
+    resumed_from: Path | None
+    """The checkpoint that says so; None: it begins."""
+    state: GRPOSaveState
+    waiting: list[list[Trajectory]]
+    """Groups that dynamic sampling keeps."""
+
+
+def _model(config: Config, parts: StartupParts) -> Path:
+    """The folder of the model, which is made first if the recipe makes it."""
+    if is_prepared(config):
+        with parts.part("prepare"):
+            assert config.prepare.name is not None
+            prepare(config.prepare.name, config.prepare.folder)
+    return model_folder(config.policy.model.path)
+
+
+def _prompts(config: Config, folder: Path, opening: Opening) -> PromptData:
+    """The prompts of the run, or a recording in their place."""
+    with opening.parts.part("prompts"):
+        if config.debug.rollouts_from is None:
+            return load_prompt_data(config, folder, opening.given.tokenizer)
+        recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
+        return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
+
+
+def _wait_ready(parts: StartupParts, rollouts: RolloutPool, models: Models) -> None:
+    with parts.part("waiting"):
+        for part in (models.policy, models.value, models.generation, rollouts):
+            if part is not None:
+                part.wait_ready()
+    for kind, model in (("policy", models.policy), ("value", models.value), ("engine", models.generation)):
+        if model is not None:
+            parts.add_slowest(kind, model.startup_s)
+
+
+def _checkpoint(opening: Opening) -> Path | None:
+    """The checkpoint to start from, once all of it is read; what earlier writes left behind is removed."""
+    if not opening.start_from.done():
+        print(
+            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
+        )
+    start_from = opening.start_from.result()
+    opening.checkpointer.remove_leftovers()
+    return start_from
+
+
+def _sampling_run(
+    config: Config,
+    opening: Opening,
+    folder: Path,
+    rollouts: RolloutPool,
+    placement: Placement,
+    data: PromptData,
+    progress: _Progress,
+    stack: ExitStack,
+) -> SamplingRun:
+    """What all runs have, made of processes that are up."""
+    state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
+    logger = RunLogger(
+        opening.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]
+    )
+    stack.callback(logger.close)
+    for note in data.notes:
+        logger.note(note)
+    guard = FiniteGuard(opening.run_dir, rollouts.fetch)
+    callbacks = Callbacks(opening.given.callbacks)
+    opening.checkpointer.on_publish = callbacks.on_checkpoint
+    return SamplingRun(
+        config=config,
+        placement=placement,
+        rollouts=rollouts,
+        samples=SampleSource(
+            config=config,
+            rollouts=rollouts,
+            settings=settings,
+            guard=guard,
+            state=state,
+            waiting=rollouts.put(progress.waiting),
+            ahead=_ahead(config, rollouts, settings, data.loader, state),
+            recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
+        ),
+        dumps=RolloutDumps(rollouts, config.logger, opening.run_dir, run_facts(config, folder)),
+        guard=guard,
+        loader=data.loader,
+        val_prompts=data.val_prompts,
+        logger=logger,
+        checkpointer=opening.checkpointer,
+        state=state,
+        callbacks=callbacks,
+    )
+
+
+def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
+    """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
+    if path is None:
+        progress = _Progress(None, default_grpo_save_state(), [])
+    else:
+        state, loader_state = Checkpointer.load(path)
+        loader.load_state_dict(loader_state)
+        models.policy.load_checkpoint(str(path / POLICY_FOLDER))
+        if models.value is not None:
+            models.value.load_checkpoint(str(path / VALUE_FOLDER))
+        groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+        # Those of another size cannot be trained on beside the groups of this run.
+        waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
+        progress = _Progress(path, state["save_state"], waiting if config.loop.use_dynamic_sampling else [])
+    if isinstance(loader, RecordedSteps):
+        loader.require_reach(progress.state["total_steps"] + 1)
+    return progress
+
+
+def _placement(config: Config, models: Models) -> Placement:
+    """Who has the devices when, from before the first refit on."""
+    if models.generation is None or not config.generation.colocated:
+        return Placement()
+    return Colocated(models.generation, models.policy, [] if models.value is None else [models.value])
+
+
+def _ahead(
+    config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
+) -> SamplingAhead | Oversampling | None:
+    """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
+    loop = config.loop
+    if not loop.async_grpo.enabled:
+        return None
+    kind = SamplingAhead if loop.async_grpo.oversampling_factor is None else Oversampling
+    coming = ComingSteps(
+        samples_per_prompt=loop.num_generations_per_prompt,
+        settings=settings,
+        run_seed=loop.seed,
+        begun=state["generation_batches"],
+        max_num_steps=loop.max_num_steps,
+    )
+    return kind(rollouts, loader, loop.async_grpo, coming)

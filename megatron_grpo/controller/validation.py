@@ -1,0 +1,123 @@
+"""How good a policy is on prompts that it does not train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
+from megatron_grpo.controller.context import SamplingRun
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import Outcome, SampledGroup
+from megatron_grpo.observability.run_logger import prompt_text, sample_row
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.metrics import reward_function_metrics, rollout_metrics
+from megatron_grpo.sampler.pool import RolloutPool
+
+
+def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
+    """Accuracy, reward and length on the validation prompts, one response each.
+
+    Args:
+        run: whose policy is asked, with the weights that generation has.
+        timer: takes the seconds of generation and scoring.
+
+    Returns:
+        Those of `held_out_metrics`, whose names here start with val_; empty without validation data.
+
+    Raises:
+        SamplingError: an engine or an environment failed, or a reward is not finite.
+        RunError: a sampling log-probability is not finite.
+    """
+    if not run.val_prompts:
+        return {}
+    run.placement.turn_to_sampling(timer)
+    loop = run.config.loop
+    settings = replace(run.samples.settings, temperature=loop.val_temperature)
+    batches = respond(run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer)
+    groups = [group for batch in batches for group in batch]
+    run.rollouts.take_engine_counts()  # what a validation had the engines do is no step's
+    run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
+    shown = groups[: run.config.logger.num_val_samples_to_print]
+    answers = [group[0] for group in run.rollouts.fetch(shown)]
+    run.logger.show_samples(run.val_prompts, answers)
+    if run.config.logger.log_completions:
+        rows = [
+            sample_row(prompt_text(prompt), one.to_row()) for prompt, one in zip(run.val_prompts, answers, strict=False)
+        ]
+        run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
+    metrics = held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
+    return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
+
+
+def respond(
+    rollouts: RolloutPool,
+    prompts: Sequence[DatumSpec],
+    samples: int,
+    settings: SamplingSettings,
+    *,
+    seed: int,
+    size: int,
+    timer: StepTimer,
+) -> Iterator[list[SampledGroup]]:
+    """Scored responses to prompts, a group for each prompt, in batches that are sampled one after the other.
+
+    Args:
+        rollouts: where they come from.
+        prompts: every one is answered.
+        samples: responses to each prompt.
+        settings: how they are drawn.
+        seed: of the draws. The same prompts get the same responses of the same weights each time.
+        size: most prompts of a batch.
+        timer: takes the seconds of generation and scoring.
+
+    Raises:
+        SamplingError: an engine or an environment failed, or too many rollouts did.
+    """
+    for start in range(0, len(prompts), size):
+        yield rollouts.collect(
+            prompts[start : start + size],
+            samples_per_prompt=samples,
+            settings=settings,
+            run_seed=seed,
+            step=0,
+            timer=timer,
+        )
+
+
+def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+    """What the responses to some prompts were like.
+
+    Args:
+        prompts: what was responded to.
+        outcomes: of each prompt, those of its responses.
+
+    Returns:
+        accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME of each reward
+        function; with several tasks task_accuracy/TASK and so on, of the prompts of one task; and set_accuracy/NAME and
+        so on, of those of a set that has a name.
+    """
+    together = [one for group in outcomes for one in group]
+    metrics = _measured(together)
+    metrics |= {name: value for name, value in reward_function_metrics(together).items() if name.startswith("reward/")}
+    by_task = _by(outcomes, [prompt["task_name"] for prompt in prompts])
+    for task, of_task in by_task.items() if len(by_task) > 1 else ():
+        metrics |= {f"task_{name}/{task}": value for name, value in _measured(of_task).items()}
+    for of, of_set in _by(outcomes, [prompt.get("dataset") for prompt in prompts]).items():
+        metrics |= {f"set_{name}/{of}": value for name, value in _measured(of_set).items()}
+    return metrics
+
+
+def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
+    """The outcomes of the prompts with each name, names in order; those without a name are left out."""
+    found: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
+    for name, group in zip(names, outcomes, strict=True):
+        if name is not None:
+            found[name] += group
+    return found
+
+
+def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    measured = rollout_metrics(outcomes)
+    return {name: measured[name] for name in VALIDATION_METRICS if name in measured}

@@ -1,0 +1,1 @@
+"""What lets libraries that take CUDA for granted run on a CPU."""

@@ -1,0 +1,288 @@
+"""Every patch that lets Megatron-Core 0.16, which takes CUDA for granted, run on a CPU.
+
+Most of what Megatron-Core assumes is a name it looks up in `torch` or `torch.cuda`. Instead of changing torch for the
+whole process, each module listed in CUDA_MODULES gets its own `torch`: the real names, except for the few that need a
+GPU. A name costs tens of nanoseconds more to look up there; operators are not intercepted at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import queue
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.cpu.torch_stand_in import compiling_nothing, cpu_torch
+from megatron_grpo.platform.device import current_platform
+
+MODULE = "megatron.core.tensor_parallel.mappings"
+
+
+def allow_uneven_parts() -> None:
+    """Have Megatron-Core gather and scatter unequal parts by adding up whole tensors, each rank's part in its place."""
+    mappings: Any = importlib.import_module(MODULE)
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            even: Tensor = gather(input_, group, output_split_sizes, *rest, **keywords)
+            return even
+        whole = input_.new_zeros(sum(output_split_sizes), *input_.shape[1:])
+        whole.split(list(output_split_sizes))[group.rank()].copy_(input_)
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    def scatter_parts(input_: Tensor, group: Any, input_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            even: Tensor = scatter(input_, group, input_split_sizes, *rest, **keywords)
+            return even
+        whole = input_.contiguous().clone()
+        dist.all_reduce(whole, group=group)
+        return torch.split(whole, list(input_split_sizes))[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
+
+
+class ResultsFile:
+    """Takes one result, from this process or from one that it forked; the file is gone once the result was taken.
+
+    Pipes hold a limited amount that somebody has to read meanwhile; a manager, which Megatron-Core starts, is a process
+    that imports everything anew, and outlives a rank that is killed.
+    """
+
+    def __init__(self) -> None:
+        self._file = Path(tempfile.gettempdir()) / f"megatron_grpo_{os.getpid()}_{id(self)}.results"
+
+    def put(self, result: Any) -> None:
+        """Leave the result, in one piece."""
+        partial = self._file.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(result))
+        partial.replace(self._file)
+
+    def get_nowait(self) -> Any:
+        """The result.
+
+        Raises:
+            queue.Empty: nobody has left one.
+        """
+        try:
+            content = self._file.read_bytes()
+        except FileNotFoundError:
+            raise queue.Empty from None
+        self._file.unlink()
+        return pickle.loads(content)  # of a process that this one forked
+
+
+CUDA_MODULES = {
+    "megatron.core.dist_checkpointing.exchange_utils": 'device="cuda" for shards that ranks exchange',
+    "megatron.core.dist_checkpointing.strategies.async_utils": "current_device for the votes of asynchronous saves",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize before tensors are written",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize after shards are exchanged",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver": 'device="cuda" for the votes of a save',
+    "megatron.core.distributed.distributed_data_parallel": "current_device and Stream for gradient buffers",
+    "megatron.core.distributed.param_and_grad_buffer": "current_device of parameter and gradient buffers",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": "current_device of the rotary frequencies",
+    "megatron.core.models.gpt.gpt_model": "current_device of zero-sized activations",
+    "megatron.core.optimizer.clip_grads": 'device="cuda" for the gradient norm',
+    "megatron.core.optimizer.distrib_optimizer": "current_device of optimizer state that is loaded",
+    "megatron.core.optimizer.grad_scaler": 'device="cuda" for the loss scale',
+    "megatron.core.optimizer.optimizer": 'device="cuda" for the loss scale and overflow flags',
+    "megatron.core.parallel_state": "current_device for barriers",
+    "megatron.core.pipeline_parallel.p2p_communication": "current_device and synchronize around sends and receives",
+    "megatron.core.pipeline_parallel.schedules": 'device="cuda" for the token count',
+    "megatron.core.tensor_parallel.data": 'device="cuda" for broadcast batches',
+    "megatron.core.tensor_parallel.layers": "current_device of weights and activations",
+    "megatron.core.tensor_parallel.mappings": "current_device of gathered activations",
+    "megatron.core.tensor_parallel.random": "get_rng_state, set_rng_state and manual_seed of the RNG tracker",
+    "megatron.core.tensor_parallel.utils": "current_device of gathered activations",
+    "megatron.core.transformer.dot_product_attention": "current_device of softmax offsets",
+    "megatron.core.transformer.module": "current_device of weights created on the meta device",
+    "megatron.core.transformer.moe.experts": "current_device of expert weights",
+    "megatron.core.transformer.moe.moe_utils": 'device="cuda" for the logged auxiliary losses',
+    "megatron.core.transformer.moe.router": "current_device of the router's weight and counters",
+    "megatron.core.transformer.moe.shared_experts": "Stream that shared experts overlap on",
+    "megatron.core.transformer.moe.token_dispatcher": "Stream that split sizes are copied on",
+    "megatron.core.transformer.utils": 'device="cuda" for attention masks',
+    "megatron.core.utils": 'device="cuda" for norms and current_device of buffers',
+}
+"""Modules that get their own `torch`, and what they would otherwise ask of a GPU."""
+
+PATCHED_NAMES = (
+    ("torch", "Tensor.cuda", "language_module, optimizer and exchange_utils move tensors with .cuda()"),
+    ("torch", "Tensor.type", 'the optimizers compare it with "torch.cuda.FloatTensor" and its bf16 sibling'),
+    ("megatron.core.dist_checkpointing.mapping", "ShardedTensor.init_data", 'exchange_utils calls it with "cuda"'),
+    ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "reads torch.cuda's generator"),
+    ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "writes torch.cuda's generator"),
+    (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "_get_write_results_queue",
+        "starts a manager process that imports everything anew and outlives a killed rank",
+    ),
+    (
+        "megatron.core.transformer.moe.token_dispatcher",
+        "maybe_move_tensor_to_cpu",
+        "turns only CUDA tensors into numpy",
+    ),
+    (
+        "megatron.core.transformer.moe.router",
+        "TopKRouter._apply_expert_bias",
+        "torch.compile of three tensor operations",
+    ),
+    ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
+    (
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "gloo gathers parts of equal length alone (cpu/megatron.py)",
+    ),
+    ("megatron.core.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", "as above, the other way"),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+        "loading fails on the step count that torch's AdamW keeps per parameter, unlike the fused ones",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.load_state_dict",
+        "gives all parameters one step count tensor, which torch's AdamW then advances once per parameter",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.state_dict",
+        "reads torch's step count, which is not there before the first step, as when a checkpoint is loaded",
+    ),
+)
+"""(module, name in it, why) of everything else that is replaced."""
+
+_patched = False
+
+
+def apply_patches() -> None:
+    """Make Megatron-Core run on this process's CPU; does nothing with CUDA, nor when called again."""
+    global _patched
+    if _patched or current_platform().name == "cuda":
+        return
+    _patched = True
+    overlay = cpu_torch()
+    with compiling_nothing():
+        for name in CUDA_MODULES:
+            _module(name).torch = overlay
+    _patch_tensor_methods()
+    _patch_random_state()
+    _patch_optimizer_loading()
+    _patch_checkpoints()
+    _patch_experts()
+    allow_uneven_parts()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _patch_tensor_methods() -> None:
+    """Methods cannot be replaced per module; without a GPU nobody else has a use for these two on CUDA's behalf."""
+    original_type = torch.Tensor.type
+
+    def type_as_on_cuda(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return original_type(self, dtype, *args, **kwargs)
+
+    def stay(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
+    torch.Tensor.cuda = stay  # type: ignore[method-assign,assignment]  # the point of this function
+
+
+def _patch_random_state() -> None:
+    """The RNG tracker's states are states of the CPU generator, so that dropout and initialisation draw from them."""
+    random = _module("megatron.core.tensor_parallel.random")
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+
+
+def _patch_optimizer_loading() -> None:
+    """Checkpoints of torch's AdamW, which the distributed optimizer falls back to without fused implementations."""
+    optimizer_class = _module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    original_load, original_state = optimizer_class.load_state_dict, optimizer_class.state_dict
+
+    def set_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, position = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][position]
+        for name, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
+            if name != "step":  # comes with the parameter groups
+                target.copy_(tensors[name])
+
+    def load(self: Any, state_dict: dict[str, Any]) -> None:
+        original_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not self.optimizer.state[parameter]:
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        if not self.optimizer.state:  # that of the experts on a stage without any
+            groups = [{**group, "params": [], "step": 0} for group in self.optimizer.param_groups]
+            return {"optimizer": {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups]}}
+        state: dict[str, Any] = original_state(self)
+        return state
+
+    optimizer_class.state_dict = state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states
+    optimizer_class.load_state_dict = load
+
+
+def _patch_checkpoints() -> None:
+    """The results of writers go through a file.
+
+    The original's queue lives in a spawned process, so that it can be shared with a background saver without forking a
+    CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
+    """
+    writer = _module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer._get_write_results_queue = ResultsFile
+
+    sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    original_init_data = sharded_tensor.init_data
+
+    def init_data_on_cpu(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+        original_init_data(self, "cpu", *args, **kwargs)
+
+    sharded_tensor.init_data = init_data_on_cpu
+
+
+def _patch_experts() -> None:
+    """Mixture of experts without Transformer Engine and without a C++ compiler."""
+    utils = _module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        # Read without a guard by RouterGatingLinearFunction, but only defined when Transformer Engine is there.
+        utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # alltoall needs its split sizes as numbers; the original converts them only when it copies them off a GPU.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _module("megatron.core.transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = to_host
+    _module("megatron.core.transformer.moe.experts").jit_fuser = lambda function: function
+    router = _module("megatron.core.transformer.moe.router").TopKRouter
+    compiled = router._apply_expert_bias
+    router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)

@@ -1,0 +1,273 @@
+"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, small matrices as they
+are, and a record of which experts tokens go through. vLLM's own record needs its second model runner, which a CPU
+without Triton has not."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.utils.cpu_resource_utils import parse_id_list
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from megatron_grpo.cpu.vllm_fork import in_core
+from megatron_grpo.sampler.arguments import RECORD_ROUTING
+from megatron_grpo.sampler.plugin import begin_process
+
+
+def choices_here(weights: Tensor, chosen: Tensor, place_here: Tensor, experts_here: int) -> tuple[Tensor, Tensor]:
+    """What tokens chose, for a rank that has some of the experts only.
+
+    A choice of an expert elsewhere becomes one of an expert here with weight 0, spread so that none gets them all.
+
+    Args:
+        weights: [tokens, choices], float32, what the output of each chosen expert is multiplied by.
+        chosen: [tokens, choices], int32, numbers of experts among all.
+        place_here: [all experts], int32, number of each expert among those of this rank; -1: it is elsewhere.
+        experts_here: experts of this rank.
+
+    Returns:
+        Both [tokens, choices]: weights, float32, and numbers among the experts of this rank, int32. The outputs of all
+        ranks add up to those of all experts.
+    """
+    place = place_here[chosen.long()]
+    elsewhere = place < 0
+    return weights.masked_fill(elsewhere, 0.0), torch.where(elsewhere, chosen % experts_here, place).to(torch.int32)
+
+
+def give_ranks_their_experts() -> None:
+    """Let vLLM's CPU layers look at which experts a rank has: its kernel indexes those with the numbers of all of them.
+
+    To be called once in each worker that shares experts, before the model is made.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    original = CPUUnquantizedExperts.apply
+
+    @wraps(original)
+    def apply(self: Any, *, w1: Tensor, expert_map: Tensor | None, **others: Any) -> None:
+        assert expert_map is not None, "without expert parallelism nothing is to be replaced"
+        assert not others["apply_router_weight_on_input"], "a weight of 0 must reach the output"
+        weights, chosen = choices_here(others.pop("topk_weights"), others.pop("topk_ids"), expert_map, len(w1))
+        original(self, w1=w1, expert_map=None, topk_weights=weights, topk_ids=chosen, **others)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+MOST_NUMBERS, MOST_COLUMNS = 1 << 16, 256
+"""Size up to which torch's product is no loss beside oneDNN's by a packed copy: half the time for few tokens, about as
+much for many, up to 1.7 times for 16 to 64 tokens in rows of 256 (`benchmarks/small_matrices.py`, float32). Packing
+such a matrix takes most of a millisecond, at every refit."""
+
+
+def is_small(weight: torch.Tensor) -> bool:
+    """Whether a layer's weight, [rows, columns], is multiplied by as it is."""
+    plain = weight.dim() == 2 and weight.dtype == torch.float32
+    return plain and weight.numel() <= MOST_NUMBERS and weight.shape[1] <= MOST_COLUMNS
+
+
+def keep_small_matrices() -> None:
+    """Let vLLM leave small matrices as they are, so that a refit writes straight into them.
+
+    To be called once in each worker, before the model is made.
+    """
+    from vllm.model_executor.layers import utils
+
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    @wraps(original)
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if is_small(layer.weight):
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            original(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def offer_fp8_blocks() -> None:
+    """Let vLLM multiply by FP8 blocks here: it offers its kernels for tiles (AMX) alone, and they have an AVX-512 form.
+
+    To be called once in each worker, before the model is made.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+
+    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported():
+        return
+    CPUFp8BlockScaledMMKernel.is_supported = lambda compute_capability=None: (True, None)
+    CPUExpertsFp8._supports_current_device = lambda: True
+
+
+Rows = dict[int, NDArray[np.int16]]
+"""By number of a layer with experts, [tokens, experts of a token]: the experts that tokens go through."""
+
+
+class RoutingRecorder:
+    """The layers with experts of this rank's stage. Every rank sees all tokens of its stage.
+
+    Tokens whose keys and values come from the prefix cache do not pass the model: what was recorded when they did is
+    kept by block of that cache.
+
+    Args:
+        model: vLLM's model, loaded.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        self._step: Rows = {}
+        self._requests: dict[str, list[Rows]] = {}
+        """By vLLM's name of a request, its tokens in pieces."""
+        self._blocks: dict[str, list[int]] = {}
+        """By request, its blocks of the KV cache."""
+        self._by_block: defaultdict[int, Rows] = defaultdict(dict)
+        for module in model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(partial(self._capture, module.layer_id))
+
+    def _capture(self, layer: int, experts: Tensor) -> None:
+        """[tokens of the pass, experts of a token], integers, of a layer."""
+        self._step[layer] = experts.to(torch.int16).numpy().copy()
+
+    def end_step(self, scheduled: Any, order: list[str], block_size: int) -> None:
+        """Share out what was captured in a forward pass.
+
+        Args:
+            scheduled: vLLM's SchedulerOutput of the pass.
+            order: requests in the order of their tokens in the pass; others may be among them.
+            block_size: tokens of a block of the KV cache.
+        """
+        starts, begun = self._follow(scheduled)
+        step, self._step = self._step, {}
+        passed: dict[str, Rows] = {}
+        begin = 0
+        for request in order:
+            count = scheduled.num_scheduled_tokens.get(request, 0)
+            if count:
+                passed[request] = {layer: experts[begin : begin + count] for layer, experts in step.items()}
+                self._keep(self._blocks[request], starts[request], passed[request], block_size)
+                begin += count
+        # Not before all are kept: a request may find in the cache what another one puts there in the same pass.
+        for request in begun:
+            self._requests[request] = [self._cached(request, starts[request], block_size)]
+        for request, rows in passed.items():
+            self._requests[request].append(rows)
+
+    def _follow(self, scheduled: Any) -> tuple[dict[str, int], list[str]]:
+        """Learn which blocks requests have.
+
+        Returns:
+            The position of each request's first token in this pass; and the requests that begin, or begin anew.
+        """
+        starts, begun = {}, []
+        for new in scheduled.scheduled_new_reqs:
+            starts[new.req_id] = new.num_computed_tokens
+            self._blocks[new.req_id] = list(new.block_ids[0])
+            begun.append(new.req_id)
+        cached = scheduled.scheduled_cached_reqs
+        for request, added, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            starts[request] = computed
+            blocks = [] if added is None else list(added[0])
+            if request in cached.resumed_req_ids:  # it had lost its blocks
+                self._blocks[request] = blocks
+                begun.append(request)
+            else:
+                self._blocks[request] += blocks
+        for request in scheduled.finished_req_ids:
+            self._blocks.pop(request, None)
+        return starts, begun
+
+    def _cached(self, request: str, tokens: int, block_size: int) -> Rows:
+        """What is kept of the first tokens of a request, which are whole blocks."""
+        kept = [self._by_block[block] for block in self._blocks[request][: tokens // block_size]]
+        layers = kept[0] if kept else {}
+        return {layer: np.concatenate([one[layer] for one in kept]) for layer in layers}
+
+    def _keep(self, blocks: list[int], start: int, rows: Rows, block_size: int) -> None:
+        """Keep rows of tokens from position `start` on by their blocks."""
+        for layer, experts in rows.items():
+            position = 0
+            while position < len(experts):
+                block, offset = divmod(start + position, block_size)
+                count = min(block_size - offset, len(experts) - position)
+                kept = self._by_block[blocks[block]]
+                if layer not in kept:
+                    kept[layer] = np.empty((block_size, experts.shape[1]), dtype=np.int16)
+                kept[layer][offset : offset + count] = experts[position : position + count]
+                position += count
+
+    def take(self, name: str) -> Rows:
+        """What is known of a finished request, which is forgotten; empty when it never ran.
+
+        Args:
+            name: the request's, as whoever added it called it: vLLM appends a hyphen and something random.
+        """
+        internal = next((one for one in self._requests if one.rpartition("-")[0] == name), None)
+        if internal is None:
+            return {}
+        pieces = [piece for piece in self._requests.pop(internal) if piece]
+        return {layer: np.concatenate([piece[layer] for piece in pieces]) for layer in pieces[0]} if pieces else {}
+
+
+class PipelineCPUWorker(CPUWorker):
+    """Allocates the buffer for the previous stage's activations; vLLM does so in a warm-up, which eager mode skips."""
+
+    _recorder: RoutingRecorder | None = None
+
+    def __init__(self, *args: Any, local_rank: int, **kwargs: Any) -> None:
+        # vLLM says so to OpenMP by environment variables, which a process reads when it begins, not when it is forked.
+        os.sched_setaffinity(0, parse_id_list(os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")[local_rank]))
+        if not in_core():  # which has begun, and is the worker of a model in one piece
+            begin_process()
+        super().__init__(*args, local_rank=local_rank, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.parallel_config.enable_expert_parallel:
+            give_ranks_their_experts()
+        offer_fp8_blocks()
+        keep_small_matrices()
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        if self.vllm_config.additional_config.get(RECORD_ROUTING):
+            self._recorder = RoutingRecorder(runner.model)
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's worker."""
+        output = super().execute_model(scheduler_output)
+        if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
+            self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids, self._block_size())
+        return output
+
+    def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
+        """The experts of finished requests, which are forgotten here, for `chosen_experts`.
+
+        Args:
+            names: names of the requests, as the engine's caller gave them.
+
+        Returns:
+            By name and number of the layer, of this stage's layers with experts, the bytes of [tokens, experts of a
+            token], int16: vLLM's messages take no arrays. Of one rank of those that split matrices only, all of which
+            see the same.
+        """
+        if self._recorder is None or not get_tp_group().is_first_rank:
+            return {}
+        taken = {name: self._recorder.take(name) for name in names}
+        return {name: {layer: rows.tobytes() for layer, rows in one.items()} for name, one in taken.items()}
+
+    def _block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return int(self.vllm_config.cache_config.block_size)

@@ -1,0 +1,172 @@
+"""Estimators of the KL divergence between two policies from sampled tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.losses.loss import bounded, bounded_exp, response_mean, response_sum
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.loss_schema import LossConfig
+    from megatron_grpo.losses.loss import Segments
+
+
+KLType = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    kl_type: KLType,
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """KL(policy || reference) from tokens drawn from the policy (Schulman 2020, "Approximating KL Divergence").
+
+    With d = log(policy / reference)::
+
+        k1 = d                    unbiased, may be negative
+        k2 = d^2 / 2              biased, never negative; its gradient is, in expectation, that of the divergence
+        k3 = exp(-d) - 1 + d      unbiased, never negative, of lower variance than k1
+
+    Args:
+        logprobs: [...], floating point, of any shape: log-probabilities of the sampled tokens under the policy.
+        reference_logprobs: [...], floating point, in the shape of `logprobs`: those under the reference policy.
+        kl_type: which of the three estimators.
+        input_clamp: d is limited to [-input_clamp, input_clamp] first.
+        output_clamp: the estimate is limited to [-output_clamp, output_clamp]. Beyond a limit the gradient is 0.
+
+    Returns:
+        [...], in shape and dtype of `logprobs`: one estimate per token.
+    """
+    log_ratio = logprobs - reference_logprobs
+    if input_clamp is not None:
+        log_ratio = log_ratio.clamp(-input_clamp, input_clamp)
+    if kl_type == "k1":
+        estimate = log_ratio
+    elif kl_type == "k2":
+        estimate = log_ratio.square() / 2
+    else:
+        # expm1: near d = 0, where most tokens are, exp(-d) - 1 would keep none of the digits that matter.
+        estimate = (-log_ratio).expm1() + log_ratio
+    if output_clamp is not None:
+        estimate = estimate.clamp(-output_clamp, output_clamp)
+    return estimate
+
+
+def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
+    """Per-token estimates of divergences between the training framework's policy P and the sampling one's, G.
+
+    Tokens are drawn from G; with r = P/G of a token, each estimate is an f-divergence's f(r) with f(1) = f'(1) = 0
+    (Csiszar 1967), so it is unbiased and never negative:
+
+    - gen_kl_error, KL(G || P): r - 1 - log r (estimator k3 of Schulman 2020, "Approximating KL Divergence");
+    - policy_kl_error, KL(P || G): r log r - (r - 1);
+    - js_divergence_error, (KL(P || M) + KL(G || M)) / 2 with M = (P + G) / 2: (r log r - (1 + r) log((1 + r) / 2)) / 2.
+
+    Args:
+        prev: log-probabilities under P, of any shape [...], floating point; log ratios are cut off at MAX_LOG_RATIO.
+        generation: [...], floating point, in the shape of `prev`: log-probabilities under G.
+
+    Returns:
+        gen_kl_error, policy_kl_error and js_divergence_error, each [...] in the shape of `prev`: one estimate a token.
+    """
+    log_ratio = bounded(prev - generation)
+    # expm1 keeps the digits of r - 1 near r = 1, where nearly all tokens are and exp would round them away.
+    ratio, ratio_minus_one = log_ratio.exp(), log_ratio.expm1()
+    mixture = torch.log1p(ratio_minus_one / 2)  # log((1 + r) / 2), exact near r = 1
+    return {
+        "gen_kl_error": ratio_minus_one - log_ratio,
+        "policy_kl_error": ratio * log_ratio - ratio_minus_one,
+        "js_divergence_error": (ratio * log_ratio - (1 + ratio) * mixture) / 2,
+    }
+
+
+def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
+    """Share of the samples that importance-weighted averages amount to: (sum w)^2 / (n sum w^2) (Kish 1965).
+
+    Args:
+        mean_weight: mean of the importance weights over all samples.
+        mean_squared_weight: mean of the squared importance weights over all samples.
+
+    Returns:
+        1 when all weights are equal, down to 1/n when one sample has all the weight; 0 without any weight.
+    """
+    return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
+
+
+def inconsistent_sequences(
+    loss_mask: Tensor, prev: Tensor, generation: Tensor, lengths: list[int], threshold: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Find the responses whose mean token_mult_prob_error, exp(|prev - generation|), is too large.
+
+    Args:
+        loss_mask: [sum(lengths)], float32: 1 where the loss is taken, else 0.
+        prev: [sum(lengths)], float32: log-probabilities as the training framework computes them.
+        generation: [sum(lengths)], float32: log-probabilities under which the engine drew the tokens.
+        lengths: tokens of each sequence.
+        threshold: largest mean error of a response that stays in the loss.
+
+    Returns:
+        [sequences], bool: those beyond the threshold; and the metrics max_seq_mult_prob_error and num_masked_seqs.
+    """
+    errors = torch.where(loss_mask > 0, bounded_exp((prev - generation).abs()), torch.zeros_like(prev))
+    sums = torch.stack([piece.sum() for piece in errors.split(lengths)])
+    tokens = torch.stack([piece.sum() for piece in loss_mask.split(lengths)])
+    means = sums / tokens.clamp(min=1)
+    # "Not within" rather than "beyond": a mean that is NaN does not stay either.
+    beyond = ~(means <= threshold) & (tokens > 0)
+    return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
+
+
+class SamplingCorrection(NamedTuple):
+    """Weights of the policy-gradient term, constants of the sample."""
+
+    weights: Tensor
+    """[sequences, length], float32, without gradient: factor of each token's policy-gradient term."""
+    out_of_bounds: Tensor
+    """[sequences, length], bool: where a limit changed the weight."""
+
+
+def sampling_correction(
+    prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
+) -> SamplingCorrection:
+    """Weights w = training probability / sampling probability, limited as configured.
+
+    Per token, or with sequence_level_importance_ratios of the whole response (the product over its tokens). Then, with
+    limits [m, M]::
+
+        tis            min(w, M)                       (Yao et al. 2025, truncated importance sampling)
+        icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
+        seq-mask-tis   w where m <= g <= M, else 0     with g the geometric mean of the response's token weights
+
+    Tokens of weight 0 still count in what the loss is divided by.
+
+    Args:
+        prev: [sequences, length], float32: log-probabilities in the training framework; 0 outside the mask.
+        generation: [sequences, length], float32: log-probabilities in the generation engine; 0 outside the mask.
+        mask: [sequences, length], bool: tokens in the loss.
+        config: level, kind and limits of the weights.
+        segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
+    """
+    # Detached: a weight corrects for who drew the sample; a gradient through it would change the objective.
+    log_weights = (prev - generation).detach()
+    weights = bounded_exp(log_weights)
+    if config.sequence_level_importance_ratios:
+        weights = bounded_exp(response_sum(log_weights, mask, segments))
+    kind = config.truncated_importance_sampling_type
+    if kind is None:
+        return SamplingCorrection(weights, torch.zeros_like(mask))
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    assert high is not None, "a truncation without an upper limit"
+    if kind == "tis":
+        return SamplingCorrection(weights.clamp(max=high), weights > high)
+    assert low is not None, "a mask without a lower limit"
+    # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
+    judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
+    out = (judged < low) | (judged > high)
+    return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)

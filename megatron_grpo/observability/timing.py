@@ -1,0 +1,107 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from megatron_grpo.weights.families import forward_flops
+from megatron_grpo.weights.shape import ModelShape
+
+TOTAL = "total"
+"""Name of the whole step's time among its phases."""
+
+
+class StepTimer:
+    """Times the phases of one step, which begins when the timer is made. Phases do not nest, so they add up."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._current: str | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the body's time as `name`, also when it raises; a phase entered again adds to what it has."""
+        assert self._current is None, f"phase {name} inside phase {self._current}"
+        self._current = name
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
+            self._current = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase so far, and of everything since the timer was made as "total"."""
+        return {**self._phases, TOTAL: time.perf_counter() - self._started}
+
+
+PEAK_TFLOPS_BF16 = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "L40S": 362.0,
+    "A100": 312.0,
+}
+"""Dense bfloat16 peak by a part of the device's name, from NVIDIA's data sheets; the first part that fits counts."""
+
+BACKWARD_FACTOR = 3
+"""Forward and backward together, in forwards: each matrix product has two in the backward pass."""
+
+
+def peak_tflops(device_name: str, precision: str, configured: float | None) -> float | None:
+    """Peak of one device in TFLOP/s; None: not known."""
+    if configured is not None or precision != "bfloat16":
+        return configured
+    return next((peak for part, peak in PEAK_TFLOPS_BF16.items() if part in device_name), None)
+
+
+def throughput(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    timing: Mapping[str, float],
+    *,
+    passes: float,
+    devices: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """Figures of one step.
+
+    Args:
+        shape: sizes of the model that was trained.
+        lengths: tokens of each sequence that was trained on.
+        timing: seconds by phase, "train" among them if there were passes, and "total".
+        passes: passes over the sequences with forward and backward; of part of them, a fraction.
+        devices: ranks of the policy.
+        peak: peak of one device, TFLOP/s.
+
+    Returns:
+        samples_per_s and tokens_per_s (prompts included) of the whole step, train_tflops_per_device of the training
+        phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
+        count, nor does padding.
+    """
+    # Operations of the model, not of the machine: what a kernel wastes on padding must not look like utilisation.
+    tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
+    figures = processed(lengths, timing)
+    figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0
+    if peak is not None:
+        figures["model_flop_utilization"] = figures["train_tflops_per_device"] / peak
+    return figures
+
+
+def processed(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
+    """samples_per_s and tokens_per_s of a step.
+
+    Args:
+        lengths: tokens of each sequence.
+        timing: seconds by phase, "total" among them.
+    """
+    return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

@@ -1,0 +1,253 @@
+"""Checks of the files of prompts, row by row, as far as they can be without the tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_grpo.config.data_schema import DatasetConfig
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.paths import unlistable, unreadable
+from megatron_grpo.config.schema import Config
+from megatron_grpo.data.examine import SetReport, examined
+from megatron_grpo.data.rollout_files import (
+    ROLLOUTS_FOLDER,
+    RecordedFile,
+    RunFacts,
+    examine_file,
+    recorded_folder,
+    recorded_steps,
+)
+from megatron_grpo.data.sources import is_remote
+from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, spec_problems
+from megatron_grpo.weights.source import known_shape, local_folder, made_before_the_run, vocabulary_digest
+
+
+def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """What is wrong with the training and validation sets, and what is worth a remark."""
+    problems = list(spec_problems(config.data))
+    remarks: list[Problem] = []
+    if problems:
+        return problems, remarks  # nobody knows what the rows have to look like
+    training = config.data.training
+    tasks = {config.data.task_name}
+    rows = 0
+    for key, one in [*training.items(), *config.data.validation.items()]:
+        if config.data.streaming and key in training:
+            continue
+        report = _report(config, key, one)
+        problems += report.problems
+        for remark in report.remarks:  # of single rows they name the line, and of the whole set its key
+            whole = remark.subject == one.path
+            remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
+        tasks |= report.tasks
+        if key in training:
+            rows += min(report.rows, one.visits(report.rows))  # a row that is there twice is drawn with the same seeds
+            problems += _never_visited(key, one, report.rows)
+        if not report.problems and key not in training and report.rows == 0:
+            problems.append(Problem(f"{key}={one.path}", "has no rows"))
+    if not problems and not config.data.streaming:
+        problems += _too_few(config, rows)
+    for name in sorted(config.env.keys() - tasks) if not config.data.streaming else ():
+        text = f"no prompt is for it: data.task_name is {config.data.task_name}, and no row has task_name {name}"
+        problems.append(Problem(f"env.{name}", f"{text}; mistyped? ~env.{name} takes it away"))
+    return problems, remarks
+
+
+def training_rows(config: Config) -> int | None:
+    """Visits of training rows in an epoch; None: they are streamed, and nobody has counted them."""
+    if config.data.streaming:
+        return None
+    return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
+
+
+def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
+    """What is known of a set."""
+    subject = f"{key}={one.path}"
+    if made_before_the_run(config, one.path):
+        return _prepared(config, one.path, subject, training=key in config.data.training)
+    return report_of_rows(config, subject, one)
+
+
+def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
+    """What a set that exists holds.
+
+    Args:
+        config: how rows become prompts, and the environments.
+        subject: KEY=PATH of the set, which a problem or remark about the set as a whole is filed under.
+        one: the set.
+    """
+    reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
+    if reason is not None:
+        advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
+        return SetReport(problems=[Problem(subject, reason + advice)])
+    return examined(one, config.data, {name: env.type for name, env in config.env.items()}).report
+
+
+def _never_visited(key: str, one: DatasetConfig, rows: int) -> Iterator[Problem]:
+    """What to say of a training set with rows of which no epoch visits one."""
+    if rows and not one.visits(rows):
+        text = f"visits none of the {rows} rows in an epoch; give {1 / rows:.2g} or more, or leave the set out"
+        yield Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text)
+
+
+def _too_few(config: Config, rows: int) -> Iterator[Problem]:
+    """What to say of training sets that do not fill a step.
+
+    Args:
+        config: the sets and the prompts of a step.
+        rows: different rows that an epoch visits.
+    """
+    wanted, training = config.prompts_per_generation_batch, config.data.training
+    if rows >= wanted:
+        return
+    (key, one), *others = training.items()
+    subject = "data.train_sets" if others else f"{key}={one.path}"
+    weighted = ", by weight, for an epoch" if any(one.weight != 1 for one in training.values()) else ""
+    yield Problem(subject, f"has {rows} rows{weighted}, fewer than the {wanted} prompts that are sampled together")
+
+
+def _prepared(config: Config, path: str, subject: str, *, training: bool) -> SetReport:
+    """What is known of a file that is made before the run."""
+    assert config.prepare.name is not None
+    made = PREPARED_PROMPTS[config.prepare.name]
+    name = str(Path(path).relative_to(config.prepare.folder))
+    if name not in made.rows:
+        text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
+        return SetReport(problems=[Problem(subject, text)])
+    problems = list(_unfit(config, made)) if training else []
+    return SetReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
+
+
+def _unfit(config: Config, made: PreparedPrompts) -> Iterator[Problem]:
+    """Settings that do not fit prompts which are made before the run."""
+    data, made_by = config.data, f"prepare.name={config.prepare.name}"
+    for key, column in (("data.prompt_key", data.prompt_key), ("data.answer_key", data.answer_key)):
+        if column is not None and column not in made.columns:
+            yield Problem(f"{key}={column}", f"{made_by} makes rows with {', '.join(made.columns)}")
+    for task in made.tasks:
+        if task not in config.env:
+            known = ", ".join(sorted(config.env))
+            yield Problem("env", f"{made_by} makes rows of the task {task}, and env has {known}; use env={task}")
+    if data.apply_chat_template:
+        text = f"the tokenizer that {made_by} makes has no chat template; use false"
+        yield Problem("data.apply_chat_template=True", text)
+    elif data.max_input_seq_length < made.prompt_tokens:
+        text = f"leaves out every row: the prompts that {made_by} makes have {made.prompt_tokens} tokens"
+        yield Problem(f"data.max_input_seq_length={data.max_input_seq_length}", text)
+
+
+_RECORD = "record a run with logger.rollouts=all"
+
+
+def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """What is wrong with the recording that debug.rollouts_from names, and what is worth a remark."""
+    assert config.debug.rollouts_from is not None
+    subject = f"debug.rollouts_from={config.debug.rollouts_from}"
+    text = _unusable(config, config.debug.rollouts_from)
+    if text is not None:
+        return [Problem(subject, text)], []
+    steps = recorded_steps(config.debug.rollouts_from)
+    problems: list[Problem] = []
+    for step, file in steps.items():
+        if step > config.loop.max_num_steps:
+            break
+        problems += _of_file(config, subject, file)
+        if problems:  # those of other steps are likely the same
+            return problems, []
+    return [], list(_too_short(config, subject, max(steps)))
+
+
+def recorded_max_num_steps(config: Config) -> int:
+    """Steps that the recorded run was to make. The recording was checked."""
+    assert config.debug.rollouts_from is not None
+    file = next(iter(recorded_steps(config.debug.rollouts_from).values()))
+    return examine_file(file).record.run.max_num_steps
+
+
+def _unusable(config: Config, path: str) -> str | None:
+    """Why a path is no recording, or not one for this run; None: it is."""
+    reason = unlistable(path)
+    if reason is not None:
+        return f"{reason}; give the folder of a run that recorded its rollouts"
+    folder = recorded_folder(path)
+    if folder.resolve() == (Path(config.run_dir) / ROLLOUTS_FOLDER).resolve():
+        return "is this run's own run_dir, whose rollouts a run replaces; choose another run_dir"
+    steps = recorded_steps(path)
+    if not steps:
+        return f"{folder} has no step_N.parquet; {_RECORD}"
+    missing = [step for step in range(min(steps), max(steps)) if step not in steps]
+    if missing:
+        return f"{folder} has no step_{missing[0]}.parquet, and later steps; put it back, or {_RECORD}"
+    if min(steps) > 1 and _begins_anew(config):
+        start = f"checkpointing.resume=RUN_DIR/checkpoints/step_{min(steps) - 1}"
+        return f"begins with step {min(steps)}; start from the checkpoint before it, {start}"
+    return None
+
+
+def _begins_anew(config: Config) -> bool:
+    """Whether the run starts with step 1, whatever its folder turns out to hold."""
+    return config.checkpointing.resume in ("auto", "none") and not Path(config.run_dir, "checkpoints").is_dir()
+
+
+def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
+    """What is wrong with the file of one step."""
+    try:
+        found = examine_file(file)
+    except (OSError, ValueError) as error:
+        text = error.strerror if isinstance(error, OSError) else error
+        yield Problem(subject, f"{file} {text}; {_RECORD}")
+        return
+    sizes = list(_sizes(config, found.record.run))
+    yield from sizes
+    rollouts = found.record.run.prompts_per_step * found.record.run.samples_per_prompt
+    if not sizes and found.rollouts != rollouts:
+        yield Problem(subject, f"{file} has {found.rollouts} of the {rollouts} rollouts of its step; {_RECORD}")
+    longest, limit = found.record.step.longest, config.policy.max_total_sequence_length
+    if longest > limit:
+        text = f"{file} has a sequence of {longest} tokens; use that or more"
+        yield Problem(f"policy.max_total_sequence_length={limit}", text)
+    if config.loop.use_dynamic_sampling and not found.record.step.dynamic_sampling:
+        text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
+        yield Problem(f"{config.algorithm}.use_dynamic_sampling=True", text)
+    yield from _tokens(config, found, file)
+
+
+def _sizes(config: Config, recorded: RunFacts) -> Iterator[Problem]:
+    ours: Mapping[str, tuple[int, int]] = {
+        "num_prompts_per_step": (config.loop.num_prompts_per_step, recorded.prompts_per_step),
+        "num_generations_per_prompt": (config.loop.num_generations_per_prompt, recorded.samples_per_prompt),
+    }
+    for name, (here, there) in ours.items():
+        if here != there:
+            text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
+            yield Problem(f"{config.algorithm}.{name}={here}", text)
+
+
+def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem]:
+    """Whether the recorded tokens are those of the model."""
+    path, shape, recorded = config.policy.model.path, known_shape(config), found.record.run
+    subject = f"policy.model.path={path}"
+    if shape is None:
+        return
+    if found.largest_token is not None and found.largest_token >= shape.vocab:
+        text = f"has {shape.vocab} tokens, and {file} has token {found.largest_token}; name the model that was recorded"
+        yield Problem(subject, text)
+        return
+    folder = local_folder(path)
+    ours = None if folder is None else vocabulary_digest(folder)
+    if ours is not None and recorded.vocabulary is not None:
+        if ours != recorded.vocabulary:
+            text = f"has another vocabulary than the model that {file} was recorded with; name that, or one with its"
+            yield Problem(subject, f"{text} tokenizer")
+    elif shape.vocab != recorded.vocab:
+        text = f"has {shape.vocab} tokens, and the model that {file} was recorded with has {recorded.vocab}; name that"
+        yield Problem(subject, text)
+
+
+def _too_short(config: Config, subject: str, last: int) -> Iterator[Problem]:
+    steps = config.loop.max_num_steps
+    if last < steps:
+        text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={steps}"
+        yield Problem(subject, text)

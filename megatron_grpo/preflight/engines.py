@@ -1,0 +1,176 @@
+"""Checks of the engines' settings against the devices that they run on and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.config.errors import Problem
+from megatron_grpo.config.schema import Config
+from megatron_grpo.preflight.layout import layout_problems
+from megatron_grpo.weights.layouts import cut_blocks, engine_places, training_places
+from megatron_grpo.weights.shape import ModelShape
+
+
+def engine_problems(config: Config) -> Iterator[Problem]:
+    """Settings of vLLM's engines that their devices have not, or that vLLM would refuse when it starts."""
+    if config.cluster.gpus == 0:
+        yield from _on_cpu(config)
+    yield from _tokens_of_a_pass(config)
+    yield from _speculation(config)
+
+
+def recorded_routing_problems(config: Config) -> Iterator[Problem]:
+    """What keeps engines from recording the experts of tokens, for policy.moe.replay_routing, wherever they run."""
+    if config.policy.moe.replay_routing and config.generation.engine.speculative.num_speculative_tokens:
+        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
+        yield Problem("policy.moe.replay_routing=True", text)
+
+
+def _on_cpu(config: Config) -> Iterator[Problem]:
+    engine = config.generation.engine
+    if engine.batch_invariant:
+        text = (
+            "vLLM's batch-invariant kernels are for GPUs, and this is a run on CPU; a response repeats "
+            "to the bit there when the same requests come together, as they do in each step"
+        )
+        yield Problem("generation.engine.batch_invariant=True", text)
+    if engine.enable_chunked_prefill:
+        text = "a CPU engine cannot repeat a response whose prompt is cut into pieces; leave it out"
+        yield Problem("generation.engine.enable_chunked_prefill=True", text)
+    tokens = engine.speculative.num_speculative_tokens
+    if tokens:
+        text = "on a CPU the installed vLLM reports other log-probabilities than tokens are then drawn with; use 0"
+        yield Problem(f"generation.engine.speculative.num_speculative_tokens={tokens}", text)
+
+
+def _tokens_of_a_pass(config: Config) -> Iterator[Problem]:
+    generation, longest = config.generation, config.policy.max_total_sequence_length
+    tokens = generation.engine.max_num_batched_tokens
+    if tokens is None:
+        return
+    subject, together = f"generation.engine.max_num_batched_tokens={tokens}", generation.sequences_per_engine
+    chunked = generation.engine.enable_chunked_prefill
+    if chunked is None:
+        chunked = config.cluster.gpus > 0
+    if tokens < longest and not chunked:
+        text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
+        yield Problem(subject, text)
+    if tokens < together:
+        yield Problem(subject, f"is less than a token for each of the {together} responses decoded together")
+
+
+def _speculation(config: Config) -> Iterator[Problem]:
+    tokens, pipeline = config.generation.engine.speculative.num_speculative_tokens, config.generation.parallel.pipeline
+    if not tokens:
+        return
+    if pipeline > 1:
+        text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
+        yield Problem(f"generation.parallel.pipeline={pipeline}", text)
+
+
+def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Lengths against each other and the model's positions; with shape None, without the model."""
+    yield from sequence_problems(config, shape)
+    policy, longest = config.policy, config.policy.max_total_sequence_length
+    for key, tokens in (
+        ("policy.microbatch_tokens", policy.microbatch_tokens),
+        ("policy.logprob_microbatch_tokens", policy.logprob_microbatch_tokens),
+        ("value.microbatch_tokens", config.value.microbatch_tokens),
+    ):
+        if tokens is not None and tokens < longest:
+            text = f"the longest sequence, policy.max_total_sequence_length={longest}, does not fit"
+            yield Problem(f"{key}={tokens}", text)
+
+
+def sequence_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Lengths of prompts and responses, and tokens that end one, against the model; with shape None, without it."""
+    longest = config.policy.max_total_sequence_length
+    prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
+    if prompt + response > longest:
+        yield Problem(
+            f"policy.max_total_sequence_length={longest}",
+            f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response} "
+            "tokens do not fit",
+        )
+    if shape is not None and 0 < shape.max_positions < longest:
+        text = f"the model has {shape.max_positions} positions; use at most that"
+        yield Problem(f"policy.max_total_sequence_length={longest}", text)
+    beyond = [token for token in config.generation.stop_token_ids if shape is not None and token >= shape.vocab]
+    if shape is not None and beyond:
+        text = f"has {beyond[0]}, and the model's tokens are numbered from 0 to {shape.vocab - 1}"
+        yield Problem("generation.stop_token_ids", text)
+
+
+_SUBJECT = "generation.placement=colocated"
+
+
+def placement_problems(config: Config) -> Iterator[Problem]:
+    """What stands against engines and models taking turns on the same devices."""
+    if not config.generation.colocated:
+        return
+    if config.loop.async_grpo.enabled:
+        text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
+        yield Problem(_SUBJECT, f"{text}{config.algorithm}.async_grpo.enabled=false")
+    if config.cluster.gpus:
+        yield from _on_gpus(config)
+
+
+def _on_gpus(config: Config) -> Iterator[Problem]:
+    if config.cluster.num_nodes > 1:
+        text = "weights reach engines in the memory of one node, and the run has "
+        yield Problem(_SUBJECT, f"{text}cluster.num_nodes={config.cluster.num_nodes}; use separate, or one node")
+    if config.refit.mode == "broadcast":
+        text = "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; "
+        yield Problem("refit.mode=broadcast", f"{text}use reshard")
+    if config.policy.fp8.parameters:
+        text = "keeps weights in a form that cannot leave a GPU and come back, for generation.placement=colocated"
+        yield Problem("policy.fp8.parameters=True", f"{text}; use false")
+    yield from _layouts(config)
+
+
+def _layouts(config: Config) -> Iterator[Problem]:
+    """Every rank of the policy shares its GPU with one rank of an engine, and with one of the value model at most."""
+    policy, engines = config.policy.parallel.world_size, config.generation.parallel
+    ranks = engines.ranks_per_engine * engines.data
+    if ranks != policy:
+        size = f"tensor={engines.tensor} x pipeline={engines.pipeline} x data={engines.data}"
+        have, left = ("more", "") if ranks > policy else ("fewer", ", some of which no engine would use")
+        fix = f"data={policy // engines.ranks_per_engine}" if policy % engines.ranks_per_engine == 0 else "other sizes"
+        text = f"has {ranks} ranks ({size}), {have} than the {policy} GPUs of the policy that engines share{left}; use "
+        yield Problem("generation.parallel", f"{text}{fix}")
+    if config.value_model is not None and config.value_model.parallel.world_size > policy:
+        ranks = config.value_model.parallel.world_size
+        text = f"has {ranks} ranks, more than the {policy} GPUs of the policy that it shares; make it smaller"
+        yield Problem("value.parallel", text)
+
+
+_KEY = "refit.fp8_blocks=True"
+_ENGINE = "fp8_per_block"
+
+
+def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """What keeps matrices from travelling in FP8; nothing when they do not.
+
+    Args:
+        config: a configuration whose values are all of their types and in their ranges.
+        shape: sizes of the policy's model; None: they are not known here.
+    """
+    if not config.refit.fp8_blocks:
+        return
+    if config.refit.mode != "reshard":
+        yield Problem(_KEY, f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard")
+    kept = config.generation.engine_args.get("quantization")
+    if kept != _ENGINE:
+        text = (
+            f"is for engines that keep blocks in FP8; add +generation.engine_args.quantization={_ENGINE}, or use false"
+        )
+        yield Problem(_KEY, text)
+    if (config.generation.engine.dtype or config.policy.precision) != "bfloat16":
+        yield Problem(_KEY, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
+    if shape is not None and not any(layout_problems(config, shape)):
+        places = training_places(config.policy.parallel, shape), engine_places(config.generation.parallel, shape)
+        cuts = list(cut_blocks(shape, *places))
+        if cuts:
+            more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
+            text = f"ranks would share a block of 128 x 128: {cuts[0]}{more}; use fewer tensor-parallel ranks, or false"
+            yield Problem(_KEY, text)

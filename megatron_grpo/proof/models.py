@@ -1,0 +1,172 @@
+"""The model that is verified: a folder, or a small random one, of a family or of another's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from megatron_grpo.proof.request import UsageError
+from megatron_grpo.weights.source import download_config, is_hub_name, local_folder, model_folder
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 131,
+    "max_position_embeddings": 4096,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of a small model; the vocabulary is odd, so that it has to be padded in every tensor-parallel layout."""
+
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+"""Sizes of a small mixture of experts."""
+
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": SMALL["num_attention_heads"],
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Sizes of small latent attention; one group of experts of two holds a token's."""
+
+WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
+"""Of a small model that has windows: shorter than sequences, and with every second layer seeing everything."""
+
+GEMMA3: dict[str, Any] = {
+    # The second half is not the first: a pipeline stage has to know which layers it holds.
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW["sliding_window"],
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
+DEEPSEEK: dict[str, Any] = {
+    **EXPERTS,
+    **LATENT,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 1024,
+    },
+}
+TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, {}),
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+    "gemma3": (Gemma3TextConfig, GEMMA3),
+    # One layer has no experts.
+    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": None}),
+    "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
+}
+"""Configurations of families, and what they have beside `SMALL`."""
+
+
+def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
+    """The folder of the model that is verified.
+
+    Args:
+        model: `tiny:` and a family, a folder with a config.json, or a hub name.
+        shrink: make a small random model of the folder's own configuration.
+        folder: where a model is made.
+        seed: of its weights.
+
+    Raises:
+        UsageError: there is no such model.
+        RunError: it cannot be downloaded.
+    """
+    if model.startswith("tiny:"):
+        family = model.removeprefix("tiny:")
+        if family not in TINY:
+            raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
+        config, own = TINY[family]
+        return _made(config(**{**SMALL, **own}), folder, seed)
+    path = _folder_of(model, weights=not shrink)
+    if not (path / "config.json").is_file():
+        raise UsageError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
+    if not shrink:
+        return path
+    given = json.loads((path / "config.json").read_text())
+    # Weights are made in float32, and by transformers' own code.
+    raw = {name: value for name, value in given.items() if name not in ("quantization_config", "auto_map")}
+    count = EXPERTS["num_local_experts"]
+    small = {**SMALL, **EXPERTS, "num_experts": count, "n_routed_experts": count}
+    small |= LATENT if "kv_lora_rank" in raw else {}
+    sizes = {name: size for name, size in small.items() if name in raw or name in ("pad_token_id", "vocab_size")}
+    sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
+    layers = raw.get("num_hidden_layers")
+    per_layer = {
+        # One of each kind, before more of the first.
+        name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == layers
+    }
+    if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
+        sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
+    return _made(AutoConfig.for_model(**{**raw, **per_layer, **sizes}), folder, seed)
+
+
+def _folder_of(model: str, *, weights: bool) -> Path:
+    """The folder of a model, from the hub's cache or the hub if need be; without weights config.json will do.
+
+    Raises:
+        UsageError: the hub does not give its config.json.
+        RunError: the model cannot be downloaded.
+    """
+    if weights or not is_hub_name(model):
+        return model_folder(model, "model")
+    reason = download_config(model) if local_folder(model) is None else None
+    folder = local_folder(model)
+    if folder is None:
+        raise UsageError(f"model={model} could not be downloaded: {reason}")
+    return folder
+
+
+def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:
+    """A model with every weight random, norms (around what theirs start from, 1 or 0) and biases included."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+            else:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    return folder

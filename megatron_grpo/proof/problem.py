@@ -1,0 +1,140 @@
+"""The tokens that every layout is given, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megatron_grpo.config.schema import LossConfig, MoeConfig
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given
+from megatron_grpo.losses.loss import GlobalCounts
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.shape import ExpertShape
+
+MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
+"""The losses that keep experts in use are part of every layout's gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What transformers computes, in float32 on one process."""
+
+    logprobs: Tensor
+    """[tokens], float32: of every token; 0 at the first of a sequence."""
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    """Both by the names of transformers, in full shape."""
+
+
+def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:
+    """Random sequences of different lengths, with random masks, advantages and sampling log-probabilities."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, max(longest, 2) + 1, (sequences,), generator=draw)
+    lengths[0] = longest
+    total = int(lengths.sum())
+    mask = (torch.rand(total, generator=draw) < 0.7).float()
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    mask[starts] = 0.0  # nothing comes before a first token
+    mask[starts[0] + 1] = 1.0
+    fields = TokenFields(
+        token_ids=torch.randint(0, vocab, (total,), generator=draw).int(),
+        loss_mask=mask,
+        advantages=torch.randn(total, generator=draw),
+        generation_logprobs=-torch.rand(total, generator=draw),
+    )
+    return TokenBatch(lengths.tolist(), fields)
+
+
+def make_loss() -> ClippedPGLossFn:
+    """The policy gradient as the mean of advantage times log-probability, whose value moves with the weights."""
+    return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
+
+
+def counts_of(batch: TokenBatch) -> GlobalCounts:
+    """What the loss of a step on the whole batch is divided by."""
+    masks = given(batch.fields.loss_mask).split(batch.lengths)
+    return GlobalCounts(
+        tokens=float(sum(mask.sum() for mask in masks)),
+        sequences=float(sum(bool(mask.any()) for mask in masks)),
+        all_sequences=float(len(masks)),
+    )
+
+
+def solve(folder: Path, batch: TokenBatch) -> Truth:
+    """What transformers says of a batch, one sequence at a time: no padding, no packing, no layout."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    experts = shape_of_folder(folder).experts
+    asked = {} if experts is None else {"output_router_logits": True}
+    stored = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    mixtral = shape_of_folder(folder).family == "mixtral"
+    in_memory = {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)}
+    weights = as_stored(in_memory, mixtral=mixtral)
+    fields, logprobs = batch.fields, []
+    total = torch.zeros(())
+    columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
+    for ids, mask, advantages in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+        output = model(ids[None], **asked)
+        own = output.logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        total = total - (own * advantages[1:] * mask[1:]).sum() / given(fields.loss_mask).sum()
+        if experts is not None:
+            total = total + sum(router_losses(one, experts) for one in output.router_logits) / len(batch)
+        logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
+    total.backward()
+    of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = as_stored(of_trained, mixtral=mixtral)
+    return Truth(torch.cat(logprobs), gradients, weights)
+
+
+def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """What `MOE` asks of one layer's router for one sequence, [tokens, experts], float32; [].
+
+    The level of experts that are chosen by softmax is transformers' own, which counts a token once for each of its
+    experts.
+    """
+    if experts.score == "softmax":
+        level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
+    else:  # DeepSeek-V3 (2024), equations 17 to 20
+        scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)
+        chosen = torch.nn.functional.one_hot(scores.topk(experts.top_k, dim=1).indices, experts.count).sum(dim=1)
+        level = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
+    squares = logits.logsumexp(dim=1).square().mean()
+    return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
+
+
+def as_stored(tensors: dict[str, Tensor], *, mixtral: bool = False) -> dict[str, Tensor]:
+    """The tensors of a model in memory, by the names and in the shapes in which its files have them.
+
+    In memory transformers keeps the experts of a layer in two tensors, [experts, 2 * width, hidden] and
+    [experts, hidden, width], and gives those of Mixtral the names of other families.
+
+    Args:
+        tensors: by their names in memory.
+        mixtral: whether the model is one.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        block, fused, kind = name.rpartition(".experts.")
+        if not fused:
+            stored[name] = tensor
+            continue
+        in_file = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+        for expert, own in enumerate(tensor):
+            parts = zip(in_file, own.chunk(len(in_file)), strict=True)
+            stored |= {f"{block}.experts.{expert}.{part}.weight": value for part, value in parts}
+    return {_of_mixtral(name): tensor for name, tensor in stored.items()} if mixtral else stored
+
+
+def _of_mixtral(name: str) -> str:
+    """The name in Mixtral's files of a tensor that has another family's."""
+    if ".mlp." not in name:
+        return name
+    for other, own in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = name.replace(other, own)
+    return name

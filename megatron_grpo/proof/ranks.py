@@ -1,0 +1,320 @@
+"""The processes of a layout on this machine, over gloo: started, waited for with a deadline, ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import resource
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.data.packing import OF_TOKENS, planner
+from megatron_grpo.proof.problem import MOE, Truth, counts_of, make_batch, make_loss
+from megatron_grpo.trainer.rank import PolicyRank
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.hf_weights import iter_hf_tensors
+
+_GATHER_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What every rank of a layout is told."""
+
+    folder: str
+    parallel: ParallelConfig
+    packing: bool
+    sequences: int
+    longest: int
+    steps: int
+    seed: int
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a rank has found; what other ranks speak for is empty."""
+
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """By number of the sequence, each [tokens], float32; 0 at first tokens."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Both by the names of transformers, in full shape, of the rank's pipeline stage."""
+    losses: list[float] = field(default_factory=list)
+    """This rank's share of the loss, after each optimizer step and before the first."""
+    step_s: float = 0.0
+    peak_bytes: int = 0
+
+
+def measure(task: Task, enter: Callable[[str], None]) -> Findings:
+    """Build the rank's part of the model, and measure; the process groups are set up for the layout.
+
+    Args:
+        task: what to measure.
+        enter: told the name of each phase as it begins.
+    """
+    enter("building the model")
+    batch, found = _replica_batch(task)
+    rank = _build(task, distributed=False)  # each rank then keeps the whole gradient
+    microbatches = _microbatches(task, batch.lengths)
+    enter("log-probabilities")
+    logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
+    result = Findings(weights=_whole(rank))
+    if logprobs is not None:
+        result.logprobs = dict(zip(found, logprobs.split(batch.lengths), strict=True))
+    loss_fn, counts = make_loss(), counts_of(_batch(task))
+    enter("gradients")
+    shares = rank.compute_gradients(batch, microbatches, loss_fn, counts)
+    result.losses.append(_loss(shares))
+    result.gradients = _whole_gradients(rank)
+    del rank  # else both would count in the peak
+    rank = _build(task, distributed=True)
+    enter("optimizer steps")
+    times = []
+    for _ in range(task.steps):
+        began = time.monotonic()
+        rank.train(batch, microbatches, loss_fn, counts)
+        times.append(time.monotonic() - began)
+        result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
+    result.step_s = statistics.median(times)
+    result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if parallel_state.get_tensor_model_parallel_rank():  # its neighbours computed the same loss
+        result.losses = [0.0] * len(result.losses)
+    return result
+
+
+def _batch(task: Task) -> TokenBatch:
+    return make_batch(shape_of_folder(task.folder).vocab, task.sequences, task.longest, task.seed)
+
+
+def _replica_batch(task: Task) -> tuple[TokenBatch, list[int]]:
+    """This replica's sequences, and their numbers in the whole batch."""
+    batch = _batch(task)
+    lengths = torch.tensor(batch.lengths).numpy()
+    shares = planner(_config(task), OF_TOKENS).share(lengths, task.parallel.data)
+    own = sorted(shares[parallel_state.get_data_parallel_rank()])
+    return batch.select(own), own
+
+
+def _microbatches(task: Task, lengths: list[int]) -> list[list[int]]:
+    (plan,) = planner(_config(task), OF_TOKENS).microbatches([torch.tensor(lengths).numpy()])
+    return plan
+
+
+def _config(task: Task) -> PolicyConfig:
+    return PolicyConfig(
+        model=ModelConfig(path=task.folder),
+        parallel=task.parallel,
+        precision="float32",
+        packing=task.packing,
+        moe=MOE,
+        microbatch_tokens=3 * task.longest,
+        # A large epsilon keeps an update a smooth function of the gradient: rounding must not flip its sign.
+        optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2),
+        max_grad_norm=1.0,
+    )
+
+
+def _build(task: Task, *, distributed: bool) -> PolicyRank:
+    shape, config = shape_of_folder(task.folder), _config(task)
+    config = replace(config, optimizer=replace(config.optimizer, distributed=distributed))
+    return PolicyRank(config, shape, task.folder, reference=None, temperature=1.0, decay_steps=100)
+
+
+def _loss(shares: list[dict[str, Tensor]]) -> float:
+    return sum(float(share["loss"]) for share in shares)
+
+
+def _whole(rank: PolicyRank) -> dict[str, Tensor]:
+    """The weights, under the names and in the shapes of transformers."""
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape, _GATHER_BYTES)
+    return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
+
+
+def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
+    """The gradients likewise: exported in the place of the weights."""
+    parameters = rank.parameters()
+    weights = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    gradients = _whole(rank)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return gradients
+
+
+PHASE, FOUND, FAILED = "phase", "found", "failed"
+"""What a rank's message is: what it does now, what it has found, a traceback."""
+JOIN_S = 5.0
+"""Time that the exit code of a rank which is gone may take to be known."""
+
+
+def run_layout(task: Task) -> list[Findings]:
+    """What each rank of a layout finds, by rank.
+
+    Raises:
+        RunError: a rank failed or died, or not all were done in time; names them.
+    """
+    from megatron_grpo.platform.device import open_store
+
+    world = task.parallel.world_size
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of packages, about themselves, once for every rank
+    store = open_store("127.0.0.1", task.timeout_s)
+    # A server that has imported everything forks the ranks: importing takes longer than measuring a small model.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "megatron_grpo.proof.problem"])
+    processes: list[ForkServerProcess] = []
+    connections: list[Connection] = []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(task, rank, store.port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        connections.append(ours)
+    try:
+        return _collect(processes, connections, task.timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _collect(
+    processes: Sequence[ForkServerProcess], connections: Sequence[Connection], timeout_s: float
+) -> list[Findings]:
+    end = time.monotonic() + timeout_s
+    phases = ["start"] * len(connections)
+    found: dict[int, Findings] = {}
+    while len(found) < len(connections):
+        pending = [one for rank, one in enumerate(connections) if rank not in found]
+        ready = wait(pending, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            late = ", ".join(f"{rank} (in {phases[rank]})" for rank, one in enumerate(connections) if one in pending)
+            raise RunError(f"rank(s) {late} were not done within timeout_s={timeout_s:g} s")
+        for connection in ready:
+            rank = next(number for number, one in enumerate(connections) if one is connection)
+            try:
+                kind, answer = pickle.loads(connections[rank].recv_bytes())
+            except EOFError:
+                processes[rank].join(JOIN_S)
+                code = processes[rank].exitcode
+                raise RunError(f"rank {rank} died in {phases[rank]}, with exit code {code}") from None
+            if kind == FAILED:
+                raise RunError(f"rank {rank} failed in {phases[rank]}:\n{answer}")
+            if kind == PHASE:
+                phases[rank] = answer
+            else:
+                found[rank] = answer
+    return [found[rank] for rank in range(len(connections))]
+
+
+def _serve(task: Task, rank: int, port: int, connection: Connection) -> None:
+    """A rank: measure once, say what it is about to do, and answer with what was found or with a traceback."""
+    import torch
+
+    from megatron_grpo.platform.device import reach_store
+    from megatron_grpo.trainer.parallel import initialize_parallel
+
+    def tell(kind: str, what: object) -> None:
+        connection.send_bytes(pickle.dumps((kind, what)))
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        initialize_parallel(
+            task.parallel,
+            rank=rank,
+            world_size=task.parallel.world_size,
+            store=reach_store("127.0.0.1", port, task.timeout_s),
+            seed=task.seed,
+            timeout_s=task.timeout_s,
+        )
+        tell(FOUND, measure(task, lambda phase: tell(PHASE, phase)))
+    except Exception:  # noqa: BLE001 - whatever a rank raises is told to the user, who chose the layout
+        tell(FAILED, traceback.format_exc())
+
+
+TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}
+"""Largest allowed difference of log-probabilities (absolute), of gradients (relative norm of each tensor) and of the
+loss after the optimizer steps (absolute, against one rank)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How a layout came out."""
+
+    layout: str
+    packed: bool
+    logprob: float
+    """Largest difference of a log-probability."""
+    gradient: float
+    """Largest relative error of a tensor's gradient."""
+    loss: float
+    """Difference of the loss after the optimizer steps; 0 for the layout of one rank, which the others are held to."""
+    exact: bool
+    """Whether what was imported is exported bit by bit."""
+    peak_gib: float
+    """Of the rank that took most memory."""
+    step_s: float
+    """Median of an optimizer step, of the slowest rank."""
+    final_loss: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within tolerance."""
+        within = (getattr(self, name) <= limit for name, limit in TOLERANCES.items())
+        return self.exact and all(within)
+
+
+def compare(
+    name: str, packed: bool, found: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
+) -> Row:
+    """What the ranks of a layout found, against transformers and the layout of one rank (None: this is it)."""
+    logprobs = {number: values for one in found for number, values in one.logprobs.items()}
+    expected = truth.logprobs.split(batch.lengths)
+    assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
+    final = sum(one.losses[-1] for one in found)
+    return Row(
+        layout=name,
+        packed=packed,
+        # Of all in one tensor, whose maximum is NaN when any is: Python's would pass over it.
+        logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
+        gradient=_relative_error(found, truth.gradients),
+        loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
+        exact=_same_weights(found, truth.weights),
+        peak_gib=max(one.peak_bytes for one in found) / 2**30,
+        step_s=max(one.step_s for one in found),
+        final_loss=final,
+    )
+
+
+def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> float:
+    """Infinite when a tensor is missing, or not finite. What no gradient moves is exported too, and not looked at."""
+    gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
+    if not truth.keys() <= gradients.keys():
+        return float("inf")
+    errors = torch.stack([(gradients[n] - truth[n]).norm() / truth[n].norm() for n in truth])
+    return float(errors.max()) if bool(errors.isfinite().all()) else float("inf")
+
+
+def _same_weights(found: Sequence[Findings], truth: dict[str, Tensor]) -> bool:
+    names = {name for one in found for name in one.weights}
+    return names == truth.keys() and all(
+        torch.equal(tensor, truth[name]) for one in found for name, tensor in one.weights.items()
+    )

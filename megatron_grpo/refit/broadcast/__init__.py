@@ -1,1 +1,0 @@
-"""Refit by broadcast: every generation worker gets whole tensors and keeps its share."""

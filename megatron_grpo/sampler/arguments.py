@@ -1,0 +1,276 @@
+"""What an engine is built from, and vLLM's arguments that follow from it."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
+from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
+from megatron_grpo.data.routed import UNKNOWN, RoutedForm
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.sampler.plugin import WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.sampler.shutdown import EngineProcesses
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+RECORD_ROUTING = "megatron_grpo_record_routing"
+"""Key of vLLM's additional_config in which workers of a CPU engine are told to record."""
+
+
+def recording_arguments() -> dict[str, Any]:
+    """vLLM's arguments for an engine that records.
+
+    vLLM itself records on GPUs. On a CPU its workers do, which are ours (`PipelineCPUWorker`).
+    """
+    if current_platform().name == "cpu":
+        return {"additional_config": {RECORD_ROUTING: True}}
+    return {"enable_return_routed_experts": True}
+
+
+async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+    """The experts that the tokens of finished requests went through.
+
+    Args:
+        llm: the engine.
+        finals: the last output of each request.
+        form: what the experts look like.
+
+    Returns:
+        For each request, [prompt and response tokens but the last, numbers of a token], in that form.
+    """
+    tokens = [len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids) for final in finals]
+    if current_platform().name != "cpu":
+        # A request that was aborted before its first token has none.
+        found = [final.outputs[0].routed_experts for final in finals]
+        return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
+    names = [final.request_id for final in finals]
+    stages = await llm.collective_rpc("take_routing", args=(names,))
+    merged = []
+    for name, count in zip(names, tokens, strict=True):
+        by_layer = {layer: data for stage in stages for layer, data in stage.get(name, {}).items()}
+        # A stop string is found after the fact: the engine may have gone further by then.
+        whole = np.full((max(count - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
+        for layer, data in by_layer.items():
+            rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
+            whole[: len(rows), layer] = rows[: len(whole)]
+        merged.append(form.from_engine(whole))
+    return merged
+
+
+CPU_BATCH_TOKENS = 4096
+"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""What runs a model of one rank in the engine core itself, without the messages to and from a worker.
+
+As "uni" vLLM would take it for "mp" on a CPU, because a core that it spawns does not bind its OpenMP threads; ours do.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A vLLM server that runs elsewhere."""
+
+    url: str
+    token: str | None = field(repr=False)
+    """Bearer token; None: the server wants none."""
+    timeout_s: float
+    """Seconds that it may take to answer when it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Everything one engine is built from; plain values, so that it travels to the actor."""
+
+    index: int
+    model_path: str
+    config: GenerationConfig
+    precision: str
+    max_total_sequence_length: int
+    routed: RoutedForm | None = None
+    """What the experts look like that responses come with; None: they come without."""
+    in_flight: AsyncGRPOConfig | None = None
+    """What happens to the cache when weights change under responses; None: they never do."""
+    server: ServerAddress | None = None
+    """The server that is the engine; None: the engine is started."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM gives up device memory while models train on the same devices; its CPU build cannot."""
+        return self.config.colocated and current_platform().name == "cuda"
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether responses go on from the cache of the old weights when new ones come."""
+        return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
+
+
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """vLLM's arguments for this engine."""
+    config = settings.config
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": config.engine.dtype or settings.precision,
+        "tensor_parallel_size": config.parallel.tensor,
+        "pipeline_parallel_size": config.parallel.pipeline,
+        "enable_expert_parallel": config.parallel.expert > 1,
+        "max_model_len": settings.max_total_sequence_length,
+        "max_num_seqs": config.sequences_per_engine,
+        "enforce_eager": config.engine.enforce_eager,
+        "enable_prefix_caching": config.engine.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_grpo.weights.refit.worker.RefitWorker",
+    }
+    if settings.routed is not None:
+        arguments |= recording_arguments()
+    if config.engine.speculative.num_speculative_tokens:
+        arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
+    on_device = _cpu_arguments(settings) if current_platform().name == "cpu" else _cuda_arguments(settings)
+    given = {
+        "enable_chunked_prefill": config.engine.enable_chunked_prefill,
+        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
+    }
+    arguments |= on_device | {name: value for name, value in given.items() if value is not None}
+    return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
+
+
+def _made(name: str, value: Any) -> Any:
+    """The value of an argument that users pass on: mappings become vLLM's settings, names members of enumerations."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    declared = next(one.type for one in fields(AsyncEngineArgs) if one.name == name)
+    for kind in (declared, *get_args(declared)):
+        if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+            return kind(**value)
+        if isinstance(value, str) and isinstance(kind, enum.EnumType):
+            return kind[value]
+    return value
+
+
+def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    return {
+        "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
+        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
+        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
+        "worker_cls": "megatron_grpo.cpu.vllm_worker.PipelineCPUWorker",
+    }
+
+
+def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
+    import ray
+
+    # An engine within a node owns its GPUs through this actor, or shares those that the actor is shown; a larger one
+    # has a placement group of its own.
+    fits = len(ray.get_gpu_ids()) >= settings.config.parallel.ranks_per_engine
+    return {
+        "distributed_executor_backend": "mp" if fits or settings.config.colocated else "ray",
+        "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
+        "enable_sleep_mode": settings.config.colocated,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEndpoint:
+    """One engine as the refit sees it."""
+
+    index: int
+    ranks: int
+    """Worker processes: tensor * pipeline."""
+
+
+class EngineInterface(ABC):
+    """A Ray actor that samples: an engine of the run's own, or what stands for a server that runs elsewhere."""
+
+    @abstractmethod
+    async def start(self) -> dict[str, float]:
+        """Return when it can be refitted; seconds by part of the start."""
+
+    @abstractmethod
+    def generate(
+        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
+    ) -> AsyncIterator[Packed]:
+        """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
+
+        Args:
+            requests: the responses to sample, each with its prompt and seed.
+            settings: temperature, filters and stop conditions of all requests.
+            call: name of this call among those in flight, for `abort`.
+
+        Yields:
+            Some responses, as a list[tuple[int, GenerationOutput | str]] when it arrives: each with the number of its
+            request, and instead of a response the reason why there is none.
+
+        Raises:
+            RuntimeError: the engine cannot sample; the message says why.
+        """
+
+    @abstractmethod
+    async def abort(self, call: str, indices: list[int]) -> None:
+        """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
+
+    @abstractmethod
+    def processes(self) -> EngineProcesses:
+        """The engine's processes, for whoever ends them when this one no longer can."""
+
+    @abstractmethod
+    def take_counts(self) -> EngineCounts:
+        """What the engine had to do since the last call."""
+
+    @abstractmethod
+    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
+        """Let every worker come to where weights will be handed over.
+
+        Args:
+            mode: how weights come.
+            meeting: fields of refit.groups.Rendezvous, or of refit.files.receiver.SharedFolder, by name.
+            first_receiver: number of workers that the engines before this one have together.
+        """
+
+    @abstractmethod
+    async def receive_weights(self, version: int) -> None:
+        """Take one version into every worker; nothing is sampled until it is committed.
+
+        Raises:
+            RuntimeError: some worker did not get it, or could not verify it.
+        """
+
+    @abstractmethod
+    async def commit_weights(self, version: int) -> None:
+        """Serve what was received, under this version."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End what the engine has started."""
+
+
+class GenerationInterface(ABC):
+    """A pool of inference engines that look like one."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> Sequence[Any]:
+        """Ray actors with the methods of `EngineInterface`, in the order of their index."""
+
+    @abstractmethod
+    def endpoints(self) -> list[EngineEndpoint]:
+        """The engines, in the order of their index."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End every engine process; idempotent."""

@@ -1,0 +1,277 @@
+"""The OpenAI-compatible endpoint of a rollout worker: agents ask the run's engines, each under its rollout's name."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from megatron_grpo.cluster.addresses import node_address
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.config.generation_schema import EndpointConfig
+from megatron_grpo.config.paths import token
+from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
+from megatron_grpo.data.scores import ModelAccess
+from megatron_grpo.sampler.conversation import BadCallError, Conversation
+
+Scope = MutableMapping[str, Any]
+Application = Callable[[Scope, Any, Any], Awaitable[None]]
+
+OPEN_PATHS = ("/health",)
+
+
+class TokenGuard:
+    """ASGI middleware over every path but OPEN_PATHS. vLLM's own leaves those open that change weights."""
+
+    def __init__(self, app: Application, bearer: str | None = None) -> None:
+        """
+        Args:
+            app: what is guarded.
+            bearer: the token; None: that of the environment, and without one everything is let through.
+        """
+        self._app, self._bearer = app, bearer or token()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] in ("http", "websocket") and not self._lets_through(scope):
+            if scope["type"] == "http":
+                headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+                await send({"type": "http.response.start", "status": 401, "headers": headers})
+                await send({"type": "http.response.body", "body": b'{"error": {"message": "wrong or missing token"}}'})
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        await self._app(scope, receive, send)
+
+    def _lets_through(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return scope["path"] in OPEN_PATHS or is_let_through(given, self._bearer)
+
+
+def is_let_through(header: bytes, bearer: str | None) -> bool:
+    """Whether a request with this Authorization header has the token, if there is one."""
+    return bearer is None or secrets.compare_digest(header, b"Bearer " + bearer.encode())
+
+
+MODEL = "policy"
+"""What the model is called."""
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine."""
+BODY_BYTES = 2**26
+"""Largest request."""
+
+_OF_EVERY_CALL = {"model", "max_tokens", "n", "stream", "logprobs", "top_logprobs", "user", "temperature", "top_p"}
+_OF_CHAT = {*_OF_EVERY_CALL, "messages", "max_completion_tokens", "tools"}
+_OF_COMPLETIONS = {*_OF_EVERY_CALL, "prompt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """Where a rollout worker's endpoint is, and what it needs."""
+
+    host: str
+    port: int
+    """0: any that is free."""
+    token: str | None = field(repr=False)
+    """Bearer token; None: none is needed, since only this machine reaches the endpoint."""
+    model_path: str
+    """Folder with the tokenizer."""
+
+    def of_worker(self, index: int) -> EndpointSettings:
+        """Those of one of the workers, which listen on ports one after the other."""
+        return replace(self, port=self.port + index) if self.port else self
+
+
+def endpoint_settings(config: EndpointConfig, model: Path) -> EndpointSettings | None:
+    """The settings of the endpoints before a model; None: nobody can ask the model there.
+
+    Args:
+        config: the section generation.endpoint.
+        model: folder with the tokenizer.
+    """
+    if not config.enabled:
+        return None
+    return EndpointSettings(host=config.host, port=config.port, token=token(), model_path=str(model))
+
+
+class Endpoint:
+    """Answers within rollouts that are open, and nowhere else: each sampled token is one of a trajectory."""
+
+    def __init__(self, settings: EndpointSettings) -> None:
+        self._settings = settings
+        self._open: dict[str, Conversation] = {}
+        self._runner: web.AppRunner | None = None
+        self.tokenizer: Any = None
+        """The model's, as transformers has it."""
+        self.port = 0
+        """Where it listens."""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            SamplingError: the address cannot be used.
+        """
+        from transformers import AutoTokenizer  # here: seconds to import, for a process that may have no endpoint
+
+        self.tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
+        app = web.Application(client_max_size=BODY_BYTES)
+        base = "/rollouts/{rollout}/v1"
+        app.router.add_get(f"{base}/models", self._models)
+        app.router.add_post(f"{base}/chat/completions", self._chat)
+        app.router.add_post(f"{base}/completions", self._completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"generation.endpoint.host={self._settings.host} and port={self._settings.port}"
+            raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
+        (address, *_) = self._runner.addresses
+        self.port = address[1]
+
+    async def stop(self) -> None:
+        """Listen no longer."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextmanager
+    def opened(self, conversation: Conversation) -> Iterator[ModelAccess]:
+        """Let an agent make the turns of a rollout while the body runs."""
+        name = secrets.token_urlsafe(16)
+        self._open[name] = conversation
+        try:
+            url = f"http://{_reached_at(self._settings.host)}:{self.port}/rollouts/{name}/v1"
+            yield ModelAccess(url, self._settings.token or "none", MODEL)
+        finally:
+            del self._open[name]
+            conversation.end()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        refusal = self._refusal(request)
+        return refusal or web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        return await self._answered(request, _OF_CHAT)
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        return await self._answered(request, _OF_COMPLETIONS)
+
+    async def _answered(self, request: web.Request, known: set[str]) -> web.Response:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
+        conversation = self._open.get(name)
+        if conversation is None:
+            return _error(404, "no open rollout has this name; ask at the base URL that the agent was given")
+        try:
+            call = await request.json()
+            _require_plain(call, known, conversation.settings)
+            if "messages" in known:
+                limit = call.get("max_completion_tokens") or call.get("max_tokens")
+                output = await conversation.chat(call["messages"], call.get("tools"), limit)
+                return web.json_response(_chat_answer(output, call, conversation, self.tokenizer))
+            output = await conversation.complete(call["prompt"], call.get("max_tokens"))
+            return web.json_response(_completion_answer(output, conversation))
+        except (json.JSONDecodeError, BadCallError) as error:
+            return _error(400, str(error))
+        except Exception as error:  # noqa: BLE001 - the rollout itself fails over what the conversation remembers
+            return _error(500, str(error))
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        given = request.headers.get("Authorization", "").encode()
+        return None if is_let_through(given, self._settings.token) else _error(401, "wrong or missing token")
+
+
+def _reached_at(host: str) -> str:
+    """The host of a URL for a server that listens on this one."""
+    if host in EVERY_ADDRESS:
+        host = node_address()
+    return f"[{host}]" if ":" in host else host
+
+
+def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> None:
+    """BadCallError for what is not there, or would sample otherwise than the run does."""
+    if not isinstance(call, dict):
+        raise BadCallError("the request is no JSON object")
+    given = {name: value for name, value in call.items() if value is not None}
+    unknown = ", ".join(sorted(given.keys() - known))
+    if unknown:
+        raise BadCallError(f"{unknown}: not taken here; a rollout samples as the keys of the run's generation say")
+    for name, value in (("n", 1), ("stream", False), ("temperature", settings.temperature), ("top_p", settings.top_p)):
+        if name in given and given[name] != value:
+            raise BadCallError(f"{name}={given[name]}: every call of this run has {value}; leave it out")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if name in given and (type(given[name]) is not int or given[name] < 1):
+            raise BadCallError(f"{name}={given[name]}: give a number above 0")
+    if "messages" in known:
+        for name in ("messages", "tools"):
+            if not _are(dict, given.get(name, [{}] if name == "tools" else None)):
+                raise BadCallError(f"{name}: give a list of objects")
+    elif not isinstance(given.get("prompt"), str) and not _are(int, given.get("prompt")):
+        raise BadCallError("prompt: give a text or a list of token ids")
+
+
+def _are(kind: type, values: Any) -> bool:
+    """Whether values are a list of this kind of things, one at least."""
+    return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
+
+
+def _chat_answer(output: GenerationOutput, call: Any, conversation: Conversation, tokenizer: Any) -> dict[str, Any]:
+    """The answer to a call of chat/completions, with the sampled tokens beside it."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": output.text},
+        "finish_reason": output.stop_reason,
+        "token_ids": output.token_ids.tolist(),
+    }
+    if call.get("logprobs"):
+        tokens = [tokenizer.decode([token]) for token in output.token_ids.tolist()]
+        choice["logprobs"] = {
+            "content": [
+                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, logprob in zip(tokens, output.logprobs.tolist(), strict=True)
+            ]
+        }
+    return _answer("chat.completion", choice, conversation)
+
+
+def _completion_answer(output: GenerationOutput, conversation: Conversation) -> dict[str, Any]:
+    """The answer to a call of completions."""
+    choice = {
+        "index": 0,
+        "text": output.text,
+        "finish_reason": output.stop_reason,
+        "token_ids": output.token_ids.tolist(),
+        "logprobs": {"token_logprobs": output.logprobs.tolist()},
+    }
+    return _answer("text_completion", choice, conversation)
+
+
+def _answer(kind: str, choice: dict[str, Any], conversation: Conversation) -> dict[str, Any]:
+    sampled = len(choice["token_ids"])
+    prompt = conversation.length - sampled
+    return {
+        "id": f"{kind}-{len(conversation.outputs)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
+
+
+def _error(status: int, text: str) -> web.Response:
+    error = {"message": text, "type": "invalid_request_error", "code": status}
+    return web.json_response({"error": error}, status=status)

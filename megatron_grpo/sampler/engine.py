@@ -1,0 +1,326 @@
+"""One vLLM engine inside a Ray actor: a stream of responses to many requests, and its half of a refit."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
+from megatron_grpo.config.errors import EngineLostError
+from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
+from megatron_grpo.cpu.vllm_fork import forget_sockets, start_importing
+from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.sampler.arguments import EngineInterface, VllmSettings, engine_arguments
+from megatron_grpo.sampler.pauses import Pauses
+from megatron_grpo.sampler.plugin import ENGINE_MARKER
+from megatron_grpo.sampler.requests import (
+    Arrivals,
+    EngineStatistics,
+    deaths_explained,
+    drain,
+    responses,
+    sampling_params,
+    warm_up_call,
+    while_alive,
+)
+from megatron_grpo.sampler.shutdown import EngineProcesses, end_own, own_processes
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+
+def prepare_cpu_processes(settings: VllmSettings) -> None:
+    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
+    ranks = settings.config.parallel.ranks_per_engine
+    cores = cores_of_ranks(
+        sorted(os.sched_getaffinity(0)),
+        first=settings.index * ranks,
+        ranks=ranks,
+        total=settings.config.parallel.data * ranks,
+    )
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    if settings.config.engine.enforce_eager:
+        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    start_importing(threads=len(cores.split("|")[0].split(",")))
+
+
+def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
+    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
+
+    Returns:
+        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
+    """
+    if total > len(cores):
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
+    share = len(cores) // total
+    return "|".join(
+        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
+    )
+
+
+def prepare_processes(settings: VllmSettings, name: str) -> None:
+    """Set vLLM's variables in this process, from which the others have them; what the user has set stays.
+
+    Args:
+        settings: what the engine is started with.
+        name: the engine's name in logs and heartbeats.
+    """
+    os.environ[ENGINE_MARKER] = name
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+    if settings.config.engine.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if current_platform().name == "cpu":
+        prepare_cpu_processes(settings)
+
+
+FIRST_VERSION = 0
+"""Version of the weights that the engine reads from the model folder."""
+
+WEIGHTS_TO_HOST = 1
+"""vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
+
+
+class VllmEngine(EngineInterface):
+    """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
+
+    So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
+    with `VllmSettings.in_flight` may weights change while something is in flight, and a cache outlast a pause.
+    """
+
+    _pauses: Pauses
+    """From its start on."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._name = f"generation engine {settings.index}"
+        begin_process_log(self._name)
+        self._settings = settings
+        self._llm: AsyncLLM | None = None
+        self._unusable: str | None = None
+        self._asleep = False
+        self._statistics = EngineStatistics()
+        self._salt: str | None = None
+        """What separates prompts that are cached under different weights, where a cache outlasts them."""
+
+    @phase("start")
+    async def start(self) -> dict[str, float]:
+        """Start the processes, load the weights of the model folder and run one small batch.
+
+        Returns:
+            Seconds by part: "imports" of vLLM in this process; "processes": starting the others and loading weights;
+            "warm_up": the batch.
+        """
+        times = [time.monotonic()]
+        prepare_processes(self._settings, self._name)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        times.append(time.monotonic())
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
+        )
+        self._statistics.attach(self._llm)
+        forget_sockets()
+        await self._llm.update_weight_version(str(FIRST_VERSION))
+        self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
+        times.append(time.monotonic())
+        await self._warm_up()
+        self._statistics.take()
+        # Nothing made so far is garbage; looking through all of it every few seconds costs a third of a second.
+        gc.freeze()
+        times.append(time.monotonic())
+        parts = ("imports", "processes", "warm_up")
+        return {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
+
+    async def generate(
+        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
+    ) -> AsyncIterator[Packed]:
+        """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
+
+        The same requests under the same weights give the same bits when they come to an engine that is idle: every
+        request has its own seed, and the scheduler sees all of them, in order, before it takes the first. Calls that
+        come while others are in flight join them.
+
+        Args:
+            requests: the responses to sample, each with its prompt and seed.
+            settings: temperature, filters and stop conditions of all requests.
+            call: name of this call among those in flight, for `abort`.
+
+        Yields:
+            Some responses, as a list[tuple[int, GenerationOutput | str]] when it arrives: each with the number of its
+            request, and instead of a response the reason why there is none.
+
+        Raises:
+            EngineLostError: a process of the engine has ended.
+            RuntimeError: the engine cannot sample; the message says why.
+        """
+        if self._unusable is not None and self._settings.in_flight is None:
+            raise RuntimeError(self._unusable)
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: its devices are those of the models in training for now")
+        assert self._llm is not None, "start() comes first"
+        waiting: dict[int, RequestOutputCollector] = {}
+        arrivals = Arrivals(len(requests))
+        with phase("generate"), deaths_explained():
+            try:
+                waiting = await self._add(call, requests, settings)
+                for queue in waiting.values():
+                    queue.ready = arrivals  # one place to wait for all of them
+                    if queue.output is not None:
+                        arrivals.set()
+                while waiting:
+                    await arrivals.some()
+                    finals = drain(waiting)
+                    self._pauses.left(len(finals))
+                    self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
+                    yield Packed(await responses(self._llm, finals, self._settings.routed))
+            finally:
+                try:
+                    if waiting:
+                        await self._abandon(call, waiting)
+                finally:
+                    self._pauses.left(len(waiting))
+
+    async def abort(self, call: str, indices: list[int]) -> None:
+        """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
+        assert self._llm is not None, "start() comes first"
+        with deaths_explained():
+            await self._llm.abort([f"{call}.{index}" for index in indices])
+
+    def processes(self) -> EngineProcesses:
+        """The engine's processes, for whoever ends them when this one no longer can."""
+        return own_processes()
+
+    def take_counts(self) -> EngineCounts:
+        """What the engine had to do since the last call."""
+        return self._statistics.take()
+
+    @phase("connect the refit")
+    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
+        await self._on_workers("connect_refit", mode, meeting, first_receiver)
+
+    @phase("receive weights")
+    async def receive_weights(self, version: int) -> None:
+        """Take one version into every worker. From here until it is committed the engine refuses to generate.
+
+        With `in_flight`, requests that come meanwhile wait for the commit, and those in flight are paused until then.
+        """
+        self._unusable = f"the weights are incomplete: the refit of version {version} was not committed"
+        if self._settings.in_flight is not None:
+            await self._pauses.hold()
+        await self._on_workers("receive_refit", version)
+
+    @phase("commit weights")
+    async def commit_weights(self, version: int) -> None:
+        """Serve what was received, under this version.
+
+        Raises:
+            EngineLostError: a process of the engine has ended: every worker is asked whether it is there.
+        """
+        llm = await self._pauses.paused()
+        # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
+        calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
+        if not self._settings.keeps_cache:
+            calls.append(self._done(llm.reset_prefix_cache()))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)  # what fails leaves none of them under way
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if self._settings.keeps_cache:
+            self._salt = str(version)
+        self._unusable = None
+        await self._pauses.release()
+
+    @phase("sleep")
+    async def sleep(self) -> None:
+        """Give up the memory of the devices, and refuse to sample until all of it is back. Weights stay in host memory.
+
+        vLLM's CPU build has nothing to give up; there the engine only refuses.
+        """
+        llm = await self._pauses.paused()
+        self._asleep = True
+        if self._settings.sleeps:
+            with deaths_explained():
+                await while_alive(llm, llm.sleep(level=WEIGHTS_TO_HOST))
+
+    @phase("wake")
+    async def wake(self, part: EngineMemory) -> None:
+        """Take back a part of the memory of the devices: the weights first, then the cache, which is empty.
+
+        An engine that is awake stays so.
+        """
+        if not self._asleep:
+            return
+        llm = await self._pauses.paused()
+        if self._settings.sleeps:
+            with deaths_explained():
+                await while_alive(llm, llm.wake_up([part]))
+        if part == "kv_cache":
+            if self._settings.sleeps:  # its scheduler goes on once all memory is back
+                self._pauses.pause()
+            self._asleep = False
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        if self._llm is not None:
+            end_own(self._llm)
+            self._llm = None
+
+    async def _on_workers(self, method: str, *args: Any) -> None:
+        """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
+        llm = await self._pauses.paused()
+        with deaths_explained():
+            problems = await while_alive(llm, llm.collective_rpc(method, args=args))
+        if any(problems):
+            raise RuntimeError("; ".join(problem for problem in problems if problem))
+
+    async def _done(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Wait for a call of vLLM's processes."""
+        assert self._llm is not None, "start() comes first"
+        with deaths_explained():
+            await while_alive(self._llm, call)
+
+    async def _add(
+        self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
+    ) -> dict[int, RequestOutputCollector]:
+        """Give the scheduler all requests, in their order and before it runs, if it is idle."""
+        from vllm.inputs.engine import tokens_input
+
+        assert self._llm is not None
+        longest = self._settings.max_total_sequence_length
+        prepared = [
+            (f"{call}.{index}", request.prompt_ids.tolist(), sampling_params(request, settings, longest))
+            for index, request in enumerate(requests)
+        ]
+        try:
+            async with self._pauses.entering(len(requests)):
+                return {
+                    index: await self._llm.add_request(
+                        name, tokens_input(prompt_ids, cache_salt=self._salt), parameters
+                    )
+                    for index, (name, prompt_ids, parameters) in enumerate(prepared)
+                }
+        except BaseException:
+            await self._abandon(call, range(len(requests)))
+            raise
+
+    async def _abandon(self, call: str, indices: Iterable[int]) -> None:
+        """Give up requests that nobody waits for any more: vLLM would sample them beside those that come later."""
+        with suppress(EngineLostError):
+            await self.abort(call, list(indices))
+
+    async def _warm_up(self) -> None:
+        async for _ in self.generate(*warm_up_call(self._settings.config), "warm-up"):
+            pass

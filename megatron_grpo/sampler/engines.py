@@ -1,0 +1,289 @@
+"""The engines as a rollout worker sees them: what is asked in one moment goes out as one call per engine."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, groupby
+from typing import Any
+
+from ray.exceptions import RayError
+
+from megatron_grpo.cluster.futures import explain, is_lost, overdue
+from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.config.errors import EngineLostError, SamplingError
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
+from megatron_grpo.sampler.plan import RolloutFailure
+
+ENGINE_NAME = "generation engine {}".format
+LOOK_S = 0.5
+"""Seconds between two looks at who is late."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that has not been answered yet."""
+
+    request: GenerationRequest
+    settings: SamplingSettings
+    answer: asyncio.Future[GenerationOutput]
+    call: str = ""
+    """Name of the call that the request went out with; empty: none yet."""
+    index: int = 0
+    """Place of the request in the call that it went out with."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoss:
+    """An engine that can answer no more."""
+
+    restarts: int
+    """How often it had been replaced before."""
+    reason: str
+
+
+class EngineClient:
+    """One engine. Requests that are asked for while the event loop goes round once leave together, in their order.
+
+    An engine may be lost. Whoever asks it then, or waits for it, is told so, until another one has taken its place.
+    """
+
+    def __init__(self, actor: Any, index: int, user: str) -> None:
+        """
+        Args:
+            actor: Ray actor with `generate` and `abort` (see `VllmEngine`).
+            index: number of the engine, for messages.
+            user: name of the asking process, which makes the names of its calls unique.
+        """
+        self.name, self.number = ENGINE_NAME(index), index
+        self.load = 0
+        """Rollouts that are placed here and not through with sampling."""
+        self.loss: EngineLoss | None = None
+        """Why the engine is lost; None: it is not."""
+        self.restarts = 0
+        """How often the engine has been replaced."""
+        self.since = 0.0
+        """When it was last replaced, on the clock of the event loop."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called when the engine is lost."""
+        self._actor = actor
+        self._given_up: str | None = None
+        self._usable = asyncio.Event()
+        self._usable.set()
+        self._look: asyncio.Task[None] | None = None
+        self._calls = (f"{user}.{number}" for number in count())
+        self._leaving: list[_Asked] = []
+        self._waiting: set[asyncio.Future[GenerationOutput]] = set()
+        self._aborted: list[_Asked] = []
+        self._streams: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
+        """One response. Whoever stops waiting for it (a timeout) makes the engine stop, too.
+
+        Raises:
+            RolloutFailure: the engine gave up this request.
+            EngineLostError: the engine is lost; `replaced` returns when there is another.
+            SamplingError: the engine failed, or is lost and not replaced.
+        """
+        if self._given_up is not None:
+            raise SamplingError(self._given_up)
+        if self.loss is not None:
+            raise EngineLostError(self.loss.reason)
+        loop = asyncio.get_running_loop()
+        asked = _Asked(request, settings, loop.create_future())
+        if not self._leaving:
+            loop.call_soon(self._send)
+        self._leaving.append(asked)
+        self._waiting.add(asked.answer)
+        try:
+            return await asked.answer
+        except asyncio.CancelledError:
+            self._abort(asked)
+            raise
+        finally:
+            self._waiting.discard(asked.answer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a response."""
+        return bool(self._waiting)
+
+    def lose(self, reason: str) -> None:
+        """Count the engine as lost: everybody who waits gets an EngineLostError."""
+        if self.loss is None:
+            self.loss = EngineLoss(self.restarts, reason)
+            self._usable.clear()
+            self._fail_waiting(EngineLostError(reason))
+            self.on_loss()
+
+    def replace(self, actor: Any) -> None:
+        """Ask this actor from now on; whoever still waits for the one before gets an EngineLostError."""
+        self._actor, self.loss = actor, None
+        self.restarts += 1
+        self.since = asyncio.get_running_loop().time()
+        self._fail_waiting(EngineLostError(f"{self.name} was replaced"))
+        self._usable.set()
+
+    def give_up(self, reason: str) -> None:
+        """Nobody takes the engine's place: whoever asks, waits or will do so gets a SamplingError with this text."""
+        self._given_up = reason
+        self._fail_waiting(SamplingError(reason))
+        self._usable.set()
+
+    async def replaced(self) -> None:
+        """Return when the engine is not lost, or no more; SamplingError when it will not be replaced."""
+        await self._usable.wait()
+        if self._given_up is not None:
+            raise SamplingError(self._given_up)
+
+    async def is_lost(self) -> bool:
+        """Whether the engine is lost; to be asked when it was late, as one of which a process hangs is lost by that."""
+        if self.loss is None:
+            if self._look is None or self._look.done():
+                self._look = asyncio.create_task(self._look_for_hanging())
+            await asyncio.shield(self._look)
+        return self.loss is not None
+
+    async def _look_for_hanging(self) -> None:
+        restarts = self.restarts
+        hanging = await asyncio.to_thread(report_hanging, [self.name], "generation")
+        if hanging and restarts == self.restarts:
+            self.lose(f"generation: {self.name} did not answer in time{hanging}")
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _send(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        leaving = [asked for asked in leaving if not asked.answer.done()]
+        for _, run in groupby(leaving, key=lambda asked: asked.settings):
+            stream = asyncio.create_task(self._stream(next(self._calls), list(run)))
+            self._streams.add(stream)
+            stream.add_done_callback(self._streams.discard)
+
+    async def _stream(self, call: str, asked: list[_Asked]) -> None:
+        for index, one in enumerate(asked):
+            one.call, one.index = call, index
+        restarts = self.restarts
+        try:
+            requests = Packed([one.request for one in asked])
+            stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
+            async for reference in stream:
+                for index, output in await reference:
+                    _settle(asked[index].answer, output)
+        except RayError as error:
+            others = await asyncio.to_thread(report_hanging, [self.name])
+            reason = f"generation: {self.name} {explain(error)}{others}"
+            if is_lost(error) and restarts == self.restarts:
+                self.lose(reason)
+            self._unanswered(asked, reason)
+        finally:
+            self._unanswered(asked, f"generation: {self.name} ended a call without an answer")
+
+    @staticmethod
+    def _unanswered(asked: Sequence[_Asked], reason: str) -> None:
+        for one in asked:
+            if not one.answer.done():
+                one.answer.set_exception(SamplingError(reason))
+
+    def _abort(self, asked: _Asked) -> None:
+        if not asked.call:
+            return  # `_send` leaves it out
+        if not self._aborted:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._aborted.append(asked)
+
+    def _send_aborts(self) -> None:
+        aborted, self._aborted = self._aborted, []
+        for call, run in groupby(aborted, key=lambda asked: asked.call):
+            self._actor.abort.remote(call, [asked.index for asked in run])
+
+
+def _settle(answer: asyncio.Future[GenerationOutput], output: GenerationOutput | str) -> None:
+    if answer.done():
+        return
+    if isinstance(output, str):
+        answer.set_exception(RolloutFailure(output))
+    else:
+        answer.set_result(output)
+
+
+class Engines:
+    """The engines that a rollout worker uses, and who goes to which."""
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self.clients = list(clients)
+        self._changed = asyncio.Event()
+        for client in self.clients:
+            client.on_loss = self._changed.set
+
+    def by_number(self, number: int) -> EngineClient:
+        """The engine of this number."""
+        return next(client for client in self.clients if client.number == number)
+
+    def place(self, sizes: Sequence[int]) -> list[EngineClient]:
+        """An engine for each group of rollouts, so that all engines come as close to equal load as groups allow.
+
+        A group stays together, for the sake of the prefix cache, and neighbouring groups share an engine; among equally
+        loaded engines the first ones are filled first. Each client's `load` counts what is placed on it.
+
+        Args:
+            sizes: rollouts of each group.
+        """
+        loads = [client.load for client in self.clients]
+        if len(sizes) == 1:
+            client = self.clients[loads.index(min(loads))]
+            client.load += sizes[0]
+            return [client]
+        level = _water_level(loads, sum(sizes))
+        ends = list(accumulate(max(0.0, level - load) for load in loads))
+        placed, begin = [], 0
+        for size in sizes:
+            client = self.clients[min(bisect_left(ends, begin + size / 2), len(ends) - 1)]
+            client.load += size
+            placed.append(client)
+            begin += size
+        return placed
+
+    async def lose_late(self, deadline_s: float) -> None:
+        """Count engines as lost for which somebody has waited longer than this, or since they were replaced.
+
+        Goes on until it is cancelled. Reading the late ones' stacks takes seconds, in which this process goes on.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await asyncio.sleep(min(LOOK_S, deadline_s))
+            passed = loop.time() - deadline_s
+            late = [client for client in self.clients if client.busy and max(began, client.since) <= passed]
+            if not late:
+                continue
+            restarts = [client.restarts for client in late]
+            reason = str(await asyncio.to_thread(overdue, "generation", [client.name for client in late], deadline_s))
+            for client, before in zip(late, restarts, strict=True):
+                if client.restarts == before:
+                    client.lose(reason)
+
+    async def losses(self) -> dict[int, EngineLoss]:
+        """The engines that are lost, by number; returns as soon as there is one that was not told before."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            found = {client.number: client.loss for client in self.clients if client.loss is not None}
+            if found:
+                return found
+
+
+def _water_level(loads: Sequence[int], amount: int) -> float:
+    """The level that `amount` more, poured over engines that are filled to `loads`, reaches."""
+    lowest: list[int] = []
+    for load in sorted(loads):
+        if lowest and (sum(lowest) + amount) / len(lowest) <= load:
+            break
+        lowest.append(load)
+    return (sum(lowest) + amount) / len(lowest)

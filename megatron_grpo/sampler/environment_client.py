@@ -1,0 +1,221 @@
+"""An environment as a rollout worker sees it: a queue of calls before the processes that it has for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from megatron_grpo.cluster.futures import explain, overdue
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
+from megatron_grpo.sampler.plan import RolloutFailure
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentProcesses(Protocol):
+    """The processes of one environment that a rollout worker may use, and how it gets another one."""
+
+    name: str
+    timeout_s: float
+    processes: list[Any]
+
+    def spawn(self) -> Any: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that waits for a process, or for its answer."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+    alone: bool = False
+    """Whether it goes out by itself, as the last attempt."""
+
+
+class EnvironmentClient:
+    """Calls go out as soon as a process is free, all that wait then together.
+
+    When a process dies or passes the deadline, it is replaced, and everything it was asked is asked once more, sample
+    by sample, so that only the one that did it fails.
+    """
+
+    def __init__(self, handle: EnvironmentProcesses, startup_timeout_s: float) -> None:
+        """
+        Args:
+            handle: the environment's processes.
+            startup_timeout_s: deadline for a process to come up.
+        """
+        self.multi_turn = self.agent = False
+        self.reads_token_ids = False
+        self.remarks: list[str] = []
+        """What became of processes that had to be replaced, for whoever watches the run."""
+        self._handle = handle
+        self._startup_timeout_s = startup_timeout_s
+        self._queue: deque[_Call] = deque()
+        self._work = asyncio.Event()
+        self._broken: SamplingError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Return when every process is up.
+
+        Raises:
+            SamplingError: one is not.
+        """
+        for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
+            self.multi_turn, self.agent = described["multi_turn"], described["agent"]
+            self.reads_token_ids = described["reads_token_ids"]
+            self._keep(self._serve(described))
+
+    async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any:
+        """State of a rollout that begins; None in an environment of a single turn."""
+        return await self._ask_or_fail("reset", prompt, extra_env_info) if self.multi_turn else None
+
+    async def step(self, state: Any, response: str, last_token: int) -> Turn:
+        """What follows a response that ends in a token; in an environment of a single turn, the end."""
+        return await self._ask_or_fail("step", state, response, last_token) if self.multi_turn else Turn()
+
+    async def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        """State of a rollout whose turns the environment's agent has made, in a process for itself meanwhile."""
+        return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
+
+    async def score(self, job: ScoringJob) -> list[Scored]:
+        """A score for each sample, or why there is none after a second attempt.
+
+        Raises:
+            SamplingError: a process died and could not be replaced.
+        """
+        scored: list[Scored] = await self._ask("score", job)
+        return scored
+
+    async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        value, failure = await self._ask(method, *arguments, alone=alone)
+        if failure is not None:
+            raise RolloutFailure(failure)
+        return value
+
+    async def _ask(self, method: str, *arguments: Any, alone: bool = False) -> Any:
+        if self._broken is not None:
+            raise self._broken
+        call = _Call(method, arguments, asyncio.get_running_loop().create_future(), alone)
+        self._queue.append(call)
+        self._work.set()
+        return await call.answer
+
+    def _take(self) -> list[_Call]:
+        """What one process is asked next: its share of what waits, or a single call that has to be by itself."""
+        while self._queue and self._queue[0].answer.done():
+            self._queue.popleft()  # nobody waits for it any more
+        taken: list[_Call] = []
+        share = -(-len(self._queue) // len(self._handle.processes))
+        while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
+            taken.append(self._queue.popleft())
+            if taken[-1].alone:
+                break
+        if not self._queue:
+            self._work.clear()
+        return taken
+
+    async def _serve(self, process: dict[str, Any]) -> None:
+        """Keep one process busy, and replace it when it has to be."""
+        calls: list[_Call] = []
+        try:
+            while True:
+                await self._work.wait()
+                calls = self._take()
+                reason = await self._run(process, calls) if calls else None
+                if reason is not None:
+                    self._kill(process)
+                    self._again(calls, reason)
+                    process = await self._describe(self._handle.spawn())
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task: those who wait for answers have to hear
+            text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
+            broken = error if isinstance(error, SamplingError) else SamplingError(text)
+            self._broken = broken
+            for call in [*calls, *self._queue]:
+                if not call.answer.done():
+                    call.answer.set_exception(broken)
+
+    async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
+        """Ask a process; None when it answered, else what became of it."""
+        name, timeout_s = self._handle.name, self._handle.timeout_s
+        jobs: Any = Packed([(call.method, call.arguments) for call in calls])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = await process["actor"].run.remote(jobs)
+        except TimeoutError:
+            who = f"environment {name} worker {process['pid']}"
+            late = await asyncio.to_thread(overdue, "scoring", [who], timeout_s)
+            logger.warning("%s", late)
+            self.remarks.append(f"{late}; another process takes its place")
+            return f"environment {name}: no answer within env.{name}.timeout_s={timeout_s:g} s"
+        except RayActorError:
+            self.remarks.append(f"environment {name} worker {process['pid']} ended; another process takes its place")
+            return f"environment {name}: its process ended over this response"
+        except RayError as error:  # an answer that cannot be pickled, memory
+            return f"environment {name}: its process {explain(error)}"
+        for call, answer in zip(calls, answers, strict=True):
+            if not call.answer.done():
+                call.answer.set_result(answer)
+        return None
+
+    def _again(self, calls: list[_Call], reason: str) -> None:
+        """Ask once more what a process was lost over, each sample by itself; those that were by themselves fail."""
+        for call in calls:
+            if call.answer.done():
+                continue
+            if call.alone:
+                call.answer.set_result([reason] if call.method == "score" else (None, reason))
+            elif call.method == "score":
+                self._keep(self._score_singly(call))
+            else:
+                call.alone = True
+                self._queue.append(call)
+                self._work.set()
+
+    async def _score_singly(self, call: _Call) -> None:
+        (job,) = call.arguments
+        try:
+            scored = await asyncio.gather(*(self._ask("score", one, alone=True) for one in job.singly()))
+        except SamplingError as error:
+            if not call.answer.done():
+                call.answer.set_exception(error)
+            return
+        if not call.answer.done():
+            call.answer.set_result([one for alone in scored for one in alone])
+
+    async def _describe(self, actor: Any) -> dict[str, Any]:
+        """What a process says of itself when it is up, and the actor."""
+        name = self._handle.name
+        try:
+            async with asyncio.timeout(self._startup_timeout_s):
+                described = await actor.ready.remote()
+        except TimeoutError:
+            text = f"environment {name}: a process did not start within {self._startup_timeout_s:g} s"
+            raise SamplingError(text) from None
+        except RayError as error:
+            raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error
+        return {**described, "actor": actor}
+
+    def _kill(self, process: dict[str, Any]) -> None:
+        ray.kill(process["actor"])
+        if process["node"] == ray.get_runtime_context().get_node_id():
+            with suppress(ProcessLookupError):
+                os.kill(process["pid"], signal.SIGKILL)  # one that was stopped does not hear Ray
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)

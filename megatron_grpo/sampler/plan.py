@@ -1,0 +1,79 @@
+"""What the rollouts of a generation batch have in common, and the seeds that tell their responses apart."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_grpo.config.errors import SamplingError
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.scores import TrainerState
+from megatron_grpo.data.trajectory import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """What the rollouts of one generation batch have in common."""
+
+    samples_per_prompt: int
+    settings: SamplingSettings
+    run_seed: int
+    step: int
+    """Number of the generation batch: part of every sample's seed."""
+    max_total_sequence_length: int
+    """Tokens of prompt, responses and observations together."""
+    max_turns: int = 1
+    """Most responses of one rollout."""
+    timeout_s: float
+    """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+    """How far the run is, for reward functions."""
+
+
+def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
+    """Seed of one response, from what identifies it alone: a resumed run or another layout draws equal tokens.
+
+    Returns:
+        An integer in [0, 2^62).
+    """
+    identity = struct.pack("<4q", run_seed, step, prompt_idx, sample) + (struct.pack("<q", turn) if turn else b"")
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 2
+
+
+REASONS_SHOWN = 3
+
+
+class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
+    """One rollout did not work; its text says why. Others go on."""
+
+
+def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float) -> None:
+    """Nothing, as long as few enough rollouts failed.
+
+    Args:
+        outcomes: outcomes of all rollouts of a generation batch.
+        max_failed_fraction: largest share of rollouts that may fail (rollouts.max_failed_fraction).
+
+    Raises:
+        SamplingError: more failed; says how many, and the most frequent reasons with the row of one example each.
+    """
+    failed = [one for one in outcomes if one.failure is not None]
+    if len(failed) <= max_failed_fraction * len(outcomes):
+        return
+    raise SamplingError(
+        f"{len(failed)} of {len(outcomes)} rollouts failed, more than rollouts.max_failed_fraction="
+        f"{max_failed_fraction:g} allows: {reasons(failed)}"
+    )
+
+
+def reasons(failed: Sequence[Outcome]) -> str:
+    """Why rollouts failed, the most frequent reasons first, each with the row of one example."""
+    rows: dict[str, int] = {}
+    for one in failed:
+        rows.setdefault(str(one.failure), one.prompt_idx)
+    counted = Counter(str(one.failure) for one in failed).most_common()
+    shown = "; ".join(f"{count} x {reason}, row {rows[reason]}" for reason, count in counted[:REASONS_SHOWN])
+    return shown + (f"; and {len(counted) - REASONS_SHOWN} other reasons" if len(counted) > REASONS_SHOWN else "")

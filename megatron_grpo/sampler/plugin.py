@@ -1,0 +1,114 @@
+"""What every vLLM process of ours loads at start (entry point of the group `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
+from megatron_grpo.cpu.vllm_fork import fork_from_there, parent_is_gone
+
+QUEUE_SEGMENTS = "/dev/shm/psm_"
+"""How Python names the segments that vLLM's queues live in; the rest of the name is random."""
+
+
+def queue_segments(process: psutil.Process) -> set[Path]:
+    """Files of the queue segments that a process has mapped; empty when the process is gone."""
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {Path(line.split()[-1]) for line in maps.splitlines() if QUEUE_SEGMENTS in line and "(deleted)" not in line}
+
+
+def free(segments: Iterable[Path]) -> None:
+    """Remove the files; the memory goes with the last process that has it mapped."""
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
+"""Environment variable in which our engine actor tells its processes its name; other users of vLLM are left alone."""
+
+SERVER_MARKER = "MEGATRON_GRPO_SERVER"
+"""Environment variable that tells the processes of a server of `megatron_grpo.serve` what they are."""
+
+WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
+"""Name of our receiver in vLLM's registry of weight-transfer engines."""
+
+PARENT_CHECK_S = 1.0
+CPU_SPIN_S = 0.002
+"""Time that a CPU engine's processes busy-wait for their next message before they sleep on a socket."""
+CPU_RECHECK_MS = 20
+"""Longest sleep on that socket: its wake-up is lost when two messages come within a millisecond of each other."""
+
+
+def register() -> None:
+    """Make the receiver known and tie the process to its parent. Does nothing outside our engines; safe to repeat."""
+    if not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys() or not _register_receiver():
+        return
+    if ENGINE_MARKER not in os.environ:  # a server's processes are vLLM's own in everything else
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _sleep_instead_of_spinning()
+        fork_from_there()
+    begin_process()
+
+
+def _register_receiver() -> bool:
+    """Make the receiver known to vLLM; whether it was not before."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+        return False
+    module = "megatron_grpo.weights.refit.worker"
+    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER_BACKEND, module, "WeightReceiver")
+    # Of layers without weights of their own, a tied head for one, it warns at every refit.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
+    return True
+
+
+def _role() -> str:
+    """What this process is to its engine; one that a Ray executor placed learns its rank only later."""
+    vllm_name = multiprocessing.current_process().name
+    if vllm_name.startswith("EngineCore"):
+        return "core"
+    if vllm_name.startswith("VllmWorker-"):
+        return f"worker {vllm_name.removeprefix('VllmWorker-')}"
+    return f"worker {socket.gethostname()} {os.getpid()}"
+
+
+def begin_process() -> None:
+    """Give this process its log, and end it when its parent is gone.
+
+    To be called in each process of an engine: a fork takes no threads along.
+    """
+    begin_process_log(f"{os.environ[ENGINE_MARKER]} {_role()}", lasting_phase="serve")
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
+    # A process that multiprocessing started knows who its parent was even if that one is gone already.
+    while os.getppid() == parent and not parent_is_gone():
+        time.sleep(PARENT_CHECK_S)
+    free(queue_segments(psutil.Process()))
+    os._exit(1)
+
+
+def _sleep_instead_of_spinning() -> None:
+    """vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS

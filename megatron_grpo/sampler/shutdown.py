@@ -1,0 +1,87 @@
+"""Ending every process of an engine: by its actor, or from outside, since that may be gone, stopped or stuck."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import ray
+
+from megatron_grpo.cluster.guardian import kill_stopped
+from megatron_grpo.sampler.plugin import free, queue_segments
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+END_S = 20.0
+"""Time that killed processes have to disappear: one that is in a driver's call does so when that returns."""
+LOOK_S = 0.05
+GRACE_S = 5.0
+"""Time for vLLM's processes to end by themselves: those that are killed leave their shared memory behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcesses:
+    """The processes of one engine on the machine of its actor."""
+
+    node: str
+    """Ray's name of the machine."""
+    started: tuple[tuple[int, float], ...]
+    """Process number, and when it was started in seconds since the epoch: numbers are used again."""
+
+
+def own_processes() -> EngineProcesses:
+    """Those of the calling actor, itself included."""
+    own = psutil.Process()
+    everybody = [own, *own.children(recursive=True)]
+    started = []
+    for process in everybody:
+        with suppress(psutil.NoSuchProcess):
+            started.append((process.pid, process.create_time()))
+    return EngineProcesses(ray.get_runtime_context().get_node_id(), tuple(started))
+
+
+def end_own(llm: AsyncLLM) -> None:
+    """End those that the calling actor has started for its engine, and free the memory that they shared."""
+    own = psutil.Process()
+    children = own.children(recursive=True)
+    segments = set().union(*(queue_segments(process) for process in [own, *children]))
+    llm.shutdown(timeout=GRACE_S)
+    kill_stopped(children)
+    free(segments)
+
+
+def end_processes(engine: EngineProcesses) -> list[int]:
+    """Kill what is left of an engine, on this machine, and free the memory that its processes shared.
+
+    Returns:
+        The numbers of the processes that are still there after `END_S`.
+    """
+    family: set[psutil.Process] = set()
+    for pid, started in engine.started:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == started:
+                family |= {process, *process.children(recursive=True)}
+    segments = set().union(*(queue_segments(process) for process in family))
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    deadline = time.monotonic() + END_S
+    while (left := _living(family)) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    free(segments)
+    return left
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[int]:
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found

@@ -1,0 +1,190 @@
+"""What rollout workers do with the tokens of a step, which the driver only refers to: shards, computations, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from megatron_grpo.cluster.futures import explain
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_file
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.trajectory import SampledGroup, Trajectory
+from megatron_grpo.sampler.shards import (
+    Bundler,
+    LearntFrom,
+    Payloads,
+    evenly_chosen,
+    groups_of,
+    places_of,
+    shard_fields,
+)
+from megatron_grpo.sampler.worker import Compute, ShardRefs
+from megatron_grpo.sampler.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.batch import StepBatch
+
+
+class StepTokens:
+    """Groups of rollouts by reference, and rollout workers that read and write what is behind it."""
+
+    def __init__(self, workers: WorkerGroup, timeout_s: float, routed: RoutedForm | None) -> None:
+        """
+        Args:
+            workers: who does it.
+            timeout_s: deadline of each piece of work.
+            routed: what the experts look like that engines return; None: they do not.
+        """
+        self._workers, self._timeout_s, self._routed = workers, timeout_s, routed
+
+    def build_shards(
+        self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
+    ) -> list[dict[str, Any]]:
+        """Have the tokens of a step put into the object store, an array per shard and field.
+
+        Returns at once: whoever fetches an array waits until it is there, and is told if a worker failed over it.
+
+        Args:
+            groups: rollouts of the step, a group for each prompt.
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, ascending; sequences are
+                numbered group by group.
+
+        Returns:
+            Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
+            rather than given) and generation_logprobs (float32, 0 where not sampled); with recorded routing also
+            routed_experts, [tokens of the shard, numbers of a token].
+        """
+        fields = shard_fields(self._routed)
+        shards = places_of(sequences, [len(group.outcomes) for group in groups])
+        workers = len(self._workers.actors)
+        dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
+        built: list[dict[str, Any]] = [{} for _ in shards]
+        for worker, mine in zip(self._workers.actors, dealt, strict=False):
+            needed = sorted({group for shard in mine for group, _ in shards[shard]})
+            number = {group: position for position, group in enumerate(needed)}
+            # Arrays: Ray calls back into Python for every tuple that it serialises.
+            local = [
+                np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
+                for shard in mine
+            ]
+            call = worker.build_shards.options(num_returns=len(fields) * len(mine))
+            references = iter(call.remote(Payloads.of([groups[group].payload for group in needed]), local))
+            for shard in mine:
+                built[shard] = {name: next(references) for name in fields}
+        return built
+
+    def compute(
+        self,
+        fn: Compute,
+        shards: Sequence[ShardRefs],
+        sequences: Sequence[NDArray[np.int64]],
+        lengths: NDArray[np.int64],
+        fields: Sequence[str],
+        *args: Any,
+    ) -> tuple[list[ShardRefs], Any]:
+        """Run a function over the tokens of a whole step, in a worker.
+
+        Args:
+            fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
+                returns a dict of such arrays, and a summary. Must be importable.
+            shards: per shard, by name, references to arrays [tokens of the shard].
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences, in the order in which they
+                lie in the shard.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
+            args: further arguments of `fn`.
+
+        Returns:
+            The function's arrays as references, per shard and name; and its summary.
+
+        Raises:
+            RunError: the function raised, or the worker failed.
+        """
+        worker = self._workers.next()
+        call = self._workers.actors[worker].compute.remote(
+            fn, list(shards), list(sequences), lengths, list(fields), args
+        )
+        (answer,) = self._workers.gather([call], self._timeout_s, "computation over a step's tokens", worker)
+        references, summary = answer
+        return references, summary
+
+    def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
+        """The trajectories themselves, for a few groups: they come through the driver.
+
+        Raises:
+            RunError: some are lost with the worker that held them, or do not come in time.
+        """
+        try:
+            return Payloads.of([group.payload for group in groups]).fetch(self._timeout_s)
+        except RayError as error:
+            raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
+
+    def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
+        """Groups of trajectories that are at hand, as `collect` returns groups."""
+        bundler = Bundler(len(groups))
+        for number, group in enumerate(groups):
+            bundler.add(number, list(group))
+        payloads = bundler.finish().each()
+        outcomes = ([one.outcome for one in group] for group in groups)
+        return [SampledGroup(*pair) for pair in zip(outcomes, payloads, strict=True)]
+
+    def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
+        """The rollouts of a step that an earlier run wrote: what is known of their sampling, and a group a prompt.
+
+        Raises:
+            RunError: the file cannot be read, or not in time.
+        """
+        worker = self._workers.next()
+        call = self._workers.actors[worker].load.remote(file)
+        ((facts, collected),) = self._workers.gather([call], self._timeout_s, "reading of rollouts", worker)
+        return facts, groups_of(collected)
+
+    def dump(
+        self,
+        step: int,
+        groups: Sequence[SampledGroup],
+        batch: StepBatch | None,
+        run_dir: Path,
+        record: StepRecord,
+        *,
+        sample: int | None = None,
+    ) -> Any:
+        """Have a worker write the rollouts of a step into rollouts/step_N.parquet, while the driver goes on.
+
+        Args:
+            step: number of the training step, for the file's name.
+            groups: rollouts of the step; a group's place is what the file has as `group`.
+            batch: the step's tensors, of which advantages and log-probabilities are written where they are known; None:
+                the step learns nothing from its rollouts.
+            run_dir: the run's folder, in which the folder of rollouts lies.
+            record: what the file says beside them.
+            sample: write only this many rollouts, evenly spread over the step; None: all.
+
+        Returns:
+            What `wait_dump` waits for.
+        """
+        chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
+        payloads = Payloads.of([group.payload for group in groups])
+        known = None if batch is None else _learnt_from(batch)
+        worker, file = self._workers.next(), rollouts_file(run_dir, step)
+        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, known, file, record)
+
+    def wait_dump(self, dump: Any) -> None:
+        """Return when what `dump` began is written; RunError when it cannot be."""
+        worker, written = dump
+        self._workers.gather([written], self._timeout_s, "writing of rollouts", worker)
+
+
+def _learnt_from(batch: StepBatch) -> LearntFrom:
+    return LearntFrom(
+        lengths=batch.lengths,
+        sequences=[shard.sequences for shard in batch.shards],
+        shards=[shard.fields for shard in batch.shards],
+        advantages=batch.advantages,
+    )

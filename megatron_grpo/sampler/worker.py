@@ -1,0 +1,322 @@
+"""A process that runs rollouts, as a Ray actor: it holds what they produced, and the driver holds references to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
+from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
+from megatron_grpo.sampler.environment_client import EnvironmentClient, EnvironmentProcesses
+from megatron_grpo.sampler.plan import RolloutPlan
+from megatron_grpo.sampler.rollout import GroupRollout
+from megatron_grpo.sampler.shards import (
+    Bundler,
+    Collected,
+    LearntFrom,
+    Payloads,
+    dump,
+    gather_shards,
+    shard_arrays,
+    shard_fields,
+    split_by_shard,
+)
+
+
+def load(file: Path) -> tuple[StepFacts, Collected]:
+    """Read a step's file: what is known of its sampling, and its groups as if they had been sampled here.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    try:
+        facts, groups = read_recorded(file)
+    except (OSError, ValueError) as error:
+        raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
+    bundler = Bundler(len(groups))
+    for number, trajectories in enumerate(groups):
+        bundler.add(number, trajectories)
+    outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
+    return facts, Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), [])
+
+
+PACE_S = 0.02
+"""Groups that are complete within this time of each other are told of together: few messages instead of many."""
+
+ShardRefs = dict[str, Any]
+"""By name, a reference (Ray's) to an array of one number per token of a shard."""
+
+Compute = Callable[..., tuple[dict[str, NDArray[Any]], Any]]
+"""(lengths, arrays by name, *arguments) -> (arrays by name, something small)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything that one rollout worker is built from."""
+
+    index: int
+    engines: dict[int, Any]
+    """Engine actors that this worker asks, by number of the engine."""
+    environments: Mapping[str, EnvironmentProcesses]
+    """Processes that this worker has for itself, by task name."""
+    generation_timeout_s: float
+    """Deadline for the sampling of one generation batch."""
+    startup_timeout_s: float
+    """Deadline for an environment's process to come up."""
+    routed: RoutedForm | None
+    """What the experts look like that engines return; None: they do not."""
+    endpoint: EndpointSettings | None = None
+    """Where agents ask the model; None: nobody does."""
+
+
+class RolloutWorker:
+    """Ray actor. What it puts into the object store lives as long as somebody refers to it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        begin_process_log(f"rollout worker {settings.index}")
+        self._settings = settings
+        user = f"worker{settings.index}"
+        self._engines = Engines([EngineClient(actor, index, user) for index, actor in settings.engines.items()])
+        self._environments: dict[str, EnvironmentClient] = {}
+        self._endpoint = None if settings.endpoint is None else Endpoint(settings.endpoint)
+        self._generated: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self._complete: dict[int, list[Trajectory]] = {}
+        """Groups by number that `hand_over` has not been asked for."""
+
+    @phase("start")
+    async def ready(self) -> None:
+        """Return when every environment's processes are up; SamplingError when one does not come up."""
+        limit = self._settings.startup_timeout_s
+        self._environments = {name: EnvironmentClient(one, limit) for name, one in self._settings.environments.items()}
+        await asyncio.gather(*(client.start() for client in self._environments.values()))
+        if self._endpoint is not None:
+            await self._endpoint.start()
+
+    @phase("rollouts")
+    async def collect(self, batch: int, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> Collected:
+        """Sample and score the responses to some prompts.
+
+        Args:
+            batch: number of this call, for `generated`.
+            plan: samples of each prompt, sampling settings, seeds and deadlines.
+            prompts: each with its number in the generation batch.
+
+        Raises:
+            SamplingError: an engine failed, or an environment cannot be kept up.
+        """
+        generated = self._generated[batch]
+        bundler = Bundler(len(prompts))
+        outcomes: list[list[Outcome]] = [[] for _ in prompts]
+        try:
+            async for place, trajectories in self._groups(plan, prompts, generated):
+                bundler.add(place, trajectories)
+                outcomes[place] = [one.outcome for one in trajectories]
+        finally:
+            generated.set()
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+
+    async def collect_each(self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> AsyncIterator[list[int]]:
+        """As `collect`, but each group is kept until `hand_over` asks for it; a streaming generator of Ray.
+
+        Args:
+            plan: samples of each prompt, sampling settings, seeds and deadlines.
+            prompts: each with a number that none of this worker's other groups has.
+
+        Yields:
+            Numbers of some prompts whose groups are complete.
+        """
+        arrived: list[int] = []
+        some = asyncio.Event()
+
+        async def follow() -> None:
+            async for place, trajectories in self._groups(plan, prompts, asyncio.Event()):
+                number = prompts[place][0]
+                self._complete[number] = trajectories
+                arrived.append(number)
+                some.set()
+
+        following = asyncio.create_task(follow())
+        following.add_done_callback(lambda _: some.set())
+        with phase("rollouts"):
+            try:
+                while not following.done() or arrived:
+                    await some.wait()
+                    if not following.done():
+                        await asyncio.sleep(PACE_S)
+                    some.clear()
+                    numbers, arrived = arrived, []
+                    if numbers:
+                        yield numbers
+                await following
+            finally:
+                following.cancel()
+
+    async def hand_over(self, numbers: list[int]) -> Collected:
+        """Groups that are complete, in the order of these numbers; they are forgotten here.
+
+        Not what `collect_each` yields: references within what a generator yields do not keep objects alive.
+        """
+        groups = [self._complete.pop(number) for number in numbers]
+        bundler = Bundler(len(groups))
+        for place, trajectories in enumerate(groups):
+            bundler.add(place, trajectories)
+        outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
+        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+
+    async def _groups(
+        self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event
+    ) -> AsyncIterator[tuple[int, list[Trajectory]]]:
+        """The groups as they are complete, each with the place of its prompt; `generated` is set when all are sampled.
+
+        Raises:
+            SamplingError: an engine failed, or an environment cannot be kept up.
+        """
+        deadline = asyncio.create_task(self._engines.lose_late(self._settings.generation_timeout_s))
+        left = len(prompts)
+
+        async def through(place: int, group: GroupRollout, engine: EngineClient) -> tuple[int, list[Trajectory]]:
+            nonlocal left
+            await group.sample(engine)
+            left -= 1
+            if not left:
+                deadline.cancel()
+                generated.set()
+            return place, await group.score()
+
+        tasks: list[asyncio.Task[tuple[int, list[Trajectory]]]] = []
+        try:
+            engines = self._engines.place([plan.samples_per_prompt] * len(prompts))
+            for place, ((number, datum), engine) in enumerate(zip(prompts, engines, strict=True)):
+                environment = self._environments[datum["task_name"]]
+                agents = self._endpoint if environment.agent else None
+                group = GroupRollout(number, datum, plan, self._engines, environment, agents)
+                tasks.append(asyncio.create_task(through(place, group, engine)))
+            for complete in asyncio.as_completed(tasks):
+                yield await complete
+        finally:
+            deadline.cancel()
+            for task in tasks:
+                task.cancel()
+
+    def _take_remarks(self) -> list[str]:
+        """What became of environments' processes since it was last asked."""
+        remarks = [text for client in self._environments.values() for text in client.remarks]
+        for client in self._environments.values():
+            client.remarks.clear()
+        return remarks
+
+    async def generated(self, batch: int) -> None:
+        """Return when the sampling of this call of `collect` is over, or it has failed."""
+        await self._generated[batch].wait()
+        del self._generated[batch]
+
+    async def lost_engines(self) -> dict[int, EngineLoss]:
+        """Return as soon as engines are lost: which, and why. Their rollouts wait for one of the next two calls."""
+        return await self._engines.losses()
+
+    async def replace_engine(self, number: int, actor: Any) -> None:
+        """Ask another actor in the place of an engine; what the one before has not answered is asked again."""
+        self._engines.by_number(number).replace(actor)
+
+    async def give_up_engine(self, number: int, reason: str) -> None:
+        """Let rollouts that need an engine fail with this text: nothing takes its place."""
+        self._engines.by_number(number).give_up(reason)
+
+    @phase("build shards")
+    async def build_shards(self, payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+        """The arrays of each shard, shard by shard, in the order of `shard_fields`; each becomes an object of its own.
+
+        Args:
+            payloads: the groups that the sequences belong to.
+            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in
+                `payloads` and its place in that group.
+        """
+        return await asyncio.to_thread(_build_shards, payloads, shards, self._settings.routed)
+
+    @phase("compute")
+    async def compute(
+        self,
+        function: Compute,
+        shards: list[ShardRefs],
+        sequences: list[NDArray[np.int64]],
+        lengths: NDArray[np.int64],
+        fields: Sequence[str],
+        arguments: tuple[Any, ...],
+    ) -> tuple[list[ShardRefs], Any]:
+        """Run a function over the tokens of a whole step, on a thread of this worker (`RolloutPool.compute`).
+
+        Args:
+            function: called with `lengths`, a dict of the flat arrays of `fields`, and `arguments`.
+            shards: per shard, by name, references to arrays [tokens of the shard].
+            sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
+            lengths: [sequences of the step], int64: tokens of each sequence.
+            fields: names of the entries that the function reads.
+            arguments: further arguments of the function.
+        """
+        return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
+
+    @phase("write rollouts")
+    async def dump(
+        self, payloads: Payloads, chosen: list[list[int]], known: LearntFrom | None, file: Path, record: StepRecord
+    ) -> None:
+        """Write trajectories into a Parquet file.
+
+        Args:
+            payloads: the groups of the step, in its order.
+            chosen: for each group, which of its samples to write.
+            known: what the step knows of the same sequences before it learns from them; None: it learns nothing.
+            file: where; it appears when it is complete.
+            record: what the file says beside them.
+        """
+        await asyncio.to_thread(dump, payloads, chosen, known, file, record)
+
+    @phase("read rollouts")
+    async def load(self, file: Path) -> tuple[StepFacts, Collected]:
+        """Rollouts that an earlier run wrote into a Parquet file, in its order; RunError: it cannot be read."""
+        return await asyncio.to_thread(load, file)
+
+
+def _build_shards(
+    payloads: Payloads, shards: list[NDArray[np.int32]], routed: RoutedForm | None
+) -> tuple[NDArray[Any], ...]:
+    """The arrays of each shard; per shard [sequences, 2], int32: group of a sequence and its place in there."""
+    groups = payloads.fetch()
+    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
+    return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
+
+
+def _compute(
+    function: Compute,
+    shards: list[ShardRefs],
+    sequences: list[NDArray[np.int64]],
+    lengths: NDArray[np.int64],
+    fields: Sequence[str],
+    arguments: tuple[Any, ...],
+) -> tuple[list[ShardRefs], Any]:
+    """Run a function over a step's tokens: numbers of sequences by shard, and lengths [sequences], all int64."""
+    fetched = [dict(zip(fields, ray.get([shard[name] for name in fields]), strict=True)) for shard in shards]
+    arrays = gather_shards(fetched, sequences, lengths, fields)
+    del fetched
+    results, summary = function(lengths, arrays, *arguments)
+    return [_put(part) for part in split_by_shard(results, sequences, lengths)], summary
+
+
+def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
+    """References by name to arrays, [tokens of a shard] in the types of the entries, that are put one by one."""
+    return {name: ray.put(array) for name, array in arrays.items()}

@@ -1,0 +1,240 @@
+"""The rollout workers as processes: which engines each asks, how prompts are shared out, and waiting for answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from megatron_grpo.cluster.futures import gather, overdue
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.sampler.endpoint import EndpointSettings
+from megatron_grpo.sampler.environment_client import EnvironmentProcesses
+from megatron_grpo.sampler.worker import RolloutWorker, WorkerSettings
+
+ENGINES_PER_WORKER = 8
+WORKER_NAME = "rollout worker {}".format
+
+Item = TypeVar("Item")
+
+
+class StartableEnvironment(Protocol):
+    """An environment whose processes are shared out over rollout workers (`EnvironmentPool`)."""
+
+    def start(self, shares: int) -> Sequence[EnvironmentProcesses]: ...
+
+
+class WorkerGroup:
+    """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
+
+    def __init__(
+        self,
+        number: int | None,
+        engines: Sequence[Any],
+        environments: Mapping[str, StartableEnvironment],
+        *,
+        generation_timeout_s: float,
+        startup_timeout_s: float,
+        actor_options: Mapping[str, Any],
+        routed: RoutedForm | None,
+        endpoint: EndpointSettings | None,
+    ) -> None:
+        """
+        Args:
+            number: of workers; None: one for every ENGINES_PER_WORKER engines.
+            engines: Ray actors with `generate` and `abort`, in the order of their numbers; none: nothing is sampled.
+            environments: by task name; `start` is called on each.
+            generation_timeout_s: deadline for the sampling of one generation batch.
+            startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
+                replaces another.
+            actor_options: Ray options (resources, placement) of every worker.
+            routed: what the experts look like that engines return; None: they do not.
+            endpoint: where agents find the engines; None: nowhere.
+        """
+        self._endpoint = endpoint
+        self._number, self._engines, self._environments = number, engines, environments
+        self._generation_timeout_s, self._startup_timeout_s = generation_timeout_s, startup_timeout_s
+        self._actor_options, self._routed = dict(actor_options), routed
+        self.actors: list[Any] = []
+        self.engines_of: list[range] = []
+        """By worker, the numbers of the engines that it asks."""
+        self._shares: list[float] = []
+        self._turn = count()
+        self._starting: list[Any] = []
+        self._started_at = 0.0
+
+    def start(self) -> None:
+        """Begin to start the environments and the workers."""
+        self._started_at = time.monotonic()
+        engines = len(self._engines)
+        workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
+        handles = {name: one.start(workers) for name, one in self._environments.items()}
+        # Neighbouring engines to each worker; with more workers than engines, some share one.
+        starts = [engines * worker // workers for worker in range(workers + 1)]
+        self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
+        users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
+        self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
+        actor = ray.remote(**self._actor_options)(RolloutWorker)
+        for index, numbers in enumerate(self.engines_of):
+            settings = WorkerSettings(
+                index=index,
+                engines={number: self._engines[number] for number in numbers},
+                environments={name: shares[index] for name, shares in handles.items()},
+                generation_timeout_s=self._generation_timeout_s,
+                startup_timeout_s=self._startup_timeout_s,
+                routed=self._routed,
+                endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
+            )
+            self.actors.append(actor.remote(settings))
+        self._starting = [worker.ready.remote() for worker in self.actors]
+
+    def wait_ready(self) -> None:
+        """Return when every worker and its environments are up.
+
+        Raises:
+            RunError: one is not; says which and why.
+        """
+        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        self.gather(self._starting, max(left, 0.0), "start of rollouts")
+
+    def shared_out(self, items: Sequence[Item]) -> list[list[Item]]:
+        """For each worker its part of some items, which are neighbours."""
+        bounds = [round(len(items) * share) for share in np.cumsum([0.0, *self._shares]).tolist()]
+        return [list(items[begin:end]) for begin, end in pairwise(bounds)]
+
+    def next(self) -> int:
+        """Number of the worker whose turn it is to do something for the driver."""
+        return next(self._turn) % len(self.actors)
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        for worker in self.actors:
+            ray.kill(worker)
+        self.actors = []
+
+    @staticmethod
+    def gather(calls: Sequence[Any], deadline_s: float, what: str, first: int = 0) -> list[Any]:
+        """The workers' answers, of which the first one is that of worker `first`.
+
+        Raises:
+            SamplingError: a worker failed or is late.
+            RunError: what a worker told in a message of its own, as it is.
+        """
+        try:
+            return gather(calls, deadline_s=deadline_s, what=what, name=lambda index: WORKER_NAME(first + index))
+        except RunError as error:
+            cause = error.__cause__
+            if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
+                raise type(cause.cause)(str(cause.cause)) from None
+            raise SamplingError(str(error)) from error
+
+
+Restore = Callable[[Mapping[int, str]], None]
+"""Puts others in the place of engines that are lost, by number with the reason; SamplingError: it does not."""
+
+
+def not_replaced(lost: Mapping[int, str]) -> None:
+    """A `Restore` where nothing replaces an engine."""
+    raise SamplingError("; ".join(dict.fromkeys(lost.values())))
+
+
+class LostEngines:
+    """The workers' engines as the driver knows them."""
+
+    def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
+        """
+        Args:
+            engines: actors in the order of their numbers; whoever replaces one does so in here.
+            restore: replaces engines.
+        """
+        self._engines, self._restore = engines, restore
+        self._known = list(engines)
+        self._restarts = [0] * len(engines)
+        self._users: list[tuple[Any, Sequence[int]]] = []
+        self._reports: dict[Any, Any] = {}
+
+    def watch(self, worker: Any, numbers: Sequence[int]) -> None:
+        """Listen to a rollout worker that asks these engines."""
+        self._users.append((worker, numbers))
+        self._reports[worker.lost_engines.remote()] = worker
+
+    def hand_on(self) -> None:
+        """Tell workers of engines that were replaced, by a refit for one, since the last call."""
+        for number, actor in enumerate(self._engines):
+            if actor is not self._known[number]:
+                self._known[number] = actor
+                self._restarts[number] += 1
+                self._tell(number, "replace_engine", actor)
+
+    def wait(self, calls: Sequence[Any], deadline_s: float, what: str, name: Callable[[int], str]) -> None:
+        """Return when calls of the workers are over, and replace the engines that they lose meanwhile.
+
+        Args:
+            calls: a call of each worker.
+            deadline_s: seconds that they have, counted anew when engines were replaced.
+            what: the phase, for messages ("generation").
+            name: how to call the worker of this number.
+
+        Raises:
+            SamplingError: the deadline passed; names the workers that are late.
+        """
+        end = time.monotonic() + deadline_s
+        pending = {call: name(number) for number, call in enumerate(calls)}
+        with phase(what):
+            while pending:
+                over, replaced = self.some(list(pending), end - time.monotonic())
+                if replaced:
+                    end = time.monotonic() + deadline_s
+                elif not over:
+                    raise SamplingError(str(overdue(what, list(pending.values()), deadline_s)))
+                for call in over:
+                    del pending[call]
+
+    def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
+        """Return when a call of a worker is over, or engines that the workers had lost were replaced, or not.
+
+        Args:
+            calls: of any workers.
+            timeout_s: seconds until it returns in any case.
+
+        Returns:
+            The call that is over, if one is, and whether something was done about engines.
+        """
+        self.hand_on()
+        ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
+        if not ready or ready[0] not in self._reports:
+            return ready, False
+        self._replace(self._take(ready[0]))
+        return [], True
+
+    def _take(self, report: Any) -> dict[int, str]:
+        """The engines that a worker reports as lost, but for those that were replaced since; listen to it further."""
+        worker = self._reports.pop(report)
+        with suppress(RayError):  # a worker that died is told of by its other calls
+            losses = ray.get(report)
+            self._reports[worker.lost_engines.remote()] = worker
+            return {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        return {}
+
+    def _replace(self, lost: Mapping[int, str]) -> None:
+        if not lost:
+            return
+        try:
+            self._restore(lost)
+        except SamplingError as error:
+            for number in lost:
+                self._tell(number, "give_up_engine", str(error))
+        self.hand_on()
+
+    def _tell(self, number: int, method: str, *args: Any) -> None:
+        for worker, numbers in self._users:
+            if number in numbers:
+                getattr(worker, method).remote(number, *args)

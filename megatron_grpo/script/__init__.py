@@ -1,1 +1,0 @@
-"""What scripts give to `megatron_grpo.train`, checked and written as a command line has it."""

@@ -1,0 +1,253 @@
+"""The Ray actor around one rank of the policy or of the value model."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.cluster.process_log import begin_process_log
+from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.batch import ReplicaWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(ABC):
+    """What every rank of a model is built from."""
+
+    config: PolicyConfig
+    shape: ModelShape
+    folder: str
+    decay_steps: int
+    seed: int
+    shares_cores: bool = False
+    """Whether engines work at the same time as the ranks, on a CPU on the same cores."""
+
+    @abstractmethod
+    def build_rank(self) -> Any:
+        """Build a rank's model; called on the rank, where torch and Megatron-Core may be imported."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the layout."""
+
+    data: int
+    device_name: str
+    """Name that the vendor gives the rank's GPU; "cpu" without one."""
+    startup_s: dict[str, float]
+    """Seconds of the rank's start by part: "imports" of packages; "model": the group, the model and its weights."""
+
+
+@dataclass(frozen=True)
+class ForwardShare:
+    """What one replica computed for every token of its shards."""
+
+    shards: list[Any]
+    """For each shard, Ray's reference to [tokens of the shard], float32."""
+    finite: Any
+    """[sequences], bool: whether all numbers at sampled tokens are finite."""
+
+
+class RankActor:
+    """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
+
+    def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
+        begin_process_log(name)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
+        self.rank, self.world_size, self.threads = rank, world_size, threads
+        self._imports_s = 0.0
+
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the store in which all ranks meet, in this process; its address."""
+        from megatron_grpo.cluster.addresses import node_address
+        from megatron_grpo.platform.device import open_store
+
+        self.store = open_store(node_address(), timeout_s)
+        return self.store.host, self.store.port
+
+    def gpus(self) -> list[str]:
+        """What Ray calls the GPUs that this process has: one, or none on a CPU."""
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    @phase("import packages")
+    def import_packages(self) -> None:
+        """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
+        began = time.monotonic()
+        from megatron_grpo.cpu.megatron import apply_patches
+
+        apply_patches()
+        importlib.import_module("megatron_grpo.trainer.rank")
+        self._imports_s += time.monotonic() - began
+
+    @phase("start")
+    def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
+        """Join the group, build the model and load this rank's weights."""
+        self.import_packages()
+        began = time.monotonic()
+        import torch
+        from megatron.core import parallel_state
+
+        from megatron_grpo.cpu.host_memory import keep_freed_memory
+        from megatron_grpo.platform.device import current_platform, reach_store
+        from megatron_grpo.trainer.parallel import initialize_parallel
+
+        if current_platform().name == "cpu":
+            torch.set_num_threads(self.threads)
+        initialize_parallel(
+            settings.config.parallel,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=reach_store(*store_address, settings.config.timeout_s),
+            seed=settings.seed,
+            timeout_s=settings.config.timeout_s,
+        )
+        self.model = settings.build_rank()
+        if current_platform().name == "cpu":
+            keep_freed_memory()  # every microbatch takes and frees tensors of the same sizes
+        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        return RankPlace(
+            data=parallel_state.get_data_parallel_rank(),
+            device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
+            startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
+        )
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(this rank's model, *args)."""
+        with phase(fn.__name__.strip("_")):
+            return fn(self.model, *args)
+
+    @phase("train")
+    def train(self, work: ReplicaWork, loss_fn: Any, counts: Any) -> Any:
+        """One optimizer step on the replica's work (`ModelRank.train`)."""
+        batch = self._fetch(work, loss_fn)
+        return self.model.train(batch, work.microbatches, loss_fn, counts)
+
+    def forward(self, method: str, work: ReplicaWork) -> ForwardShare | None:
+        """Put a number for every token of the replica's shards into the object store.
+
+        Args:
+            method: name of the method of the rank's model that gives the numbers of all sequences, shard by shard.
+            work: whole shards, their sequences in order.
+
+        Returns:
+            References to the numbers, on the reporter; None elsewhere.
+        """
+        import numpy as np
+        import ray
+
+        with phase(method):
+            batch = self._fetch(work, None)
+            values = getattr(self.model, method)(batch, work.microbatches)
+        if values is None:
+            return None
+        of_sequences = values.isfinite().logical_or(batch.fields.sampled.logical_not()).split(batch.lengths)
+        ends = np.cumsum([int(lengths.sum()) for lengths in work.shard_lengths])
+        return ForwardShare(
+            shards=[ray.put(part) for part in np.split(values.numpy(), ends[:-1])],
+            finite=np.array([bool(piece.all()) for piece in of_sequences]),
+        )
+
+    def _fetch(self, work: ReplicaWork, loss_fn: Any) -> Any:
+        """The entries that this rank's stage uses, out of the object store: nothing else is moved to its node."""
+        import ray
+
+        wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
+        with phase("fetch tokens"):  # they may still be on their way
+            arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
+        return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
+
+
+def give_up_memory(rank: Any, weights: bool) -> None:
+    """Let others have this rank's memory on the device (`DeviceMemory.give_up`); runs on every rank."""
+    rank.memory.give_up(weights=weights)
+
+
+def take_back_memory(rank: Any) -> None:
+    """Have this rank's memory on the device again; runs on every rank."""
+    rank.memory.take_back()
+
+
+def save_checkpoint(rank: Any, folder: str, background: bool) -> None:
+    """Write this rank's part of a checkpoint, or begin to in the background; runs on every rank."""
+    from megatron_grpo.trainer.checkpoint import errors_told, save_rank
+
+    with errors_told(f"{folder} cannot be written"):
+        save_rank(rank, folder, background=background)
+
+
+def checkpoint_is_written(rank: Any) -> bool:
+    """Whether this rank's part of a checkpoint in the background is written, or given up."""
+    return rank.writing is None or bool(rank.writing.is_over)
+
+
+def finish_checkpoint(rank: Any) -> None:
+    """Complete a checkpoint that was begun in the background; runs on every rank."""
+    from megatron_grpo.trainer.checkpoint import errors_told
+
+    writing, rank.writing = rank.writing, None
+    with errors_told("a checkpoint cannot be written"):
+        writing.finish()
+
+
+def load_checkpoint(rank: Any, folder: str) -> None:
+    """Load this rank's part of a checkpoint; runs on every rank."""
+    from megatron_grpo.trainer.checkpoint import errors_told, load_rank
+
+    with errors_told(f"{folder} cannot be loaded"):
+        load_rank(rank, folder)
+
+
+MEMORY_EVENTS = 200_000
+"""Allocations that a memory snapshot remembers, the latest ones."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """The profile that this process is recording."""
+
+    profiler: profile | None = None
+
+
+_running = _Running()
+
+
+def begin_profile(_: Any) -> None:
+    """Record from here on; runs on every rank."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    _running.profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+    _running.profiler.start()
+
+
+def end_profile(_: Any, folder: str, name: str) -> None:
+    """Stop, and write NAME.json (a trace for chrome://tracing or Perfetto) and on a GPU NAME.memory.pickle.
+
+    Args:
+        folder: where; exists.
+        name: of this rank's files.
+    """
+    assert _running.profiler is not None, "a profile ends that did not begin"
+    _running.profiler.stop()
+    _running.profiler.export_chrome_trace(str(Path(folder) / f"{name}.json"))
+    _running.profiler = None
+    if torch.cuda.is_available():
+        torch.cuda.memory._dump_snapshot(str(Path(folder) / f"{name}.memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,278 @@
+"""A rank's part of a Megatron distributed checkpoint: weights, optimizer, schedule and random state."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.context import ForkProcess
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.weights.hf_weights import ADAPTER_PARAMETERS
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import ModelRank
+
+
+_ERRORS = (
+    CheckpointingException,
+    CheckpointException,
+    pickle.UnpicklingError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def errors_told(what: str) -> Iterator[None]:
+    """Around reading or writing a distributed checkpoint.
+
+    Args:
+        what: begins the line: which folder cannot be loaded, or written.
+
+    Raises:
+        RunError: the error that was raised, told in one line; the original is the cause.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except _ERRORS as error:
+        first: BaseException = error
+        if isinstance(error, CheckpointException):  # its text is the tracebacks of all ranks
+            first = next(iter(error.failures.values()))[0]
+        line = str(first).strip().partition("\n")[0]
+        raise RunError(f"{what}: {type(first).__name__}: {line}") from error
+
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundWrite:
+    """Writes what the rank held when this was made: forking keeps tensors of the host as they were, and those of a GPU
+    are copied to the host first.
+
+    Args:
+        request: what Megatron-Core's asynchronous save has left to do.
+    """
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self._finishing = request.finalize_fns
+        self._process: ForkProcess | None = None
+        if request.async_fn is None:
+            return
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # the buckets to write, on the host
+        self._process = multiprocessing.get_context("fork").Process(
+            target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
+        )
+        self._process.start()
+        logger.info("process %d writes this rank's part of the checkpoint", self._process.pid)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended, well or not."""
+        return self._process is None or not self._process.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and write what makes their files a checkpoint; collective over all ranks.
+
+        Raises:
+            CheckpointException: a rank could not write its part, or its process was killed.
+        """
+        if self._process is not None:
+            # The driver's deadline for completing the checkpoint names the ranks whose writers are late.
+            self._process.join()
+            logger.info(
+                "process %d, the checkpoint's writer, ended with code %s", self._process.pid, self._process.exitcode
+            )
+        dist.barrier()
+        for finish in self._finishing:
+            finish()
+
+
+# Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save_rank(rank: ModelRank, folder: str, *, background: bool = False) -> None:
+    """Write this rank's part to an existing, empty folder; collective over all ranks of the model.
+
+    What replicas hold equally is shared out: each writes a part. Of the optimizer a rank writes what it alone holds.
+
+    Args:
+        background: return when the rank may go on; `rank.writing` is what has to be finished then.
+    """
+    assert rank.writing is None, "one checkpoint is written at a time"
+    state = _sharded_state(rank, is_loading=False)
+    state["random"] = _random_state_shard()
+    if rank.reference_moved and rank.reference is not None:
+        state["reference"] = _reference_shards(rank.reference)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+    request = dist_checkpointing.save(
+        state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
+    )
+    if request is not None:
+        rank.writing = BackgroundWrite(request)
+
+
+def load_rank(rank: ModelRank, folder: str) -> None:
+    """Load a folder that `save_rank` wrote, also in another layout; collective over all ranks of the model.
+
+    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
+    draws from it as long as the model has no dropout.
+
+    Raises:
+        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed; or it has
+            other adapters, see policy.lora.
+    """
+    state = _sharded_state(rank, is_loading=True)
+    common = dist_checkpointing.load_common_state_dict(folder)
+    adapters = common.get("lora")  # those of versions before adapters say nothing of them
+    if adapters != state["lora"]:
+        raise RunError(f"the checkpoint was written with {_told(adapters)}, and this run has {_told(state['lora'])}")
+    if common["distributed_optimizer"] != state["distributed_optimizer"]:
+        was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
+        raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
+    if common["layout"] == state["layout"]:
+        state["random"] = _random_state_shard()
+    if common["reference_moved"] and rank.reference is not None:
+        state["reference"] = _reference_shards(rank.reference)
+    loaded = _load(state, folder)
+    set_weights(rank.chunks, loaded["model"])
+    if "reference" in loaded:
+        assert rank.reference is not None
+        set_weights(rank.reference, loaded["reference"])
+        rank.reference_moved = True
+    rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
+    if "random" in loaded:
+        torch.set_rng_state(loaded["random"]["torch"])
+        get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
+
+
+def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What `state` asks for. Replicas read a part each of what all of them need, and tell each other."""
+    shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
+    common = {name: state.pop(name) for name in ("model", "reference") if name in state}
+    loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
+    # Nobody else needs what a rank asks for of the optimizer.
+    return loaded | dist_checkpointing.load(state, folder)
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that hold equal weights."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
+def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
+    metadata = dict(_METADATA)  # Megatron adds its process groups
+    model = sharded_weights(rank.whole_chunks(), metadata)
+    optimizer = rank.optimizer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule_steps": rank.optimizer.scheduler.num_steps,
+        "reference_moved": rank.reference_moved,
+        "distributed_optimizer": rank.optimizer.settings.distributed,
+        "lora": asdict(rank.config.lora) if rank.config.lora.rank else None,
+        "layout": {
+            "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context": parallel_state.get_context_parallel_world_size(),
+            "data": parallel_state.get_data_parallel_world_size(),
+        },
+    }
+
+
+def _told(adapters: dict[str, Any] | None) -> str:
+    """Adapters, as a configuration says them."""
+    if adapters is None:
+        return "policy.lora.rank=0"
+    targets = ",".join(adapters["target_modules"])
+    return f"policy.lora.rank={adapters['rank']}, alpha={adapters['alpha']:g}, target_modules=[{targets}]"
+
+
+def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What a distributed checkpoint holds of the weights of a rank, by the number of the chunk.
+
+    Names in the checkpoint are those of the whole model, so that another layout can load it. Of a model with adapters
+    it holds these alone.
+
+    Args:
+        chunks: the rank's shard of the model.
+        metadata: the checkpoint's metadata, which Megatron-Core adds its process groups to; None: it has none.
+    """
+    whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    if not any(_is_adapters(name) for weights in whole.values() for name in weights):
+        return whole
+    return {
+        number: {name: shard for name, shard in weights.items() if _is_adapters(name)}
+        for number, weights in whole.items()
+    }
+
+
+def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    """Put weights in their place that were loaded as `sharded_weights` asks for them."""
+    partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
+    for number, chunk in enumerate(chunks):
+        # Beside adapters the model's own weights are missing: they are the base model's.
+        missing, unexpected = chunk.load_state_dict(loaded[str(number)], strict=not partial)
+        assert not unexpected, f"no parameter is called {unexpected}"
+        assert not any(map(_is_adapters, missing)), f"nothing was loaded for {missing}"
+
+
+def _is_adapters(name: str) -> bool:
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
+
+
+def _reference_shards(reference: Sequence[GPTModel]) -> dict[str, Any]:
+    """The reference policy's weights, under keys of their own in the checkpoint."""
+    shards = sharded_weights(reference, dict(_METADATA))
+    add_prefix_for_sharding(shards, "reference.")
+    return shards
+
+
+def _random_state_shard() -> ShardedObject:
+    shape = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    state = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    return ShardedObject("random_state", state, shape, place, replica_id=0)

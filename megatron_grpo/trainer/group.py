@@ -1,0 +1,496 @@
+"""What the rest of the system knows of a model in training: an optimizer step, a checkpoint; and of the policy."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from megatron_grpo.cluster.futures import gather, listed, lost_among
+from megatron_grpo.config.errors import ModelLostError, RunError
+from megatron_grpo.config.schema import ReferenceConfig
+from megatron_grpo.data.batch import ReplicaWork, StepBatch
+from megatron_grpo.data.packing import Cost, planner
+from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
+from megatron_grpo.trainer.actor import (
+    RankActor,
+    RankPlace,
+    RankSettings,
+    begin_profile,
+    checkpoint_is_written,
+    end_profile,
+    finish_checkpoint,
+    give_up_memory,
+    load_checkpoint,
+    save_checkpoint,
+    take_back_memory,
+)
+from megatron_grpo.weights.families import forward_flops
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """The outcome of training on a batch."""
+
+    loss: float
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    learning_rate: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The loss function's metrics, reduced over all tokens of the step."""
+    optimizer_steps: int = 1
+    """Optimizer steps whose outcome this is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """What one rank knows of an optimizer step."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
+    learning_rate: float
+    metrics: list[dict[str, float]] | None
+    """Loss and metrics of each microbatch of the rank; None unless it reports for its data-parallel replica."""
+
+
+class NonFiniteGradientError(RunError):
+    """The gradient of an optimizer step is NaN or infinite; the step was not made.
+
+    Args:
+        grad_norm: norm of the gradient, NaN or infinite.
+        sequences: numbers in the step of the sequences that the gradient can come from.
+    """
+
+    def __init__(self, grad_norm: float, sequences: list[int]) -> None:
+        super().__init__(f"the gradient norm is {grad_norm}; the weights were left as they were")
+        self.grad_norm = grad_norm
+        self.sequences = sequences
+
+
+def cost_of(shape: ModelShape) -> Cost:
+    """What a sequence costs in a model of these sizes, in floating-point operations of a forward pass.
+
+    Read off the family's count, which is linear in tokens and in the pairs of both kinds of layers.
+    """
+
+    def of(length: int) -> float:
+        return forward_flops(shape, [length])
+
+    every_pair = of(2) - 2 * of(1)  # two tokens of one sequence see three pairs, those of two sequences see two
+    window = shape.window
+    if window is None:
+        return Cost(per_token=of(1) - every_pair, per_pair=every_pair)
+    # Past the window each token sees one more than the token before it only in layers without one.
+    per_pair = of(window + 2) - 2 * of(window + 1) + of(window)
+    return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
+
+
+class TrainedModel(ABC):
+    """A model in training, spread over many processes, that looks like one."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+
+    @property
+    def cost(self) -> Cost:
+        """What a sequence costs to compute, in floating-point operations of a forward pass."""
+        return cost_of(self.shape)
+
+    @property
+    @abstractmethod
+    def device_name(self) -> str:
+        """What a rank runs on, as its vendor calls it; "cpu" without a GPU."""
+
+    @abstractmethod
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        """One optimizer step, split over data-parallel ranks and microbatches.
+
+        Args:
+            batch: the step's batch, whose shards hold what the loss function reads.
+            sequences: [chosen], int64: numbers of the sequences to train on, ascending; one has a token in the loss.
+            loss_fn: loss function whose sum over all microbatches is the loss.
+
+        Raises:
+            NonFiniteGradientError: the weights are untouched.
+        """
+
+    @abstractmethod
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
+        """Write weights, optimizer, schedule and random state to an existing, empty folder.
+
+        Args:
+            background: only begin to, and return as soon as the model may change; `finish_checkpoint` has to follow.
+        """
+
+    @abstractmethod
+    def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would not have to wait for a checkpoint that is written in the background."""
+
+    @abstractmethod
+    def finish_checkpoint(self) -> None:
+        """Complete a checkpoint that is written in the background.
+
+        Raises:
+            RunError: a rank could not write its part.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, folder: str) -> None:
+        """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
+
+    @abstractmethod
+    def begin_profile(self) -> None:
+        """Have every rank record its operators and its memory until `end_profile`."""
+
+    @abstractmethod
+    def end_profile(self, folder: str) -> None:
+        """Have every rank write what it recorded into an existing folder, into files of its own."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End every process; idempotent."""
+
+
+class PolicyInterface(TrainedModel):
+    """The policy. Its checkpoints hold the reference policy too once that has moved."""
+
+    @abstractmethod
+    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.
+
+        Returns:
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        """
+
+    @abstractmethod
+    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy.
+
+        Returns:
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        """
+
+    @abstractmethod
+    def sync_reference(self, alpha: float) -> None:
+        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
+
+
+class ValueInterface(TrainedModel):
+    """The value model of PPO; it trains on returns and the values before the step."""
+
+    @abstractmethod
+    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add values to the batch: what is expected before every token under the current weights; 0 at first tokens.
+
+        Returns:
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        """
+
+
+SETTLE_S = 3.0
+"""Time in which the end of a rank becomes known, once one has failed."""
+
+
+class RankGroup(TrainedModel):
+    """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
+
+    Args:
+        settings: what every rank builds.
+        actor_options: Ray options by rank.
+        startup_timeout_s: deadline for all ranks to be up.
+    """
+
+    label: ClassVar[str]
+    """What messages call the model."""
+    output_method: ClassVar[str]
+    """Method of a rank's model that gives the model's output for every token."""
+
+    def __init__(
+        self, settings: RankSettings, actor_options: Callable[[int], dict[str, Any]], startup_timeout_s: float
+    ) -> None:
+        self.settings = settings
+        self._config = settings.config
+        self._startup_timeout_s = startup_timeout_s
+        world = settings.config.parallel.world_size
+        cores = (os.cpu_count() or 1) // (2 if settings.shares_cores else 1)
+        threads = settings.config.threads or max(1, cores // world)
+        actor_class = ray.remote(RankActor)
+        self.actors = [
+            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, world, threads)
+            for rank in range(world)
+        ]
+        self._places: list[RankPlace] = []
+        self._starting: list[ray.ObjectRef] = []
+
+    def start(self) -> None:
+        """Begin building the model on every rank; returns at once."""
+        address = self.actors[0].open_store.remote(self._startup_timeout_s)
+        for actor in self.actors:
+            actor.import_packages.remote()  # the others need not wait for the address
+        self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
+
+    def wait_ready(self) -> None:
+        """Block until every rank holds its weights.
+
+        Raises:
+            RunError: a rank failed or the start-up deadline passed.
+        """
+        self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
+        """Run fn(rank's model, *args) on every rank; one reference per rank, in rank order."""
+        return [actor.run.remote(fn, *args) for actor in self.actors]
+
+    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        counts = GlobalCounts.of(batch, sequences)
+        chosen, works = self._works(batch, sequences, self._config.microbatch_tokens)
+        refs = self._call("train", works, loss_fn, counts)
+        shares = self._gather(refs, "training step")
+        if not math.isfinite(shares[0].grad_norm):
+            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, chosen, works, shares))
+        metrics = combine_metrics(one for share in shares for one in share.metrics or [])
+        return TrainResult(
+            loss=metrics.pop("loss"),
+            grad_norm=shares[0].grad_norm,
+            learning_rate=shares[0].learning_rate,
+            metrics=metrics,
+        )
+
+    @property
+    def startup_s(self) -> list[dict[str, float]]:
+        """Seconds that each rank took to start, by part: "imports" and "model"."""
+        return [place.startup_s for place in self._places]
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.settings.shape
+
+    @property
+    def device_name(self) -> str:
+        return self._places[0].device_name
+
+    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
+        self._gather(self.submit(save_checkpoint, folder, background), "checkpoint")
+
+    def checkpoint_is_written(self) -> bool:
+        return all(self._gather(self.submit(checkpoint_is_written), "looking after a checkpoint"))
+
+    def finish_checkpoint(self) -> None:
+        self._gather(self.submit(finish_checkpoint), "completing a checkpoint")
+
+    def load_checkpoint(self, folder: str) -> None:
+        self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
+
+    def devices(self) -> list[str]:
+        """The GPU of each rank as Ray calls it; none on a CPU. Ranks need not have started."""
+        found = self._gather([actor.gpus.remote() for actor in self.actors], "looking after GPUs")
+        return [device for devices in found for device in devices]
+
+    def offload(self, *, weights: bool) -> None:
+        """Move the optimizer's state to host memory, and with `weights` these too, and forget gradients."""
+        self._gather(self.submit(give_up_memory, weights), "moving to host memory")
+
+    def onload(self) -> None:
+        """Have everything on the devices again."""
+        self._gather(self.submit(take_back_memory), "moving back from host memory")
+
+    def begin_profile(self) -> None:
+        self._gather(self.submit(begin_profile), "beginning a profile")
+
+    def end_profile(self, folder: str) -> None:
+        written = [
+            actor.run.remote(end_profile, folder, f"{self.label.replace(' ', '_')}_rank_{rank}")
+            for rank, actor in enumerate(self.actors)
+        ]
+        self._gather(written, "writing a profile")
+
+    def shutdown(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+    def _gather(self, refs: list[ray.ObjectRef], what: str, deadline_s: float | None = None) -> list[Any]:
+        deadline_s = deadline_s or self._config.timeout_s
+        name = f"{self.label} rank {{}}".format
+        try:
+            return gather(refs, deadline_s=deadline_s, what=what, name=name)
+        except RunError as error:
+            lost = lost_among(refs, SETTLE_S) if isinstance(error.__cause__, RayError) else []
+            if not lost:
+                raise
+            text = str(error)
+            others = [name(rank) for rank in lost if name(rank) not in text]
+            raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
+
+    def _suspects(
+        self,
+        batch: StepBatch,
+        chosen: Sequence[NDArray[np.int64]],
+        works: Sequence[ReplicaWork],
+        shares: Sequence[StepShare],
+    ) -> list[int]:
+        """Sequences that a gradient which is not finite can come from; `chosen` is [sequences], int64, by replica.
+
+        Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
+        those with a sampled token whose output is not finite.
+        """
+        found: list[int] = []
+        for place, share in zip(self._places, shares, strict=True):
+            microbatches, numbers = works[place.data].microbatches, chosen[place.data]
+            for indices, metrics in zip(microbatches, share.metrics or [], strict=share.metrics is not None):
+                if not math.isfinite(metrics["loss"]):
+                    found += numbers[indices].tolist()
+        suspects = sorted(set(found)) or sorted(int(number) for numbers in chosen for number in numbers)
+        _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
+        return [number for number in suspects if not finite[number]] or suspects
+
+    def _add_entry(self, batch: StepBatch, name: str, method: str, what: str) -> NDArray[np.bool_]:
+        """Have a number for every token computed, and add it to the batch's shards under the name of an entry.
+
+        Returns:
+            [sequences], bool: whether all numbers at sampled tokens are finite.
+        """
+        parts, finite = self._forward(batch, method, what)
+        for shard, part in zip(batch.shards, parts, strict=True):
+            shard.fields[name] = part
+        return finite
+
+    def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
+        """A number for every token, from a method of the ranks' model.
+
+        Returns:
+            For each shard a reference to [tokens of the shard], float32; and [sequences], bool: whether all numbers at
+            sampled tokens are finite.
+        """
+        tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
+        chosen, works = self._works(batch, np.arange(len(batch)), tokens, whole_shards=True)
+        results = self._gather(self._call("forward", works, method=method), what)
+        by_replica = {
+            place.data: share for place, share in zip(self._places, results, strict=True) if share is not None
+        }
+        finite = np.zeros(len(batch), dtype=np.bool_)
+        for replica, numbers in enumerate(chosen):
+            finite[numbers] = by_replica[replica].finite
+        return [part for replica in range(len(works)) for part in by_replica[replica].shards], finite
+
+    def _works(
+        self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int, *, whole_shards: bool = False
+    ) -> tuple[list[NDArray[np.int64]], list[ReplicaWork]]:
+        """The sequences shared out: for each replica their numbers in the step (int64), and what it computes on.
+
+        Args:
+            batch: the step's batch; every replica works on as many of its shards as every other.
+            sequences: [chosen], int64: numbers of the wanted sequences, ascending.
+            microbatch_tokens: most tokens of a microbatch, padding included.
+            whole_shards: leave the sequences in the order of the shards, rather than in that of their numbers.
+        """
+        wanted = np.zeros(len(batch), dtype=np.bool_)
+        wanted[sequences] = True
+        each, left = divmod(len(batch.shards), self._config.parallel.data)
+        assert not left, "every replica has whole shards"
+        of_replica = [batch.shards[start : start + each] for start in range(0, len(batch.shards), each)]
+        rows = []
+        for shards in of_replica:
+            numbers = np.concatenate([shard.sequences for shard in shards])
+            chosen = np.flatnonzero(wanted[numbers])
+            rows.append(chosen if whole_shards else chosen[np.argsort(numbers[chosen])])
+        numbered = [
+            np.concatenate([s.sequences for s in shards])[own] for shards, own in zip(of_replica, rows, strict=True)
+        ]
+        plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbered])
+        works = [
+            ReplicaWork(
+                shards=[shard.fields for shard in shards],
+                shard_lengths=[batch.lengths[shard.sequences] for shard in shards],
+                rows=own,
+                microbatches=microbatches,
+                in_loss=batch.in_loss[numbers],
+                positive=None if batch.positive is None else batch.positive[numbers],
+                advantages=None if batch.advantages is None else batch.advantages[numbers],
+            )
+            for shards, own, numbers, microbatches in zip(of_replica, rows, numbered, plans, strict=True)
+        ]
+        return numbered, works
+
+    def _call(
+        self, call: str, works: Sequence[ReplicaWork], *args: Any, method: str | None = None
+    ) -> list[ray.ObjectRef]:
+        """Call the actor's `train` or `forward` on every rank with the work of its replica."""
+        put = [ray.put(work) for work in works]
+        first = [] if method is None else [method]
+        return [
+            getattr(actor, call).remote(*first, put[place.data], *args)
+            for actor, place in zip(self.actors, self._places, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(RankSettings):
+    """What every rank of the policy is built from."""
+
+    reference: ReferenceConfig | None
+    temperature: float
+
+    def build_rank(self) -> Any:
+        from megatron_grpo.trainer.rank import PolicyRank
+
+        return PolicyRank(
+            self.config,
+            self.shape,
+            self.folder,
+            reference=self.reference,
+            temperature=self.temperature,
+            decay_steps=self.decay_steps,
+        )
+
+
+class MegatronPolicy(RankGroup, PolicyInterface):
+    """The policy. Its settings are `PolicySettings`."""
+
+    label = "policy"
+    output_method = "logprobs"
+
+    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "prev_logprobs", "logprobs", "log-probabilities")
+
+    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "reference_logprobs", "reference_logprobs", "reference log-probabilities")
+
+    def sync_reference(self, alpha: float) -> None:
+        self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
+
+
+def _sync_reference(rank: Any, alpha: float) -> None:
+    """Move this rank's part of the reference policy; runs on every rank."""
+    rank.sync_reference(alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSettings(RankSettings):
+    """What every rank of the value model is built from."""
+
+    def build_rank(self) -> Any:
+        from megatron_grpo.trainer.rank import ValueRank
+
+        return ValueRank(self.config, self.shape, self.folder, decay_steps=self.decay_steps)
+
+
+class MegatronValue(RankGroup, ValueInterface):
+    """The value model. Its settings are `ValueSettings`."""
+
+    label = "value model"
+    output_method = "values"
+
+    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        return self._add_entry(batch, "values", "values", "values")

@@ -1,0 +1,168 @@
+"""A microbatch on the device: packed sequences, the tokens that somebody asks about, and what is known of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
+from megatron_grpo.losses.loss import Segments
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.trainer.model.packed_sequences import (
+    PackedSequences,
+    Placement,
+    held_routing,
+    lay_out,
+    membership,
+    moved,
+    packed_sequences,
+)
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Sequences laid end to end on the device. Everything about their places was computed on the host, so that nothing
+    here makes the host wait for the device.
+
+    The head is asked about some tokens only, here called rows; each has one at least.
+    """
+
+    token_ids: Tensor
+    """[1, tokens of this rank], int64; zeros on padding, and where the stage does not look at them."""
+    sequences: PackedSequences
+    rows: Tensor
+    """[rows], int64: places, among this rank's tokens, of the tokens before those that are asked about."""
+    tokens: TokenFields
+    """Entries of the tokens that are asked about, each [rows]; token_ids is always there, int64."""
+    segments: Segments
+    """The sequences of the tokens that are asked about."""
+    flat: NDArray[np.int64]
+    """[rows], on the host: indices of the tokens that are asked about in the flat batch; -1: nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchMaker:
+    """How the batches of a rank become microbatches."""
+
+    parallel: ParallelConfig
+    packing: bool
+    """Whether sequences are padded only to what the layout needs, rather than to the longest of the microbatch."""
+    shape: ModelShape
+    """Sizes of the model, which say how its attention looks at sequences."""
+    token_multiple: int = 1
+    """What the tokens of a rank, after sequence parallelism, are to be a multiple of (FP8)."""
+
+    def place(self, lengths: Sequence[int]) -> Placement:
+        """Where the tokens of sequences of these lengths stand on this rank."""
+        parallel = self.parallel
+        multiple = parallel.sequence_multiple
+        return lay_out(
+            lengths,
+            rank=parallel_state.get_context_parallel_rank(),
+            size=parallel.context,
+            tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self.token_multiple,
+            width=None if self.packing else -(-max(lengths) // multiple) * multiple,
+        )
+
+    def make(self, batch: TokenBatch, indices: list[int], asked: Literal["loss_mask", "sampled"]) -> Microbatch:
+        """Some sequences of a batch as a microbatch.
+
+        Args:
+            batch: the rank's sequences, on the host.
+            indices: which of them; none: a microbatch of one token that nobody asks about.
+            asked: the entry that says which tokens are asked about; without it, all that have one before them.
+        """
+        selected = batch.select(indices) if indices else _nothing(batch)
+        placement = self.place(selected.lengths)
+        mask = getattr(selected.fields, asked)
+        wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
+        rows, tokens = placement.predicting(wanted)
+        fields = selected.fields
+        if fields.token_ids is None:
+            fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
+        assert fields.token_ids is not None
+        nobody = len(tokens) == 0
+        flat = tokens if nobody else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
+        if nobody:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
+            rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
+        at = torch.from_numpy(tokens)
+        # The layers are told of the recorded experts; who is asked about tokens has no use for them.
+        entries = {name: value[at] for name, value in replace(fields, routed_experts=None).present().items()}
+        entries["token_ids"] = entries["token_ids"].long()
+        if nobody and "loss_mask" in entries:
+            entries["loss_mask"] = torch.zeros(1)
+        ids = torch.zeros(placement.local_tokens, dtype=torch.int64)
+        real = torch.from_numpy(placement.source >= 0)
+        ids[real] = fields.token_ids[torch.from_numpy(placement.source[placement.source >= 0])].long()
+        move = _to_device()
+        return Microbatch(
+            token_ids=move(ids[None]),
+            sequences=moved(self._packed(placement, fields.routed_experts, real=bool(indices)), move),
+            rows=move(torch.from_numpy(rows)),
+            tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
+            segments=self._segments(selected, wanted, tokens, move),
+            flat=flat,
+        )
+
+    def _packed(self, placement: Placement, routed: Tensor | None, *, real: bool) -> PackedSequences:
+        """What the layers are told of tokens; `real`: whether they are some of the batch's.
+
+        `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
+        """
+        members = held = None
+        if self.shape.experts is not None:
+            part, parts = 0, 1
+            if self.parallel.sequence:
+                part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
+            members = membership(placement, part=part, parts=parts, real=real)
+            if routed is not None:
+                held = held_routing(placement, routed, part=part, parts=parts, real=real)
+        return packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window, members, held)
+
+    def _segments(
+        self,
+        selected: TokenBatch,
+        wanted: NDArray[np.bool_],
+        tokens: NDArray[np.int64],
+        move: Callable[[Tensor], Tensor],
+    ) -> Segments:
+        """The sequences of some tokens, [rows], int64; `wanted` is [tokens of all sequences], bool."""
+        sequence = np.repeat(np.arange(len(selected)), selected.lengths)
+        sizes = np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)
+        return Segments(
+            of_token=move(torch.from_numpy(sequence[tokens])),
+            sizes=move(torch.from_numpy(sizes)),
+            join=joined_over_context if self.parallel.context > 1 else None,
+        )
+
+
+def _nothing(batch: TokenBatch) -> TokenBatch:
+    """A sequence of one token with the entries of a batch, all 0: nothing stands before it, so nobody asks about it."""
+    zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.present().items()}
+    return TokenBatch([1], TokenFields(**zeros))
+
+
+def joined_over_context(values: Tensor) -> Tensor:
+    """[...], floating point: the sum over the ranks that share the sequences, on each of them."""
+    total = values.clone()
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return total
+
+
+def _to_device() -> Callable[[Tensor], Tensor]:
+    """Copies a tensor to the device; from pinned memory, so that the copy runs beside the host."""
+    platform = current_platform()
+    if platform.name == "cpu":
+        return lambda tensor: tensor
+    return lambda tensor: tensor.pin_memory().to(platform.device, non_blocking=True)

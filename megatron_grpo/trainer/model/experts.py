@@ -1,0 +1,319 @@
+"""Routing of tokens to experts: levelled sequence by sequence, so that no layout or packing changes the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_grpo.config.schema import MoeConfig
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.decoder import DecoderModel
+from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
+
+
+class RoutingReplay:
+    """What Megatron-Core's routing asks for the experts of tokens: those on record, or else the router's own.
+
+    Args:
+        record: [tokens, experts of a token], integers: recorded experts; -1 where there are none.
+    """
+
+    def __init__(self, record: Tensor) -> None:
+        self._record = record.long()
+        self.known = (self._record >= 0).all(dim=1)
+        """[tokens], bool: whether the token's experts are on record."""
+        self.agreed: Tensor | None = None
+        """[tokens], int64: how many of its own choices the router finds on record; None: it was not asked."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token with their scores, through which the gradient comes back to the router.
+
+        Args:
+            scores: [tokens, experts], floating point: what experts are chosen by.
+            topk: experts of a token.
+            num_groups: groups of experts, for `compute`.
+            group_topk: groups of a token, for `compute`.
+            compute: the router's own choice: called with the arguments before it, gives scores and indices.
+
+        Returns:
+            Both [tokens, topk]: scores, in their dtype; numbers of experts, int64.
+        """
+        _, own = compute(scores, topk, num_groups, group_topk)
+        self.agreed = (own[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
+        chosen = torch.where(self.known[:, None], self._record, own)
+        return scores.gather(1, chosen), chosen
+
+
+class ExpertRouter(TopKRouter):
+    """Chooses a token's experts, counts who is chosen, and adds the losses that keep experts in use.
+
+    Megatron-Core takes the level of experts over a microbatch, and scales it by counts that only its own normalisation
+    takes out again. Here it is that of each sequence, averaged over the sequences of the optimizer step.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.aux_loss_coeff = 0.0
+        self.z_loss_coeff = 0.0
+        self.sequences_in_step = 1.0
+        """Sequences of the optimizer step, over all replicas: what both losses are averaged over."""
+        self.membership: Membership | None = None
+        """Which sequences the tokens of the microbatch belong to; `DecoderLayer` sets it before every pass."""
+        self.chosen: Tensor | None = None
+        """[experts], float32: how many of this rank's real tokens chose each expert since the counts were cleared."""
+        self.losses: Tensor | None = None
+        """[2], float32: this rank's share of the auxiliary and of the z loss since the counts were cleared."""
+        self.replays = False
+        """Whether tokens go through recorded experts: true of a policy's routers, when the configuration says so."""
+        self.record: Tensor | None = None
+        """[tokens of this rank, experts of a token], int8 or int16: recorded experts of the microbatch, -1 where there
+        are none; `DecoderLayer` sets it before every pass."""
+        self.agreement: Tensor | None = None
+        """[2], float32: of this rank's real tokens on record, how many recorded experts the router would have chosen
+        too, and how many there were, since the counts were cleared."""
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.chosen = self.losses = self.agreement = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights of the experts, and which are chosen.
+
+        Args:
+            logits: [tokens of this rank, 1, experts], float32.
+            padding_mask: not looked at: `membership` says more.
+
+        Returns:
+            Both [tokens, experts]: the weights, in the dtype of the logits, 0 for experts that are not chosen; bool.
+        """
+        flat = logits.view(-1, self.num_experts)
+        config = self.config
+        assert self.record is not None or not self.replays, "the recorded experts come with every microbatch"
+        replay = RoutingReplay(self.record) if self.replays and self.record is not None else None
+        probs, chosen = topk_routing_with_score_function(
+            flat,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            router_replay=replay,
+        )
+        # With recomputed activations the first pass has no gradient, and does not count.
+        if self.training and torch.is_grad_enabled() and self.membership is not None:
+            self._count(chosen, self.membership, replay)
+            if self.aux_loss_coeff or self.z_loss_coeff:
+                probs = self._with_losses(probs, flat, self.membership)
+        return probs, chosen
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
+        """Count who was chosen, [tokens, experts], bool, and where that is what the router would have chosen."""
+        real = membership.weight > 0
+        counts = chosen[real].sum(dim=0, dtype=torch.float32)
+        self.chosen = counts if self.chosen is None else self.chosen + counts
+        if replay is not None and replay.agreed is not None:
+            compared = real & replay.known
+            both = torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk]).float()
+            self.agreement = both if self.agreement is None else self.agreement + both
+
+    def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
+        """The weights, [tokens, experts], whose backward pass also begins that of the losses of the logits."""
+        sigmoid = self.score_function == "sigmoid"
+        level = load_level(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
+        level = level * self.aux_loss_coeff / self.sequences_in_step
+        squares = logits.float().logsumexp(dim=1).square()
+        z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
+        both = torch.stack([level, z_loss]).detach()
+        self.losses = both if self.losses is None else self.losses + both
+        with_losses: Tensor = MoEAuxLossAutoScaler.apply(probs, level + z_loss)
+        return with_losses
+
+
+def load_level(
+    logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20), this rank's share of it.
+
+    f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of its
+    normalised score. f has no gradient, so that ranks which share a sequence need only add up f.
+
+    Args:
+        logits: [tokens, experts], float32.
+        members: which sequences the tokens belong to.
+        top_k: experts of a token.
+        sigmoid: whether scores are sigmoids of the logits, rather than their softmax.
+        join: [sequences + 1, experts] of this rank's part to the sum over all parts.
+
+    Returns:
+        [], float32; 1 for each sequence whose tokens chose all experts equally often.
+    """
+    scores = logits.softmax(dim=1)
+    if sigmoid:
+        scores = logits.sigmoid()
+        scores = scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
+    weight = members.weight[:, None]
+    with torch.no_grad():
+        best = torch.zeros_like(scores).scatter_(1, scores.topk(top_k, dim=1).indices, 1.0)
+        shares = scores.new_zeros(members.sequences + 1, scores.shape[1])
+        shares.index_add_(0, members.sequence, best * weight)
+        load = join(shares)[members.sequence] * (scores.shape[1] / top_k)
+    return (scores * load * weight).sum()
+
+
+def _over_parts(shares: Tensor) -> Tensor:
+    """[...], float32: the sum over the ranks that hold parts of the same sequences."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(shares, group=group)
+    return shares
+
+
+class DecoderLayer(TransformerLayer):
+    """Megatron-Core's layer, whose router knows the sequences of the tokens that it routes, and their recorded experts.
+
+    Layers are also called anew in the backward pass, when other microbatches have passed since: both come with the
+    call, and are never those of the microbatch before.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if self.is_moe_layer and self.mlp.moe_layer_recompute:
+            # Megatron-Core would compute the experts again with whatever sequences the router has seen last.
+            self.mlp.moe_layer_recompute = False
+            self._experts, self.mlp.forward = self.mlp.forward, self._recomputed_experts
+
+    def _recomputed_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
+        """What the experts give for [tokens, 1, hidden]; in training, without keeping what they compute on the way."""
+        router = self.mlp.router
+        of_microbatch = router.membership, router.record
+
+        def compute(hidden: Tensor) -> Any:
+            router.membership, router.record = of_microbatch
+            return self._experts(hidden, *args, **keywords)
+
+        return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
+        """What Megatron-Core's layer takes and gives."""
+        if self.is_moe_layer:
+            known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
+            router = self.mlp.router
+            router.membership = None if known is None else known.membership
+            router.record = None if known is None or known.routed is None else self._own_columns(known.routed)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
+
+    def _own_columns(self, routed: Tensor) -> Tensor:
+        """[tokens, layers with experts * experts of a token] to this layer's, [tokens, experts of a token]."""
+        before = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # 1 for each layer with experts, else 0
+        top_k = self.config.moe_router_topk
+        return routed[:, before * top_k : (before + 1) * top_k]
+
+
+def routers(chunks: Any) -> list[ExpertRouter]:
+    """The routers of a rank's shard, layer by layer."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertRouter)]
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Tell Megatron-Core's gradient reduction which parameters are an expert's, whatever the layout.
+
+    It looks at the size of the expert group alone, and gives wrong gradients where only their matrices are split
+    otherwise than those of the other layers.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # read by Megatron-Core
+
+
+class StepRouting:
+    """The routers of a rank's shard, over one optimizer step after the other.
+
+    Args:
+        chunks: the rank's shard of a model with experts.
+        config: how experts are kept in use.
+        name: what names of metrics begin with.
+        replays: whether tokens go through the experts that the engine chose.
+    """
+
+    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:
+        self._name = name
+        self.routers: list[ExpertRouter] = routers(chunks)
+        self._replays = replays
+        self._rate = config.bias_update_rate
+        for router in self.routers:
+            router.aux_loss_coeff, router.z_loss_coeff = config.aux_loss_coeff, config.z_loss_coeff
+            router.replays = replays
+
+    def begin(self, sequences: float) -> None:
+        """A step begins, on so many sequences over all replicas."""
+        for router in self.routers:
+            router.clear()
+            router.sequences_in_step = sequences
+
+    @torch.no_grad()
+    def move_biases(self, counts: Tensor) -> None:
+        """Add the rate to the bias of every expert that was chosen less than the mean, and take it from the others.
+
+        From DeepSeek-V3 (2024), section 2.1.2, without auxiliary loss.
+
+        Args:
+            counts: [layers of this rank, experts], float32, from `counts`.
+        """
+        if not self._rate:
+            return
+        for router, chosen in zip(self.routers, counts, strict=True):
+            router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
+
+    def counts(self) -> Tensor:
+        """How many tokens of the step chose each expert; collective over the ranks of a pipeline stage.
+
+        Returns:
+            [layers of this rank, experts], float32, over all ranks that hold tokens.
+        """
+        device = current_platform().device
+        rows = [router.chosen for router in self.routers if router.chosen is not None]
+        assert len(rows) in (0, len(self.routers)), "every layer sees every token"
+        experts = self.routers[0].num_experts if self.routers else 1
+        counts = torch.stack(rows) if rows else torch.zeros(len(self.routers), experts, device=device)
+        if self.routers:
+            dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        return counts
+
+    def metrics(self, counts: Tensor) -> dict[str, float]:
+        """What the step tells about the experts, the same on every rank; collective over all ranks of the model.
+
+        Args:
+            counts: [layers of this rank, experts], float32, from `counts`.
+        """
+        level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
+        nothing = counts.new_zeros(2)
+        losses = torch.stack([r.losses for r in self.routers if r.losses is not None] or [nothing]).sum(0)
+        agreement = torch.stack([r.agreement for r in self.routers if r.agreement is not None] or [nothing]).sum(0)
+        over_tokens = torch.cat([losses, agreement])
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(over_tokens, group=stage)
+        extremes = torch.stack([level.amax(dim=1).sum(), level.amin(dim=1).sum()])
+        sums = torch.cat([extremes, over_tokens, losses.new_tensor([float(len(level))])])
+        dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
+        highest, lowest, aux, z, agreed, compared, layers = sums.tolist()
+        told = {
+            f"{self._name}_load_highest": highest / layers,
+            f"{self._name}_load_lowest": lowest / layers,
+            f"{self._name}_aux_loss": aux,
+            f"{self._name}_z_loss": z,
+        }
+        return told | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self._replays else {})

@@ -1,0 +1,164 @@
+"""Multi-latent attention (DeepSeek-V2, section 2.1) of the torch layers: packed, and split in every way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.attention import TorchCoreAttention
+from megatron_grpo.trainer.model.layers import RMSNorm
+from megatron_grpo.weights.shape import LatentShape
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A matrix that every tensor-parallel rank has whole, and applies to the tokens that it holds."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        placed = {"dtype": config.params_dtype, "device": current_platform().device}
+        weight: Any = torch.nn.Parameter(torch.empty(outputs, inputs, **placed))
+        weight.sequence_parallel = config.sequence_parallel  # each rank sees some of the tokens: gradients are added up
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., inputs] to [..., outputs], in the dtype of the weight."""
+        return F.linear(hidden, self.weight)
+
+
+@dataclass
+class LatentAttentionParts:
+    """What the attention is built of: the projections that tensor parallelism splits, and the norms."""
+
+    column: ModuleSpec | type = ColumnParallelLinear
+    linear_proj: ModuleSpec | type = RowParallelLinear
+    norm: ModuleSpec | type = RMSNorm
+
+
+class LatentAttention(MegatronModule):
+    """Queries, keys and values of all heads, made of short vectors, and one rotated key that all heads share.
+
+    Parameters have the names that Megatron-Core's own module gives them. That one splits the projections to the short
+    vectors in its torch layers, and loses part of their gradients.
+
+    Args:
+        config: Megatron-Core's settings.
+        submodules: what it is built of.
+        layer_number: number of the layer in the whole model, from 1.
+        latent: sizes of the attention's short vectors and heads.
+        softmax_scale: factor of the product of a query and a key.
+        rope_factor: factor of the rotated parts (YaRN).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: LatentAttentionParts,
+        layer_number: int,
+        *,
+        latent: LatentShape,
+        softmax_scale: float,
+        rope_factor: float,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.latent, self.rope_factor = latent, rope_factor
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        queries = heads * (latent.plain_dim + latent.rope_dim)
+        split: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
+        column = {**split, "init_method": config.init_method, "skip_bias_add": False, "gather_output": False}
+        row = {
+            **split,
+            "init_method": config.output_layer_init_method,
+            "skip_bias_add": True,
+            "input_is_parallel": True,
+        }
+        if latent.query_rank is None:
+            self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
+            self.q_layernorm = build_module(submodules.norm, config, latent.query_rank, config.layernorm_epsilon)
+            self.linear_q_up_proj = build_module(submodules.column, latent.query_rank, queries, **column)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.rank + latent.rope_dim)
+        self.kv_layernorm = build_module(submodules.norm, config, latent.rank, config.layernorm_epsilon)
+        outputs = heads * (latent.plain_dim + latent.value_dim)
+        self.linear_kv_up_proj = build_module(submodules.column, latent.rank, outputs, **column)
+        self.core_attention = TorchCoreAttention(config, layer_number=layer_number, softmax_scale=softmax_scale)
+        self.linear_proj = build_module(submodules.linear_proj, heads * latent.value_dim, hidden, **row)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of every token to those before it in its sequence.
+
+        Args:
+            hidden_states: [length, sequences, hidden], any float type; with sequence parallelism this rank's tokens.
+            attention_mask: ignored by the core attention.
+            rotary_pos_emb: [length, 1, 1, rope_dim], float32: angles of all tokens.
+            packed_seq_params: where packed sequences lie.
+
+        Returns:
+            [length, sequences, hidden] as it came, and no bias.
+        """
+        latent = self.latent
+        queries = self._queries(hidden_states).unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))
+        short, shared_key = self.linear_kv_down_proj(hidden_states).split([latent.rank, latent.rope_dim], dim=-1)
+        both, _bias = self.linear_kv_up_proj(self.kv_layernorm(short))
+        keys, values = both.unflatten(-1, (-1, latent.plain_dim + latent.value_dim)).split(
+            [latent.plain_dim, latent.value_dim], dim=-1
+        )
+        if self.config.sequence_parallel:
+            # Every rank's heads have a gradient for the one key, which backward adds up.
+            group = parallel_state.get_tensor_model_parallel_group()
+            shared_key = gather_from_sequence_parallel_region(shared_key, group=group)
+        plain, rotated = queries.split([latent.plain_dim, latent.rope_dim], dim=-1)
+        angles = rotary_pos_emb
+        query = torch.cat([plain, self._rotate(rotated, angles)], dim=-1)
+        shared_key = self._rotate(shared_key[:, :, None], angles).expand(-1, -1, keys.shape[2], -1)
+        key = torch.cat([keys, shared_key], dim=-1)
+        out = self.core_attention(query, key, values, attention_mask, packed_seq_params=packed_seq_params)
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return projected
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        """[length, sequences, hidden] to [length of all tokens, sequences, queries of this rank]."""
+        queries: Tensor
+        if self.latent.query_rank is None:
+            queries, _bias = self.linear_q_proj(hidden)
+        else:
+            queries, _bias = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        return queries
+
+    def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
+        """[length, sequences, heads, rope_dim] rotated by angles, [length, 1, 1, rope_dim], float32."""
+        if self.latent.rope_interleaved:
+            # Pairs that stand side by side are put half a vector apart: the same for queries and keys, so that their
+            # products are those of the pairs as they stood.
+            vectors = vectors.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        cos, sin = (angles.cos() * self.rope_factor), (angles.sin() * self.rope_factor)
+        first, second = vectors.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return vectors * cos.to(vectors.dtype) + turned * sin.to(vectors.dtype)

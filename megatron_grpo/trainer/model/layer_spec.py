@@ -1,0 +1,148 @@
+"""What a transformer layer is built of: Transformer Engine on a GPU that has it, else Megatron-Core with torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, QuantizationFormat
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
+from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
+from megatron_grpo.trainer.model.fp8 import with_rounding
+from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
+from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
+from megatron_grpo.trainer.model.lora import with_adapters
+from megatron_grpo.trainer.model.quantization import QuantizedLinear
+from megatron_grpo.trainer.model.rotary import rope_factor
+from megatron_grpo.weights.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+
+def uses_transformer_engine(shape: ModelShape) -> bool:
+    """Whether a model's layers come from Transformer Engine: from where that is, if it can express them."""
+    if not _transformer_engine_found():
+        return False
+    if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
+        _say_beyond_transformer_engine(shape.family)
+        return False
+    return True
+
+
+@cache
+def _say_beyond_transformer_engine(family: str) -> None:
+    logger.warning("Transformer Engine's layers do not express %s: its layers are plain torch, which is slower", family)
+
+
+@cache
+def _transformer_engine_found() -> bool:
+    """Whether there is a GPU with Transformer Engine; says so once when a GPU has to do without it."""
+    if current_platform().name == "cpu":
+        return False
+    found = importlib.util.find_spec("transformer_engine") is not None
+    if not found:
+        logger.warning("transformer_engine is not installed: layers fall back to plain torch, which is slower")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What linear layers of torch have besides their weights."""
+
+    lora: LoraConfig
+    fp8: Fp8Config
+    quantization: QuantizationFormat | None
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self.lora.rank > 0 or self.fp8.simulated or self.quantization is not None
+
+
+def layer_spec(
+    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, additions: Additions
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
+
+    With something in the linear layers, these and the norms are torch's also where Transformer Engine is: its own keep
+    the norm before them inside, and with it the input that an adapter needs. The attention stays its own.
+    """
+    engine = uses_transformer_engine(shape) and not additions
+    if shape.experts is None and engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    dense = _one_layer(shape, None, engine=engine)
+    with_experts = dense if shape.experts is None else _one_layer(shape, shape.experts.count, engine=engine)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
+    if additions.fp8.simulated:
+        block = with_rounding(block, additions.fp8)
+    if additions.quantization is not None:
+        block = with_front(block, QuantizedLinear, quantization=additions.quantization)
+    return with_adapters(block, additions.lora) if additions.lora.rank else block
+
+
+def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
+    if not engine:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm  # here: it is of no use without the package
+
+    norm: type[torch.nn.Module] = TENorm
+    return norm
+
+
+def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool) -> ModuleSpec:
+    """The spec of one layer, with so many experts; None: with one feed-forward network."""
+    if engine:
+        layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
+    else:
+        layer = _torch_layer(shape, experts)
+    if experts is not None:
+        layer.module = DecoderLayer
+        layer.submodules.mlp.submodules.router = ExpertRouter
+        # Stored as Transformer Engine's layers store it, where no matrix that follows takes the norm in.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return layer
+
+
+def _latent_attention(shape: ModelShape) -> ModuleSpec:
+    scales = {"softmax_scale": shape.softmax_scale, "rope_factor": rope_factor(shape)}
+    return ModuleSpec(LatentAttention, params={"latent": shape.latent, **scales}, submodules=LatentAttentionParts())
+
+
+def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if shape.latent is not None:
+        parts.self_attention = _latent_attention(shape)
+        return layer
+    attention = parts.self_attention.submodules
+    attention.core_attention = _transformer_engine_attention() if uses_transformer_engine(shape) else TorchCoreAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.post_norms:
+        attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if shape.local_rope_theta is not None:
+        parts.self_attention.module = LocalOrGlobalSelfAttention
+    return layer
+
+
+def _transformer_engine_attention() -> type:
+    # Imported here because it can only be where Transformer Engine is.
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attention: type = TEDotProductAttention
+    return attention

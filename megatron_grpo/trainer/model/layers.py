@@ -1,0 +1,97 @@
+"""RMS norms of the torch layer spec; Megatron-Core's own wrapper refuses sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from megatron_grpo.platform.device import current_platform
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, eq. 4).
+
+    With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
+    everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
+
+    The weight is marked `sequence_parallel` like Transformer Engine's: each tensor-parallel rank then sees only part of
+    the tokens, and Megatron-Core adds the gradients up.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = current_platform().device
+        weight: Any = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size], any float type, to the norm of every row, in shape and dtype of `hidden`."""
+        if not self.zero_centered:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """The projection back into the residual stream, and the norm of what it gives.
+
+    The norm sees whole rows: tensor-parallel ranks have added up their parts, and with sequence parallelism each has
+    all features of some tokens.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **settings)
+        self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[length, sequences, features of this rank], any float type, to [length, sequences, output_size], no bias."""
+        projected, bias = super().forward(hidden)
+        assert bias is None, "a bias would have to be added before the norm"
+        return self.post_norm(projected), None
+
+
+def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any) -> TransformerBlockSubmodules:
+    """The spec of a stage's layers with a class in front of that of every linear layer; changes it.
+
+    Args:
+        block: whose layers are made of torch modules.
+        front: the class; it overrides what it wants to and leaves the rest to the layer's, which comes after it.
+        arguments: what the class's constructor takes by name, besides the layer's own arguments.
+    """
+    for layer in block.layer_specs:
+        _put_within(layer.submodules, front, arguments)
+    return block
+
+
+@cache
+def fronted(front: type, layer: type) -> type:
+    """A subclass of a linear layer of Megatron-Core's, or of one of its subclasses, with a class in front of it."""
+    return type(f"{front.__name__}{layer.__name__}", (front, layer), {})
+
+
+def _put_within(parts: Any, front: type, arguments: dict[str, Any]) -> None:
+    """Change the linear layers among some submodules of a spec, and those within them."""
+    if not is_dataclass(parts):
+        return
+    for field in fields(parts):
+        part = getattr(parts, field.name)
+        kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
+        if _is_linear(kind):
+            if not issubclass(kind, front):  # the layers may share one spec
+                setattr(parts, field.name, ModuleSpec(module=fronted(front, kind), params={**params, **arguments}))
+        elif isinstance(part, ModuleSpec):
+            _put_within(part.submodules, front, arguments)
+
+
+def _is_linear(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))

@@ -1,0 +1,105 @@
+"""The families that can be trained, and what is read of a model once its family is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.weights.families import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_grpo.weights.families.family import HFTensor, WeightEntry
+from megatron_grpo.weights.shape import ModelShape, read_config_json, section
+
+OUTPUT_LAYER = "output_layer.weight"
+"""What the head stands in the place of."""
+_BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), axis=None, zero_if_absent=True)
+"""ForTokenClassification has one, ForSequenceClassification has not."""
+
+
+def with_value_head(entries: tuple[WeightEntry, ...], shape: ModelShape) -> tuple[WeightEntry, ...]:
+    """A family's table without its output layer and with the value head."""
+    weight = WeightEntry(
+        (OUTPUT_LAYER,),
+        (HFTensor("score.weight", ("score", "hidden")),),
+        axis=None,
+        zero_if_absent=shape.value_head == "fresh",
+    )
+    return (*(entry for entry in entries if entry.megatron != (OUTPUT_LAYER,)), weight, _BIAS)
+
+
+def as_value_model(shape: ModelShape) -> ModelShape:
+    """The shape of a value model that starts from this model: a reward model's score is its head, else that is new.
+
+    Its output layer is the head, so nothing is tied to the embedding.
+    """
+    return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
+
+
+_ALL = (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, gemma3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY)
+FAMILIES = {family.name: family for family in _ALL}
+"""By name."""
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+_BY_REWARD_PREFIX = {
+    family.reward_prefix or family.architecture.removesuffix("ForCausalLM"): family for family in FAMILIES.values()
+}
+
+_REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of architectures whose output is a score."""
+
+
+def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+    """The weight map of a model, in the order in which tensors are exported."""
+    entries = FAMILIES[shape.family].entries(shape)
+    return entries if shape.value_head is None else with_value_head(entries, shape)
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass of a model over sequences of these lengths."""
+    return FAMILIES[shape.family].forward_flops(shape, lengths)
+
+
+def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
+    """Sizes of the model in a folder, from its config.json; reward models are refused unless they are asked for.
+
+    Raises:
+        ValueError: no such file, no JSON object, a size that is missing or none, or an architecture or option without
+            support; names the file and says which.
+    """
+    file = Path(path) / "config.json"
+    raw = read_config_json(file)
+    try:
+        return shape_of_config(raw, reward_models=reward_models)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> ModelShape:
+    """Sizes from the contents of a config.json.
+
+    Raises:
+        ValueError: the architecture or one of its options has no support, or a size is missing or none.
+    """
+    architecture = _architecture(raw)
+    scores = reward_models and architecture.endswith(_REWARD_HEADS)
+    family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
+    if scores:
+        _require_one_label(raw, architecture)
+    shape = family.read(raw)
+    return replace(shape, value_head="stored") if scores else shape
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    given = raw.get("architectures") or ["(none)"]
+    if not isinstance(given, list) or not isinstance(given[0], str):
+        raise ValueError(f"architectures={shown(given)} must be a list of names")
+    return given[0]
+
+
+def _require_one_label(raw: dict[str, Any], architecture: str) -> None:
+    labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # what transformers takes without either
+    if labels != 1:
+        raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")

@@ -1,0 +1,156 @@
+"""DeepSeek-V3: multi-latent attention, shared experts, and experts chosen by sigmoid scores with a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.config.errors import shown
+from megatron_grpo.weights.families.experts import chosen_experts, expert_flops, expert_layer
+from megatron_grpo.weights.families.family import Dim, Family, HFTensor, WeightEntry, only_in
+from megatron_grpo.weights.families.llama import INPUT, MLP, OUTPUT_NORM, causal_pairs, head, read_dense
+from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
+
+_LAYER, _HF = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+
+
+def _entry(megatron: str, hf: str, dims: tuple[Dim, ...], axis: int | None = None) -> WeightEntry:
+    return WeightEntry((_LAYER + megatron,), (HFTensor(_HF + hf, dims),), axis=axis)
+
+
+_INPUT_NORM = WeightEntry(
+    ("decoder.layers.{layer}.input_layernorm.weight",),
+    (HFTensor("model.layers.{layer}.input_layernorm.weight", ("hidden",)),),
+    axis=None,
+)
+_QUERY = (_entry("linear_q_proj.weight", "q_proj.weight", ("latent_queries", "hidden"), axis=0),)
+_COMPRESSED_QUERY = (
+    # Every rank has all of the vector that queries are made of.
+    _entry("linear_q_down_proj.weight", "q_a_proj.weight", ("query_rank", "hidden")),
+    _entry("q_layernorm.weight", "q_a_layernorm.weight", ("query_rank",)),
+    _entry("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_queries", "query_rank"), axis=0),
+)
+_KEYS_AND_VALUES = (
+    _entry("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("compressed", "hidden")),
+    _entry("kv_layernorm.weight", "kv_a_layernorm.weight", ("latent",)),
+    _entry("linear_kv_up_proj.weight", "kv_b_proj.weight", ("latent_keys_values", "latent"), axis=0),
+    _entry("linear_proj.weight", "o_proj.weight", ("hidden", "latent_values"), axis=1),
+)
+
+_MLP, _HF_MLP = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
+EXPERTS = expert_layer(_HF_MLP, "gate_proj", "up_proj", "down_proj") + only_in(
+    "experts",
+    WeightEntry(
+        (_MLP + "router.expert_bias",), (HFTensor(_HF_MLP + "gate.e_score_correction_bias", ("experts",)),), axis=None
+    ),
+    WeightEntry(
+        (_MLP + "shared_experts.linear_fc1.weight",),
+        (
+            HFTensor(_HF_MLP + "shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
+            HFTensor(_HF_MLP + "shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
+        ),
+        axis=0,
+        merge="gate_up",
+    ),
+    WeightEntry(
+        (_MLP + "shared_experts.linear_fc2.weight",),
+        (HFTensor(_HF_MLP + "shared_experts.down_proj.weight", ("hidden", "shared_ffn")),),
+        axis=1,
+    ),
+)
+
+
+def _entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+    assert shape.latent is not None
+    query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
+    attention = (_INPUT_NORM, *query, *_KEYS_AND_VALUES)
+    return INPUT + attention + only_in("dense", *MLP) + EXPERTS + OUTPUT_NORM + head(shape.tied_embeddings)
+
+
+def latent_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass, counted as `dense_flops` counts.
+
+    Keys and values are made anew for every head, as in training.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence.
+    """
+    assert shape.latent is not None
+    latent, heads = shape.latent, shape.attention_heads
+    query_dim = latent.plain_dim + latent.rope_dim
+    queries = shape.hidden * heads * query_dim
+    if latent.query_rank is not None:
+        queries = latent.query_rank * (shape.hidden + heads * query_dim)
+    keys_and_values = shape.hidden * (latent.rank + latent.rope_dim)
+    keys_and_values += latent.rank * heads * (latent.plain_dim + latent.value_dim)
+    layer = queries + keys_and_values + shape.hidden * (heads * latent.value_dim + 3 * shape.ffn_hidden)
+    weights = shape.layers * layer + shape.hidden * shape.vocab
+    pairs = shape.layers * sum(map(causal_pairs, lengths))
+    per_pair = 2.0 * heads * (query_dim + latent.value_dim)
+    return 2.0 * weights * sum(lengths) + per_pair * pairs + expert_flops(shape, lengths)
+
+
+def _read(raw: dict[str, Any]) -> ModelShape:
+    _refuse_unsupported(raw)
+    # What read_dense takes for a head is the part of it that is rotated.
+    heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
+    shape = read_dense({**raw, **heads}, "deepseek_v3", rope_types=("default", "yarn"))
+    latent = LatentShape(
+        query_rank=None if raw.get("q_lora_rank") is None else size(raw, "q_lora_rank"),
+        rank=size(raw, "kv_lora_rank"),
+        plain_dim=size(raw, "qk_nope_head_dim"),
+        rope_dim=shape.head_dim,
+        value_dim=size(raw, "v_head_dim"),
+        rope_interleaved=bool(raw.get("rope_interleave", True)),
+    )
+    rope = section(raw, "rope_parameters", "rope_scaling")
+    scale = (latent.plain_dim + latent.rope_dim) ** -0.5
+    if shape.rope_scaling is not None and rope.get("mscale_all_dim"):
+        scale *= yarn_scale(number(rope, "factor", 1.0), number(rope, "mscale_all_dim", 1.0)) ** 2
+    return replace(shape, latent=latent, softmax_scale=scale, experts=_read_experts(raw, shape.layers))
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """How much YaRN sharpens attention over positions that are `factor` times as far (Peng et al. 2023, eq. 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
+    count = size(raw, "n_routed_experts", size(raw, "num_local_experts", 256))
+    width, top_k = size(raw, "moe_intermediate_size"), chosen_experts(raw, count)
+    dense = raw.get("first_k_dense_replace", 3)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise ValueError(f"first_k_dense_replace={shown(dense)} must be a number of layers")
+    groups, top_groups = size(raw, "n_group", 1), size(raw, "topk_group", 1)
+    if groups > 1 and (count % groups or top_k != 2 * top_groups):
+        # A group's score is the sum of its two best; Megatron-Core sums as many as a token has experts in each group.
+        text = f"n_group={groups} with topk_group={top_groups} and num_experts_per_tok={top_k} is not supported; "
+        raise ValueError(text + "experts must share out evenly over groups, two of a token in each")
+    return ExpertShape(
+        count=count,
+        ffn_hidden=width,
+        top_k=top_k,
+        layers=tuple(layer >= dense for layer in range(layers)),
+        shared_ffn_hidden=width * size(raw, "n_shared_experts", 1),
+        score="sigmoid",
+        scaling=number(raw, "routed_scaling_factor", 1.0),
+        selection_bias=True,
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        raise ValueError("weights in FP8 (quantization_config) are not supported; convert the model to bfloat16 first")
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, wanted) != wanted:
+            raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
+
+
+FAMILY = Family(
+    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, entries=_entries, forward_flops=latent_flops
+)

@@ -1,0 +1,89 @@
+"""What families with a mixture of experts have in common: the table of an expert layer, and its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.weights.families.family import HFTensor, WeightEntry, only_in
+from megatron_grpo.weights.families.llama import dense_flops
+from megatron_grpo.weights.shape import ModelShape, size
+
+_LAYER = "decoder.layers.{layer}."
+
+
+def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
+    """The entries of a layer's norm, router and experts.
+
+    Args:
+        block: name of the block in the Hugging Face model, such as "model.layers.{layer}.mlp.".
+        gate: name of an expert's gate projection.
+        up: name of its projection to the width of the expert.
+        down: name of its projection back.
+    """
+    expert = block + "experts.{expert}."
+    return only_in(
+        "experts",
+        WeightEntry(
+            (_LAYER + "pre_mlp_layernorm.weight",),
+            (HFTensor("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",)),),
+            axis=None,
+        ),
+        WeightEntry(
+            (_LAYER + "mlp.router.weight",), (HFTensor(block + "gate.weight", ("experts", "hidden")),), axis=None
+        ),
+        WeightEntry(
+            _names("linear_fc1"),
+            (
+                HFTensor(f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
+                HFTensor(f"{expert}{up}.weight", ("expert_ffn", "hidden")),
+            ),
+            axis=0,
+            merge="gate_up",
+        ),
+        WeightEntry(_names("linear_fc2"), (HFTensor(f"{expert}{down}.weight", ("hidden", "expert_ffn")),), axis=1),
+    )
+
+
+def _names(matrix: str) -> tuple[str, str]:
+    """Of an expert's matrix in the torch layers, and among Transformer Engine's grouped matrices."""
+    experts = _LAYER + "mlp.experts."
+    return experts + "local_experts.{expert}." + matrix + ".weight", experts + matrix + ".weight{expert}"
+
+
+def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
+    """Experts of a token, from the contents of a config.json.
+
+    Raises:
+        ValueError: the number is missing, or larger than the number of experts.
+    """
+    top_k = size(raw, "num_experts_per_tok")
+    if top_k > count:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
+    return top_k
+
+
+def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """What layers with experts compute beyond dense ones in a forward pass, in floating-point operations.
+
+    A token passes its own experts, the shared one and the router; not the feed-forward network of a dense layer.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence.
+    """
+    assert shape.experts is not None
+    experts = shape.experts
+    width = experts.top_k * experts.ffn_hidden + experts.shared_ffn_hidden
+    per_token = 3 * (width - shape.ffn_hidden) + experts.count  # in units of hidden
+    return 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
+
+
+def dense_and_expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass, counted as `dense_flops` counts.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence.
+    """
+    return dense_flops(shape, lengths) + expert_flops(shape, lengths)

@@ -1,0 +1,223 @@
+"""What a model family is: how its config.json is read, its table of weights, its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_grpo.weights.shape import ModelShape
+
+Dim = Literal[
+    "vocab",
+    "hidden",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "score",
+    "experts",
+    "expert_ffn",
+    "shared_ffn",
+    "query_rank",
+    "latent",
+    "latent_queries",
+    "latent_keys_values",
+    "latent_values",
+    "compressed",
+]
+"""A dimension of a tensor; those of heads are in units of features: heads * head_dim; "score" is 1.
+
+With latent attention, "latent" is the rank of keys and values, "compressed" that with the rotated key beside it,
+and the other "latent_..." are what all heads take or give."""
+
+Merge = Literal["plain", "qkv", "gate_up", "vocab"]
+"""How slices of several tensors become one parameter:
+plain: the parameter is the slice;
+qkv: for each key/value group its query heads, then its key, then its value, along dimension 0;
+gate_up: the rank's gate rows, then its up rows;
+vocab: rows are padded with zeros to a multiple of the tensor-parallel size."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """A tensor of the Hugging Face model."""
+
+    name: str
+    """Name of the tensor, with `{layer}` where the number of the layer goes."""
+    dims: tuple[Dim, ...]
+
+    def shape(self, model: ModelShape) -> tuple[int, ...]:
+        """Full shape of the tensor in a model of these sizes."""
+        return tuple(dim_size(dim, model) for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """Rows (or columns) `start:stop` along `axis` of one full Hugging Face tensor; axis None: all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the full tensor that is cut."""
+    axis: int | None
+    start: int
+    stop: int
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        if self.axis is None:
+            return self.shape
+        return (*self.shape[: self.axis], self.stop - self.start, *self.shape[self.axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEntry:
+    """One Megatron parameter and what it is made of."""
+
+    megatron: tuple[str, ...]
+    """Names of the parameter, with `{layer}` and, of a parameter of each expert, `{expert}`: several when Transformer
+    Engine's layer spec and the torch one differ."""
+    hf: tuple[HFTensor, ...]
+    axis: int | None
+    """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
+    merge: Merge = "plain"
+    copy: bool = False
+    """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
+    zero_if_absent: bool = False
+    """A folder without these tensors is complete: they are new, and start at zero."""
+    layers: Literal["all", "dense", "experts"] = "all"
+    """Which layers have the parameter: those with one feed-forward network, or those with experts."""
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether every expert has a parameter of its own. Ranks split it by the expert-tensor group."""
+        return "{expert}" in self.megatron[0]
+
+    def slices(self, model: ModelShape, layer: int, rank: int, size: int, expert: int = 0) -> list[WeightSlice]:
+        """What a rank holds of each tensor, in the order of `hf`.
+
+        Args:
+            model: sizes of the model.
+            layer: number of the layer, from 0.
+            rank: the rank in its tensor-parallel group; of a parameter of experts, in its expert-tensor group.
+            size: ranks of that group.
+            expert: number of the expert in the layer, from 0.
+        """
+        found = []
+        for position, tensor in enumerate(self.hf):
+            shape = tensor.shape(model)
+            start, stop = self._range(position, shape, model, rank, size) if self.axis is not None else (0, 0)
+            found.append(WeightSlice(tensor.name.format(layer=layer, expert=expert), shape, self.axis, start, stop))
+        return found
+
+    def _range(self, position: int, shape: tuple[int, ...], model: ModelShape, rank: int, size: int) -> tuple[int, int]:
+        """Where a rank's slice of one of the tensors begins and ends."""
+        assert self.axis is not None
+        total = shape[self.axis]
+        if self.merge == "vocab":  # padded behind its end: the last ranks may hold fewer entries, or none
+            width = -(-total // size)
+            return min(rank * width, total), min((rank + 1) * width, total)
+        if self.merge == "qkv" and size > model.key_value_heads:
+            # The merged rows are cut evenly, through the middle of a group: a rank has some rows of one group, which
+            # may be queries, its key or its value.
+            widths = group_rows(model)
+            pieces = size // model.key_value_heads
+            group, piece = divmod(rank, pieces)
+            rows = sum(widths) // pieces
+            begin = sum(widths[:position])
+            inside = [min(max(end - begin, 0), widths[position]) for end in (piece * rows, (piece + 1) * rows)]
+            return group * widths[position] + inside[0], group * widths[position] + inside[1]
+        return rank * (total // size), (rank + 1) * (total // size)
+
+
+def only_in(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
+    """Entries for one kind of layers alone."""
+    return tuple(replace(entry, layers=layers) for entry in entries)
+
+
+def dim_size(dim: Dim, model: ModelShape) -> int:
+    """Size of a dimension in a model of this shape."""
+    sizes = {
+        "vocab": model.vocab,
+        "hidden": model.hidden,
+        "ffn": model.ffn_hidden,
+        "heads": model.attention_heads * model.head_dim,
+        "kv_heads": model.key_value_heads * model.head_dim,
+        "head_dim": model.head_dim,
+        "score": 1,
+    }
+    if model.experts is not None:
+        experts = model.experts
+        sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_hidden, "shared_ffn": experts.shared_ffn_hidden}
+    if model.latent is not None:
+        latent, heads = model.latent, model.attention_heads
+        sizes |= {
+            "query_rank": latent.query_rank or 0,
+            "latent": latent.rank,
+            "compressed": latent.rank + latent.rope_dim,
+            "latent_queries": heads * (latent.plain_dim + latent.rope_dim),
+            "latent_keys_values": heads * (latent.plain_dim + latent.value_dim),
+            "latent_values": heads * latent.value_dim,
+        }
+    return sizes[dim]
+
+
+def group_rows(model: ModelShape) -> list[int]:
+    """Rows of one key/value group in the merged matrix: its queries, its key, its value."""
+    heads_per_group = model.attention_heads // model.key_value_heads
+    return [heads_per_group * model.head_dim, model.head_dim, model.head_dim]
+
+
+def padded_vocab(model: ModelShape, tp_size: int) -> int:
+    """Vocabulary entries of the Megatron model: the next multiple of the tensor-parallel size."""
+    return -(-model.vocab // tp_size) * tp_size
+
+
+def wanted_experts(entry: WeightEntry, model: ModelShape) -> range:
+    """Numbers of the experts that an entry speaks for; [0] when it is not one for each expert."""
+    return range(model.experts.count) if entry.per_expert and model.experts is not None else range(1)
+
+
+def is_per_layer(name: str) -> bool:
+    """Whether a name stands for one tensor per layer."""
+    return "{layer}" in name
+
+
+def global_entries(
+    entries: tuple[WeightEntry, ...], model: ModelShape, layers: list[int]
+) -> Iterator[tuple[WeightEntry, int, int]]:
+    """Every (entry, layer in the model, layer in this stage) of a stage that holds `layers`, in the order of the table.
+
+    Runs of per-layer entries are repeated for each layer; both numbers are 0 for entries outside layers.
+    """
+    position = 0
+    while position < len(entries):
+        end = position
+        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
+            end += 1
+        for local, layer in enumerate(layers):
+            kind = "experts" if model.has_experts(layer) else "dense"
+            for entry in entries[position:end]:
+                if entry.layers in ("all", kind):
+                    yield entry, layer, local
+        if end < len(entries):
+            yield entries[end], 0, 0
+        position = end + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models; a file in models/families defines each."""
+
+    name: str
+    architecture: str
+    """Name of the language model's class in config.json (`architectures`)."""
+    read: Callable[[dict[str, Any]], ModelShape]
+    """Sizes from the contents of a config.json; ValueError for an option without support."""
+    entries: Callable[[ModelShape], tuple[WeightEntry, ...]]
+    """The weight map of a model, in the order of export."""
+    forward_flops: Callable[[ModelShape, Sequence[int]], float]
+    """Floating-point operations of a forward pass over sequences of these lengths."""
+    reward_prefix: str | None = None
+    """How names of its reward models' classes begin, before "For"; None: as that of the language model does."""

@@ -1,0 +1,186 @@
+"""Llama 2 and 3: sizes, weights and arithmetic of the layout that the other dense families build on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.shape import ModelShape, number, section, size
+
+EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+
+_ROPE_FACTORS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""What scales the frequencies, by rope_type."""
+
+_LAYER = "decoder.layers.{layer}."
+_HF = "model.layers.{layer}."
+
+INPUT = (WeightEntry(("embedding.word_embeddings.weight",), (EMBEDDING,), axis=0, merge="vocab"),)
+
+ATTENTION = (
+    WeightEntry(
+        (_LAYER + "self_attention.linear_qkv.layer_norm_weight", _LAYER + "input_layernorm.weight"),
+        (HFTensor(_HF + "input_layernorm.weight", ("hidden",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        (_LAYER + "self_attention.linear_qkv.weight",),
+        (
+            HFTensor(_HF + "self_attn.q_proj.weight", ("heads", "hidden")),
+            HFTensor(_HF + "self_attn.k_proj.weight", ("kv_heads", "hidden")),
+            HFTensor(_HF + "self_attn.v_proj.weight", ("kv_heads", "hidden")),
+        ),
+        axis=0,
+        merge="qkv",
+    ),
+    WeightEntry(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (HFTensor(_HF + "self_attn.o_proj.weight", ("hidden", "heads")),),
+        axis=1,
+    ),
+)
+
+MLP = (
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc1.layer_norm_weight", _LAYER + "pre_mlp_layernorm.weight"),
+        (HFTensor(_HF + "post_attention_layernorm.weight", ("hidden",)),),
+        axis=None,
+    ),
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        (
+            HFTensor(_HF + "mlp.gate_proj.weight", ("ffn", "hidden")),
+            HFTensor(_HF + "mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        axis=0,
+        merge="gate_up",
+    ),
+    WeightEntry(
+        (_LAYER + "mlp.linear_fc2.weight",),
+        (HFTensor(_HF + "mlp.down_proj.weight", ("hidden", "ffn")),),
+        axis=1,
+    ),
+)
+
+OUTPUT_NORM = (
+    WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), axis=None),
+)
+
+
+def head(tied: bool) -> tuple[WeightEntry, ...]:
+    """The output layer. Tied to the embedding it has weights of its own only on a last stage that is not the first."""
+    tensor = EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
+    return (WeightEntry(("output_layer.weight",), (tensor,), axis=0, merge="vocab", copy=tied),)
+
+
+def read_dense(
+    raw: dict[str, Any],
+    family: str,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3"),
+) -> ModelShape:
+    """Sizes of a dense decoder from a config.json, with the RoPE settings as transformers 4 or 5 spells them.
+
+    Args:
+        raw: contents of config.json, by key.
+        family: name of the model family that is read.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether every query and key head is normalised.
+        rope_types: kinds of rotary embeddings that the family has.
+
+    Raises:
+        ValueError: one of the model's options has no support, or a size is missing or none.
+    """
+    _refuse_unsupported(raw, family, rope_types)
+    rope = section(raw, "rope_parameters", "rope_scaling")
+    heads, hidden = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    groups = size(raw, "num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+    head_dim = size(raw, "head_dim", max(hidden // heads, 1))
+    return ModelShape(
+        family=family,
+        layers=size(raw, "num_hidden_layers"),
+        hidden=hidden,
+        ffn_hidden=size(raw, "intermediate_size"),
+        attention_heads=heads,
+        key_value_heads=groups,
+        head_dim=head_dim,
+        vocab=size(raw, "vocab_size"),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=number(rope, "rope_theta", number(raw, "rope_theta", 10000.0)),
+        rope_scaling=None if _rope_type(rope) == "default" else dict(rope),
+        max_positions=size(raw, "max_position_embeddings", 0),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
+
+    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
+    included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
+    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in a layer with a
+    window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
+
+    Args:
+        shape: sizes of the model.
+        lengths: tokens of each sequence.
+    """
+    # Per layer: projections of queries and of the output, of keys and values, and the three matrices of the gated MLP.
+    queries = shape.attention_heads * shape.head_dim
+    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
+    layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
+    weights = shape.layers * layer + shape.hidden * shape.vocab
+    windowed = sum(shape.windowed)
+    pairs = (shape.layers - windowed) * sum(map(causal_pairs, lengths))
+    if shape.window is not None:
+        window = shape.window
+        pairs += windowed * sum(causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+    return 2.0 * weights * sum(lengths) + 4.0 * queries * pairs
+
+
+def causal_pairs(length: int) -> int:
+    """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
+    return length * (length + 1) // 2
+
+
+def _refuse_unsupported(raw: dict[str, Any], family: str, rope_types: tuple[str, ...]) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']} is not supported; only silu is")
+    if raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported")
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise ValueError(f"{key}=true is not supported for {family}")
+    rope = section(raw, "rope_parameters", "rope_scaling")
+    rope_type = _rope_type(rope)
+    if rope_type not in rope_types:
+        *most, last = rope_types
+        raise ValueError(f"rope_type={rope_type} is not supported; {', '.join(most)} and {last} are")
+    for key in _ROPE_FACTORS.get(rope_type, ()):
+        if rope.get(key) is None:
+            raise ValueError(f"rope_type={rope_type} needs {key}")
+        number(rope, key, 1.0)
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    read=lambda raw: read_dense(raw, "llama"),
+    entries=lambda shape: INPUT + ATTENTION + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
+    forward_flops=dense_flops,
+)

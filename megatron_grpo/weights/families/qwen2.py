@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: Llama's layout with biases on the query, key and value projections."""
+
+from __future__ import annotations
+
+from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
+
+QKV_BIAS = (
+    WeightEntry(
+        ("decoder.layers.{layer}.self_attention.linear_qkv.bias",),
+        (
+            HFTensor("model.layers.{layer}.self_attn.q_proj.bias", ("heads",)),
+            HFTensor("model.layers.{layer}.self_attn.k_proj.bias", ("kv_heads",)),
+            HFTensor("model.layers.{layer}.self_attn.v_proj.bias", ("kv_heads",)),
+        ),
+        axis=0,
+        merge="qkv",
+    ),
+)
+
+FAMILY = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=lambda raw: read_dense(raw, "qwen2", qkv_bias=True),
+    entries=lambda shape: INPUT + ATTENTION + QKV_BIAS + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
+    forward_flops=dense_flops,
+)

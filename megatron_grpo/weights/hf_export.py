@@ -1,0 +1,146 @@
+"""Adapters of a model in the format of the peft package: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
+from megatron_grpo.weights.hf_folder import new_folder
+from megatron_grpo.weights.hf_weights import bound_entries, split_parameter
+from megatron_grpo.weights.shape import ModelShape
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it wraps."""
+
+
+@torch.no_grad()
+def iter_adapter_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Every adapter's A and B under the names of peft, for each Hugging Face matrix that has one.
+
+    Matrices that share a Megatron parameter share its A: each gets a copy, and its own rows of B.
+
+    Args:
+        chunks: the whole model, on one rank.
+        shape: sizes of the model.
+
+    Yields:
+        Names with A, [rank, columns], and B, [rows, rank], in the model's dtype.
+    """
+    for bound in bound_entries(chunks, shape):
+        if bound.adapted is None:
+            continue
+        slices = bound.entry.slices(shape, bound.layer, 0, 1)
+        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
+        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
+            name = _PREFIX + matrix.name.removesuffix(".weight")
+            yield f"{name}.lora_A.weight", bound.adapted.lora_a.detach()
+            yield f"{name}.lora_B.weight", lora_b
+
+
+def write_peft_folder(
+    chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
+) -> None:
+    """Write the adapters of a model as a folder that peft loads, under a temporary name until it is complete.
+
+    Args:
+        chunks: the whole model, on one rank.
+        shape: sizes of the model.
+        lora: settings of its adapters.
+        base_model: path or hub name of the model that the adapters belong to.
+        output: folder to make; must not exist, or be empty.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    # Copies: matrices with one A share its memory, which safetensors refuses to write.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in iter_adapter_tensors(chunks, shape)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    with new_folder(output) as folder:
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+"""The number that the largest absolute value of a row becomes."""
+_ALMOST_ZERO = 2.0**-24
+"""A row without any larger value is one of zeros, as in modelopt."""
+_IN_CONFIG = {"int8": ("int-quantized", "int"), "fp8": ("float-quantized", "float")}
+"""What compressed-tensors calls the format of the files, and the type of a number."""
+
+
+def quantized_rows(weight: Tensor, quantization: QuantizationFormat) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits at a scale for each row, max |x| of the row / 127 (int8) or 448 (fp8); ties go to even.
+
+    Args:
+        weight: [rows, columns], any float type.
+        quantization: what to round to.
+
+    Returns:
+        The numbers, [rows, columns], int8 or float8_e4m3fn; and the scales, [rows, 1], float32, which they are to be
+        multiplied by.
+    """
+    values, bound = weight.float(), LARGEST[quantization]
+    largest = values.abs().amax(dim=1, keepdim=True)
+    largest = torch.where(largest > _ALMOST_ZERO, largest, torch.ones_like(largest))
+    scaled = (values * (bound / largest)).clamp(-bound, bound)  # the product may be past the bound by a rounding
+    numbers = scaled.round().to(torch.int8) if quantization == "int8" else scaled.to(torch.float8_e4m3fn)
+    return numbers, largest / bound
+
+
+def quantized_tensors(
+    tensors: Iterable[tuple[str, Tensor]], quantization: QuantizationFormat
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a Hugging Face model without experts, with the matrices of its layers in 8 bits.
+
+    Args:
+        tensors: (name, tensor of any shape [...] and float type).
+        quantization: what to round to.
+
+    Yields:
+        (name, tensor): embedding, head, norms and biases as they are; of each matrix the numbers, and the scales under
+        the name with `_scale` behind it.
+    """
+    for name, tensor in tensors:
+        if ".layers." in name and tensor.dim() == 2:
+            numbers, scales = quantized_rows(tensor, quantization)
+            yield name, numbers
+            yield f"{name}_scale", scales
+        else:
+            yield name, tensor
+
+
+def quantization_entry(quantization: QuantizationFormat) -> dict[str, Any]:
+    """`quantization_config` of config.json: 8 bits for weights by row, and for inputs by token as they come."""
+    layout, kind = _IN_CONFIG[quantization]
+    number = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

@@ -1,0 +1,182 @@
+"""A folder in Hugging Face format on disk: reading slices of its tensors, and writing a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_grpo.weights.families.family import WeightSlice
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+"""Configuration and tokenizer files that travel with the weights."""
+
+
+class HFFolderReader:
+    """Reads slices of tensors straight from safetensors files, each opened once; a slice costs its own bytes.
+
+    Raises:
+        ValueError: the folder has no safetensors weights, or its index cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._handles: dict[Path, Any] = {}
+        self._file_of = self._locate()
+
+    def has(self, name: str) -> bool:
+        """Whether the folder holds a tensor of this name."""
+        return name in self._file_of
+
+    def read(self, wanted: WeightSlice) -> Tensor:
+        """A slice [...] of a tensor, of shape `wanted.local_shape`, in the dtype of the file, contiguous, on the CPU.
+
+        Raises:
+            ValueError: no such tensor, another shape than the model's config.json implies, or an unreadable file.
+        """
+        file = self._file_of.get(wanted.name)
+        if file is None:
+            raise ValueError(f"{self._folder} has no tensor {wanted.name}")
+        try:
+            tensor = self._open(file).get_slice(wanted.name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} has no tensor {wanted.name}: {error}") from None
+        found = tuple(tensor.get_shape())
+        if found != wanted.shape:
+            raise ValueError(
+                f"{file}: {wanted.name} has shape {list(found)}, but config.json implies {list(wanted.shape)}"
+            )
+        region = [slice(None)] * len(found)
+        if wanted.axis is not None:
+            region[wanted.axis] = slice(wanted.start, wanted.stop)
+            if wanted.start == wanted.stop:
+                return torch.empty(wanted.local_shape)
+        return tensor[tuple(region)].contiguous()
+
+    def _locate(self) -> dict[str, Path]:
+        index, single = self._folder / INDEX_FILE, self._folder / SINGLE_FILE
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+                return {name: self._folder / file for name, file in weight_map.items()}
+            except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+                raise ValueError(f'{index} is not a safetensors index (JSON with a "weight_map")') from None
+        if single.is_file():
+            return dict.fromkeys(self._open(single).keys(), single)
+        raise ValueError(f"{self._folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ValueError(f"{file} does not exist, but {INDEX_FILE} names it") from None
+            except SafetensorError as error:
+                raise ValueError(f"{file} is not a complete safetensors file: {error}") from None
+        return self._handles[file]
+
+
+def write_hf_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    source_folder: str | Path,
+    output: str | Path,
+    max_shard_bytes: int = 4 * 2**30,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Write full tensors as a folder in Hugging Face format, under a temporary name until it is complete.
+
+    Args:
+        tensors: (name, tensor of any shape [...] and dtype); taken one at a time, kept in host memory until their shard
+            is written.
+        source_folder: folder whose config.json, tokenizer and generation settings are copied; the dtype in config.json
+            becomes that of the first tensor.
+        output: folder to make; must not exist, or be empty.
+        max_shard_bytes: largest safetensors file, unless a single tensor is larger.
+        settings: what config.json gets besides.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    with new_folder(output) as folder:
+        dtype = _write_shards(tensors, folder, max_shard_bytes)
+        _copy_side_files(Path(source_folder), folder, dtype, settings or {})
+
+
+@contextmanager
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """A folder under a temporary name, which gets its own at the end of the body and is gone if that raises.
+
+    Args:
+        output: folder to make; must not exist, or be empty.
+
+    Raises:
+        ValueError: `output` already holds something.
+    """
+    target = Path(output)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ValueError(f"{target} already exists; give the path of a new folder")
+    partial = target.with_name(f".{target.name}.incomplete-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> torch.dtype:
+    """Write shards of at most max_shard_bytes (or one tensor each), name and index them; the first tensor's dtype."""
+    names: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = pending_bytes = 0
+    dtype: torch.dtype | None = None
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(names)}", metadata={"format": "pt"})
+        names.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        # A copy: views into one parameter (gate and up) share storage, which safetensors refuses to write.
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += tensor.nbytes
+        total += tensor.nbytes
+        dtype = dtype or tensor.dtype
+    flush()
+    if len(names) == 1:
+        (folder / "shard-0").rename(folder / SINGLE_FILE)
+        return dtype or torch.float32
+    weight_map = {}
+    for number, members in enumerate(names):
+        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map.update(dict.fromkeys(members, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype or torch.float32
+
+
+def _copy_side_files(source: Path, folder: Path, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in _SIDE_FILE_SUFFIXES and not file.name.endswith(".index.json"):
+            shutil.copy2(file, folder / file.name)
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    changed = config | {key: str(dtype).removeprefix("torch.")} | dict(settings)
+    if changed != config:
+        config_file.write_text(json.dumps(changed, indent=2) + "\n")

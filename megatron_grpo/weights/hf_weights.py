@@ -1,0 +1,334 @@
+"""Weights between a Megatron model and Hugging Face format: loading a rank's shard, and giving out full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
+from megatron_grpo.weights.hf_folder import HFFolderReader
+from megatron_grpo.weights.shape import ModelShape
+
+
+def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
+    """A rank's parameter from the slices of the Hugging Face tensors that it is made of.
+
+    Args:
+        entry: row of the weight map, which says how the slices are merged.
+        parts: slices in the order of `entry.hf`, each [rows or fewer, ...], all of one dtype.
+        model: sizes of the model.
+        rows: rows of the parameter; more than the slice has only where the vocabulary is padded.
+
+    Returns:
+        [rows, ...] as Megatron-Core lays the parameter out, the dtype of the slices.
+    """
+    # Megatron-Core interleaves by group: the queries of a key/value head, its key, its value, and so on, so that a cut
+    # of the rows gives every tensor-parallel rank whole groups. Hugging Face keeps three separate matrices.
+    if entry.merge == "qkv" and sum(map(len, parts)) >= sum(group_rows(model)):
+        widths = group_rows(model)
+        group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
+        return torch.cat(group_parts, dim=1).flatten(0, 1)
+    if entry.merge == "qkv":  # a piece of one group
+        return torch.cat(parts)
+    if entry.merge == "gate_up":
+        return torch.cat(parts)
+    if entry.merge == "vocab":
+        return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
+    return parts[0]
+
+
+def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice], model: ModelShape) -> list[Tensor]:
+    """The inverse of `merge_slices`: a rank's parameter [rows, ...] to slices in the order of `entry.hf`, in its dtype.
+
+    The slices are contiguous and may share memory with `local`.
+    """
+    if entry.merge == "qkv" and len(local) < sum(group_rows(model)):
+        return list(local.split([wanted.stop - wanted.start for wanted in slices]))
+    if entry.merge == "qkv":
+        widths = group_rows(model)
+        grouped = local.view(-1, sum(widths), *local.shape[1:])
+        return [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+    if entry.merge == "gate_up":
+        return list(local.chunk(2))
+    if entry.merge == "vocab":
+        return [local[: slices[0].stop - slices[0].start]]
+    return [local]
+
+
+ADAPTER_PARAMETERS = ("lora_a", "lora_b")
+"""Last names of the parameters of adapters, which no Hugging Face model has."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a receiver has to know of a tensor before it arrives."""
+
+    name: str
+    dtype: str
+    """Name of the dtype without the "torch.": "float32"."""
+    shape: tuple[int, ...]
+
+
+@runtime_checkable
+class AdaptedLayer(Protocol):
+    """A linear layer with an adapter."""
+
+    lora_a: Tensor
+    """[rank, columns]."""
+    lora_b: Tensor
+    """[rows, rank], the rows in the order of the weight's."""
+
+    def merged_weight(self) -> Tensor:
+        """The weight of this rank with what the adapter adds to it, [rows, columns], in the dtype of the weight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEntry:
+    """An entry of the table together with the parameter of this rank that it describes."""
+
+    entry: WeightEntry
+    layer: int
+    """Number of the layer in the whole model, from 0."""
+    parameter: Tensor
+    expert: int = 0
+    """Number of the expert among those of this rank, from 0; 0 for what is not an expert's."""
+    adapted: AdaptedLayer | None = None
+    """The layer whose weight it is, if that has an adapter."""
+
+    def weight(self) -> Tensor:
+        """What the model computes with, [...] as the parameter, detached: its adapter merged in, FP8 scaled back."""
+        if self.adapted is not None:
+            return self.adapted.merged_weight()
+        weight = self.parameter.detach()
+        return weight.dequantize() if _is_quantised(weight) else weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Who holds the other parts of an entry's parameters."""
+
+    group: dist.ProcessGroup
+    """Ranks that together hold all parts: tensor-parallel neighbours; of experts, those with other experts too."""
+    tensor_rank: int
+    tensor_size: int
+    """This rank's place among those that split one matrix."""
+    experts_here: int
+    """Experts of each rank."""
+    first_replica: bool
+    """Whether this rank is in the first of the groups that hold equal weights."""
+
+    def expert_numbers(self, bound: BoundEntry) -> list[int]:
+        """Numbers in the layer of the experts that the group's ranks hold in the place of a parameter."""
+        parts = self.group.size() // self.tensor_size
+        return [part * self.experts_here + bound.expert for part in range(parts)]
+
+
+def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+    """Every parameter of this rank with its entry: chunk by chunk, each in the order of the table.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels, several with a virtual pipeline.
+        shape: sizes of the whole model.
+    """
+    return [bound for chunk in chunks for bound in _bound_entries(chunk, shape)]
+
+
+def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] not in ADAPTER_PARAMETERS
+    }
+    # No gradient moves the biases that experts are chosen with, so that they are buffers.
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts = _experts_of_rank(model, shape)
+    bound: list[BoundEntry] = []
+    for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
+        for expert in range(experts if entry.per_expert else 1):
+            names = [name.format(layer=local, expert=expert) for name in entry.megatron]
+            there = [name for name in names if name in parameters]
+            assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
+            bound.extend(
+                BoundEntry(entry, layer, parameters.pop(name), expert, _adapted(model, name)) for name in there
+            )
+    assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
+    return bound
+
+
+def _is_quantised(parameter: Tensor) -> bool:
+    """Whether a parameter, [...], is one of Transformer Engine's, kept in FP8."""
+    # Imported here because drivers import this module too, and have no use for Megatron.
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return bool(is_float8tensor(parameter))
+
+
+def _adapted(model: Any, name: str) -> AdaptedLayer | None:
+    """The layer that a parameter is the weight of, if it has an adapter."""
+    module, _, last = name.rpartition(".")
+    layer = model.get_submodule(module)
+    return layer if last == "weight" and isinstance(layer, AdaptedLayer) else None
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path) -> None:
+    """Fill this rank's parameters from a folder in Hugging Face format, reading only the slices that it holds.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels; values are converted to their dtype.
+        shape: sizes of the whole model.
+        folder: where the model's files are.
+
+    Raises:
+        ValueError: a file or tensor is missing, damaged or of another shape than config.json implies.
+    """
+    reader = HFFolderReader(folder)
+    for bound in bound_entries(chunks, shape):
+        entry, sharing = bound.entry, _sharing(chunks[0], shape, bound.entry)
+        number = sharing.expert_numbers(bound)[sharing.group.rank() // sharing.tensor_size]
+        slices = entry.slices(shape, bound.layer, sharing.tensor_rank, sharing.tensor_size, number)
+        if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
+            bound.parameter.zero_()
+            continue
+        parts = [reader.read(wanted) for wanted in slices]
+        merged = merge_slices(entry, parts, shape, rows=bound.parameter.shape[0])
+        assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
+        bound.parameter.copy_(merged)
+        if _is_quantised(bound.parameter):
+            # The optimizer's float32 copy begins at what was drawn, unless told what was loaded.
+            quantised: Any = bound.parameter
+            quantised._high_precision_init_val = merged.to(quantised.dtype)
+
+
+def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:
+    """The full tensors that `iter_hf_tensors` gives on this pipeline stage, in its order; needs no communication."""
+    return [
+        TensorSpec(part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
+        for bound in _exported(chunks, shape)
+        for number in _sharing(chunks[0], shape, bound.entry).expert_numbers(bound)
+        for part in bound.entry.slices(shape, bound.layer, 0, 1, number)
+    ]
+
+
+@torch.no_grad()
+def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int) -> Iterator[tuple[str, Tensor | None]]:
+    """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
+
+    Local shards of consecutive parameters are packed, so that one collective moves up to `gather_bytes` (or a single
+    parameter that is larger). Replicated parameters are not sent at all. Of ranks that hold equal weights only the
+    first take part.
+
+    Args:
+        chunks: the rank's unwrapped Megatron GPTModels.
+        shape: sizes of the whole model.
+        gather_bytes: most bytes of a collective.
+
+    Yields:
+        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of `hf_specs`. Tensors
+        are contiguous, in the parameter's dtype, and may share memory with the model.
+    """
+    for bucket in _buckets(chunks[0], _exported(chunks, shape), shape, gather_bytes):
+        yield from _bucket_tensors(chunks[0], bucket, shape)
+
+
+def _bucket_tensors(model: Any, bucket: list[BoundEntry], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
+    """What `iter_hf_tensors` yields of some parameters; their shards are freed before those of the next ones come."""
+    sharing = _sharing(model, shape, bucket[0].entry)
+    shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
+    size = sharing.tensor_size
+    for position, bound in enumerate(bucket):
+        for part, number in enumerate(sharing.expert_numbers(bound)):
+            names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
+            if not shards:
+                yield from ((name, None) for name in names)
+                continue
+            own = [shard[position] for shard in shards[part * size : (part + 1) * size]]
+            yield from zip(names, _full_tensors(bound, own, shape), strict=True)
+
+
+def _experts_of_rank(model: Any, shape: ModelShape) -> int:
+    return shape.experts.count // model.pg_collection.ep.size() if shape.experts is not None else 1
+
+
+def _sharing(model: Any, shape: ModelShape, entry: WeightEntry) -> _Sharing:
+    groups = model.pg_collection
+    if entry.per_expert:
+        tensor = groups.expt_tp
+        experts = _experts_of_rank(model, shape)
+        return _Sharing(groups.tp_ep, tensor.rank(), tensor.size(), experts, groups.expt_dp.rank() == 0)
+    return _Sharing(groups.tp, groups.tp.rank(), groups.tp.size(), 1, groups.dp_cp.rank() == 0)
+
+
+def _exported(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
+    return [bound for bound in bound_entries(chunks, shape) if not bound.entry.copy]
+
+
+def _buckets(model: Any, entries: list[BoundEntry], shape: ModelShape, gather_bytes: int) -> Iterator[list[BoundEntry]]:
+    """Consecutive entries of one group and dtype whose gathered shards fit into `gather_bytes`."""
+    bucket: list[BoundEntry] = []
+    used = 0
+    for bound in entries:
+        cost = bound.parameter.nbytes * _sharing(model, shape, bound.entry).group.size() if _is_split(bound) else 0
+        if bucket and (
+            used + cost > gather_bytes
+            or bound.parameter.dtype != bucket[0].parameter.dtype
+            or bound.entry.per_expert != bucket[0].entry.per_expert
+        ):
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(bound)
+        used += cost
+    if bucket:
+        yield bucket
+
+
+def _is_split(bound: BoundEntry) -> bool:
+    """Whether the ranks of the group hold different parts: of one matrix, or different experts."""
+    return bound.entry.axis is not None or bound.entry.per_expert
+
+
+def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """By rank of a group, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
+    own = [bound.weight() for bound in bucket]
+    split = [position for position, bound in enumerate(bucket) if _is_split(bound)]
+    if group.size() == 1:
+        return [own]
+    if not split:
+        return [own] * group.size() if group.rank() == 0 else []
+    packed = torch.cat([own[position].reshape(-1) for position in split])
+    if group.rank() != 0:
+        dist.gather(packed, group=group, group_dst=0)
+        return []
+    received = [torch.empty_like(packed) for _ in range(group.size())]
+    dist.gather(packed, received, group=group, group_dst=0)
+    shards = []
+    for flat in received:
+        shard = list(own)
+        pieces = flat.split([own[position].numel() for position in split])
+        for position, piece in zip(split, pieces, strict=True):
+            shard[position] = piece.view_as(own[position])
+        shards.append(shard)
+    return shards
+
+
+def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
+    """One parameter of every rank, [...] in one dtype, to the full Hugging Face tensors that it is made of."""
+    entry, size = bound.entry, len(shards)
+    if entry.axis is None:
+        return [shards[0]]
+    parts = [
+        split_parameter(entry, shard, entry.slices(shape, bound.layer, rank, size), shape)
+        for rank, shard in enumerate(shards)
+    ]
+    if size == 1:
+        return [part.contiguous() for part in parts[0]]
+    return [torch.cat(of_tensor, dim=entry.axis) for of_tensor in zip(*parts, strict=True)]

@@ -1,0 +1,253 @@
+"""What a rank has of a model: which layers, which part of every matrix, which experts. Ranks of training and of
+generation alike, so that what goes from one to the other is the intersection of two places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.families.family import Dim, HFTensor, WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several equal parts."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank has of a model."""
+
+    layers: tuple[int, ...]
+    """Numbers of its layers, from 0."""
+    embedding: bool
+    """Whether it has the embedding of tokens."""
+    end: bool
+    """Whether it has the last norm and the head."""
+    tensor: Part = Part()
+    """Its part of every matrix that is split."""
+    experts: tuple[int, int] = (0, 1)
+    """Its experts in every layer: the first, and one behind the last; (0, 1) of a model without experts."""
+    expert_tensor: Part = Part()
+    """Its part of every matrix of an expert."""
+
+
+def training_places(parallel: ParallelConfig, shape: ModelShape) -> list[Place]:
+    """The place of every rank that trains, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp of experts."""
+    count = shape.experts.count if shape.experts is not None else 1
+    per_rank = count // parallel.expert
+    places = []
+    for stage, layers in enumerate(_training_layers(parallel, shape.layers)):
+        for rank in range(parallel.world_size // parallel.pipeline):
+            sharing = rank // parallel.expert_tensor % parallel.expert
+            places.append(
+                Place(
+                    layers=layers,
+                    embedding=stage == 0,
+                    end=stage == parallel.pipeline - 1,
+                    tensor=Part(rank % parallel.tensor, parallel.tensor),
+                    experts=(sharing * per_rank, (sharing + 1) * per_rank),
+                    expert_tensor=Part(rank % parallel.expert_tensor, parallel.expert_tensor),
+                )
+            )
+    return places
+
+
+def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
+    """By pipeline rank, the numbers of its layers: chunk by chunk, ranks in turn (interleaved pipeline)."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    given = {0: parallel.first_stage_layers, stages - 1: parallel.last_stage_layers}
+    ends = {stage: layers for stage, layers in given.items() if layers is not None}
+    counted = {0: parallel.count_embedding, stages * chunks - 1: parallel.count_loss}
+    middle = count + sum(counted.values()) - sum(ends.values())
+    even = middle // max(stages - len(ends), 1)
+    layers: list[list[int]] = [[] for _ in range(stages)]
+    begin = 0
+    for chunk in range(stages * chunks):
+        stage = chunk % stages
+        size = ends.get(stage, even) // chunks - counted.get(chunk, False)
+        layers[stage] += range(begin, begin + size)
+        begin += size
+    assert begin == count, f"{begin} of {count} layers have a place"
+    return [tuple(numbers) for numbers in layers]
+
+
+def engine_places(parallel: GenerationParallelConfig, shape: ModelShape) -> list[Place]:
+    """The place of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours side by side."""
+    stages, tensor = parallel.pipeline, parallel.tensor
+    # What does not share out evenly goes to the stages before the last, from behind (vllm.distributed.utils).
+    sizes = [shape.layers // stages] * stages
+    for stage in range(shape.layers % stages):
+        sizes[-2 - stage] += 1
+    count = shape.experts.count if shape.experts is not None else 1
+    places = []
+    for stage in range(stages):
+        begin = sum(sizes[:stage])
+        for rank in range(tensor):
+            shared = parallel.expert > 1
+            places.append(
+                Place(
+                    layers=tuple(range(begin, begin + sizes[stage])),
+                    # A tied head is the embedding: the last stage has it too.
+                    embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
+                    end=stage == stages - 1,
+                    tensor=Part(rank, tensor),
+                    experts=_share(count, Part(rank, tensor)) if shared else (0, count),
+                    expert_tensor=Part() if shared else Part(rank, tensor),
+                )
+            )
+    return places
+
+
+def _share(count: int, part: Part) -> tuple[int, int]:
+    """Consecutive experts of a rank; the first ranks have one more where they do not share out evenly."""
+    each, more = divmod(count, part.count)
+    begin = part.index * each + min(part.index, more)
+    return begin, begin + each + (part.index < more)
+
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads vocabularies to a multiple of this."""
+
+_SPLIT: tuple[Dim, ...] = (
+    "vocab",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "expert_ffn",
+    "shared_ffn",
+    "latent_queries",
+    "latent_keys_values",
+    "latent_values",
+)
+"""Dimensions that tensor parallelism splits; a tensor has at most one of them."""
+
+_COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Matrices that vLLM joins when queries too are made of a short vector (multi-latent attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where a rank of an engine keeps its part of one Hugging Face tensor."""
+
+    parameter: str
+    """Name of vLLM's parameter."""
+    part: WeightSlice
+    """The part of the tensor that the rank keeps."""
+    row: int
+    """Row of the parameter (of the expert's matrix in it) in which the part begins."""
+    expert: int | None
+    """Number of the expert among the rank's own, which the parameter's first dimension counts; None: it has none."""
+
+
+def landings(entry: WeightEntry, model: ModelShape, place: Place, layer: int = 0, expert: int = 0) -> list[Landing]:
+    """Where a rank keeps the tensors of an entry, in the order of `entry.hf`.
+
+    Args:
+        entry: row of the table of Megatron's parameters.
+        model: sizes of the model.
+        place: the rank's.
+        layer: number of the layer, from 0, one of the rank's.
+        expert: number of the expert in the layer, from 0, one of the rank's.
+    """
+    part = place.expert_tensor if entry.per_expert else place.tensor
+    parts = [_part(tensor, model, part, layer, expert) for tensor in entry.hf]
+    rows = [one.local_shape[0] for one in parts]
+    found = []
+    for position, one in enumerate(parts):
+        joined = position if entry.merge in ("qkv", "gate_up") else 0
+        row = sum(rows[:joined]) + _rows_before(entry, model)
+        slot = expert - place.experts[0] if entry.per_expert else None
+        found.append(Landing(_parameter(entry, position, model, one.name), one, row, slot))
+    return found
+
+
+def _part(tensor: HFTensor, model: ModelShape, part: Part, layer: int, expert: int) -> WeightSlice:
+    shape, name = tensor.shape(model), tensor.name.format(layer=layer, expert=expert)
+    axis = next((axis for axis, dim in enumerate(tensor.dims) if dim in _SPLIT), None)
+    if axis is None:
+        return WeightSlice(name, shape, None, 0, 0)
+    total = shape[axis]
+    if tensor.dims[axis] == "vocab":
+        width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // part.count
+        return WeightSlice(name, shape, axis, min(part.index * width, total), min((part.index + 1) * width, total))
+    if tensor.dims[axis] == "kv_heads" and part.count > model.key_value_heads:  # several ranks have the same head
+        part = Part(part.index // (part.count // model.key_value_heads), model.key_value_heads)
+    width = total // part.count
+    return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
+
+
+def _parameter(entry: WeightEntry, position: int, model: ModelShape, name: str) -> str:
+    """Name of the parameter that a tensor of this name is kept in."""
+    module, _, kind = name.rpartition(".")
+    if entry.per_expert:
+        block = module[: module.index(".experts.")]
+        return f"{block}.experts.routed_experts.{'w13' if entry.merge == 'gate_up' else 'w2'}_{kind}"
+    above, _, last = module.rpartition(".")
+    if entry.merge == "qkv":
+        return f"{above}.qkv_proj.{kind}"
+    if entry.merge == "gate_up":
+        return f"{above}.gate_up_proj.{kind}"
+    if last in _COMPRESSED and _query_rank(model):
+        return f"{above}.fused_qkv_a_proj.{kind}"
+    return name
+
+
+def _rows_before(entry: WeightEntry, model: ModelShape) -> int:
+    """Rows of the parameter before those of an entry that is joined with another."""
+    return _query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
+
+
+def _query_rank(model: ModelShape) -> int:
+    """Length of the vector that queries are made of; 0: they are made of the hidden state."""
+    return model.latent.query_rank or 0 if model.latent is not None else 0
+
+
+BLOCK = 128
+"""Rows, and columns, that share a scale; the last ones of a tensor may be fewer."""
+_ROUTING = {"experts", "score"}
+"""Dimensions of what chooses and weighs experts, which stays as it is."""
+
+
+def in_fp8_blocks(entry: WeightEntry) -> bool:
+    """Whether the tensors of an entry are matrices that vLLM's layers multiply by: no embedding, head, norm or bias."""
+    return is_per_layer(entry.megatron[0]) and all(
+        len(tensor.dims) == 2 and not _ROUTING & set(tensor.dims) for tensor in entry.hf
+    )
+
+
+def cut_blocks(shape: ModelShape, sources: Sequence[Place], engine: Sequence[Place]) -> Iterator[str]:
+    """The matrices that some rank begins or ends inside a block, and where; for a message to people.
+
+    Args:
+        shape: sizes of the model.
+        sources: places of the ranks that train.
+        engine: places of the ranks of an engine.
+    """
+    for entry in filter(in_fp8_blocks, weight_entries(shape)):
+        expert = engine[0].experts[0] if entry.per_expert else 0
+        trained = {(place.expert_tensor if entry.per_expert else place.tensor) for place in sources}
+        for part in sorted(trained, key=lambda part: part.index):
+            for held in entry.slices(shape, 0, part.index, part.count, expert):
+                if _inside(held):
+                    yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
+        for number, place in enumerate(engine):
+            first = place.experts[0] if entry.per_expert else 0
+            for landing in landings(entry, shape, place, expert=first):
+                kept = landing.part
+                if _inside(kept) or landing.row % BLOCK:
+                    yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"
+
+
+def _inside(part: WeightSlice) -> bool:
+    """Whether a slice begins or ends inside a block."""
+    if part.axis is None:
+        return False
+    return bool(part.start % BLOCK or (part.stop % BLOCK and part.stop != part.shape[part.axis]))

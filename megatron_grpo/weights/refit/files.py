@@ -1,0 +1,325 @@
+"""Refit through a folder: the policy writes what has changed, then every engine reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.trainer.group import MegatronPolicy
+from megatron_grpo.weights.hf_weights import iter_hf_tensors
+from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
+from megatron_grpo.weights.refit.store import Manifest, Stored, digest, emptied, remove_unread, written_whole
+from megatron_grpo.weights.refit.transport import AttemptError, EngineTransport, TransferReport
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+
+
+@dataclass(slots=True)
+class FileWriter:
+    """Writes the tensors of one stage that have changed since the last version."""
+
+    folder: Path
+    bucket_bytes: int
+    """Size of a file, and of what is held in memory; more where a single tensor is larger."""
+    _stored: dict[str, Stored] = field(default_factory=dict)
+
+    def write(
+        self, tensors: Iterable[tuple[str, Tensor | None]], part: str, rank: int, *, whole: bool
+    ) -> dict[str, Stored]:
+        """Write one version of the stage's weights.
+
+        Args:
+            tensors: (name, full tensor [...]); None in place of the tensor on ranks that do not write.
+            part: folder inside the folder, of this version alone.
+            rank: the rank that writes.
+            whole: write all tensors, changed or not.
+
+        Returns:
+            Of every tensor, in their order, where its values are; empty on ranks that do not write.
+        """
+        before, self._stored = ({} if whole else self._stored), {}
+        (self.folder / part).mkdir(exist_ok=True)
+        found: dict[str, Stored] = {}
+        files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in range(10**6))
+        for bucket in self._changed(tensors, before, found):
+            file = next(files)
+            written_whole(self.folder / file, partial(save_file, bucket))
+            for name in bucket:
+                found[name] = Stored(file, found[name].digest, found[name].nbytes)
+        self._stored = found  # only now: after a failure all are written again
+        return found
+
+    def _changed(
+        self, tensors: Iterable[tuple[str, Tensor | None]], before: dict[str, Stored], found: dict[str, Stored]
+    ) -> Iterator[dict[str, Tensor]]:
+        """The tensors that changed, on the CPU, some at a time; all are noted in `found`."""
+        bucket: dict[str, Tensor] = {}
+        used = 0
+        for name, tensor in tensors:
+            if tensor is None:
+                continue
+            # A copy: tensors may be views of one parameter, which safetensors does not write.
+            held = tensor.to("cpu", copy=True).contiguous()
+            known, found[name] = before.get(name), Stored("", digest(held), held.nbytes)
+            if known is not None and known.digest == found[name].digest:
+                found[name] = known
+                continue
+            if bucket and used + held.nbytes > self.bucket_bytes:
+                yield bucket
+                bucket, used = {}, 0
+            bucket[name] = held
+            used += held.nbytes
+        if bucket:
+            yield bucket
+
+
+_writer: FileWriter | None = None
+"""This process's writer: a process is one policy rank."""
+
+
+def connect_writer(_rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
+    """Begin to write into a folder, which exists; nothing of it is known to be there."""
+    global _writer
+    _writer = FileWriter(folder, bucket_bytes)
+
+
+def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, Stored]:
+    """Write this stage's weights, gathered over its ranks (`FileWriter.write`)."""
+    from torch.distributed import get_rank
+
+    assert _writer is not None, "connect_writer() comes first"
+    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, _writer.bucket_bytes)
+    try:
+        return _writer.write(tensors, part, get_rank(), whole=whole)
+    finally:
+        # Gathering is collective: every rank goes through to the end, also one that cannot write.
+        for _ in tensors:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFolder:
+    """Where the weights of a run are."""
+
+    folder: str
+    session: str
+    """Which start of which run writes there."""
+
+
+class FilesReceiver:
+    """One worker's reading of the folder.
+
+    Args:
+        model: vLLM's model.
+        vllm_config: vLLM's settings of the engine.
+        device: where the model is.
+        shared: where the weights are.
+        number: the worker's among those of all engines.
+
+    Raises:
+        ValueError: the folder is not the one that the policy writes to.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, shared: SharedFolder, number: int
+    ) -> None:
+        self._model: Any = model
+        self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
+        self._folder, self._session = Path(shared.folder), shared.session
+        self._held: dict[str, str] = {}
+        """Digest of each tensor that the model is known to have."""
+        self._wanted: dict[str, Stored] = {}
+        self._read_manifest()
+
+    def begin(self) -> None:
+        """Nothing is touched before all of it is verified."""
+
+    def receive(self, version: int) -> None:
+        """Verify what has to be loaded of a version.
+
+        Raises:
+            ValueError: the folder has another version, or a file is missing or damaged. The model is as it was.
+        """
+        manifest = self._read_manifest()
+        if manifest.version != version:
+            raise ValueError(f"{self._folder} holds version {manifest.version}, not {version}")
+        changed = [name for name, one in manifest.tensors.items() if self._held.get(name) != one.digest]
+        self._wanted = _complete(changed, manifest.tensors)
+        for name, tensor in self._tensors():
+            if digest(tensor.contiguous()) != self._wanted[name].digest:
+                raise ValueError(f"{self._folder / self._wanted[name].file}: {name} is not what was written")
+
+    def finish(self) -> None:
+        """Load what was verified."""
+        if not self._wanted:
+            return
+        held, self._held = self._held, {}  # until all of it is loaded, nothing is certain
+        self._loading.begin()
+        self._model.load_weights(self._tensors())
+        self._loading.finish()
+        self._held = held | {name: one.digest for name, one in self._wanted.items()}
+
+    def abandon(self) -> None:
+        """What is half loaded is forgotten."""
+        self._loading.abandon()
+
+    def _read_manifest(self) -> Manifest:
+        manifest = Manifest.read(self._folder)
+        if manifest.session != self._session:
+            raise ValueError(f"another run writes to {self._folder}; give each its own refit.directory")
+        return manifest
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor [...] on the CPU) of what has to be loaded, in the order of the layers."""
+        with ExitStack() as open_files:
+            path, file = None, None
+            for name, one in self._wanted.items():
+                try:
+                    if one.file != path:
+                        open_files.close()
+                        file = open_files.enter_context(safe_open(self._folder / one.file, framework="pt"))
+                        path = one.file
+                    assert file is not None
+                    tensor = file.get_tensor(name)
+                except (OSError, SafetensorError) as error:
+                    raise ValueError(f"{self._folder / one.file}: {name} cannot be read: {error}") from None
+                yield name, tensor
+
+
+def _complete(changed: Iterable[str], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """What has to be loaded when some tensors have changed: vLLM makes a layer only of all that belongs to it."""
+    blocks = {_block(name) for name in changed}
+    return {name: one for name, one in tensors.items() if _block(name) in blocks}
+
+
+def _block(name: str) -> str:
+    """The part of the model that a tensor is loaded with, like "model.layers.3.self_attn"; vLLM joins no matrices
+    across these."""
+    parts = name.split(".")
+    layer = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return name if layer is None else ".".join(parts[: layer + 2])
+
+
+UNREAD_SHARE = 2.0
+"""When files hold so many times what a version needs, the next one is written whole."""
+
+FOLDER = "refit"
+"""Folder of the weights in that of the run, unless `refit.directory` names another place."""
+
+
+class FilesTransport(EngineTransport):
+    """Needs nothing of the engines but that they see the folder; so these may be outside of the run."""
+
+    mode: ClassVar[RefitMode] = "files"
+
+    def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path) -> None:
+        """
+        Args:
+            policy: whose weights.
+            generation: the engines that get them.
+            config: the folder, its files' size, deadline and attempts.
+            run_dir: the run's folder.
+        """
+        super().__init__(policy, generation, config)
+        self._folder = _folder(config, run_dir.absolute())
+        self._session = secrets.token_hex(8)
+        self._written = 0
+        self._whole = True
+        self._readers: set[int] = set()
+        """Engines that know the folder."""
+        self._payload: Counter[str] = Counter()
+        """Bytes of tensors that were written to each file that is still there."""
+
+    def connect(self) -> None:
+        self._linked = ()  # engines may have been connected in another way since
+        super().connect()
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _replace(self, lost: Mapping[int, str]) -> None:
+        super()._replace(lost)
+        self._readers -= lost.keys()
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        """Tell engines of the folder that do not know it; at first and after a failure begin with an empty one."""
+        writers = [] if self._linked else self._begin_anew()
+        new = [engine for engine in engines if engine not in self._readers]
+        shared = asdict(SharedFolder(str(self._folder), self._session))
+        answers = self._generation.submit_each("connect_weights", [(self.mode, shared, 0)] * len(new), new)
+        deadline = time.monotonic() + self._timeout_s
+        self._complete(writers, dict(zip(new, answers, strict=True)), deadline, "connecting the refit")
+        self._readers |= set(new)
+        self._linked = engines
+
+    def _begin_anew(self) -> list[ray.ObjectRef]:
+        """Empty the folder, of which nobody has read anything any more, and let writers begin."""
+        with _disk_errors_told(self._folder):
+            emptied(self._folder)
+            Manifest(self._session, -1, {}).write(self._folder)
+        self._whole = True
+        self._readers = set()
+        return self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        deadline = time.monotonic() + self._timeout_s
+        self._written += 1
+        part = f"{self._written:06d}"
+        stages = self._complete(
+            self._policy.submit(write_weights, part, self._whole), {}, deadline, f"writing version {version}"
+        )
+        tensors: dict[str, Stored] = {name: one for stage in stages for name, one in stage.items()}
+        manifest = Manifest(self._session, version, tensors)
+        with _disk_errors_told(self._folder):
+            manifest.write(self._folder)
+        receives = self._on_engines("receive_weights", version, engines)
+        self._complete([], receives, deadline, f"refit of version {version}")
+        self._commit(version, engines, deadline)
+        with _disk_errors_told(self._folder):
+            remove_unread(self._folder, manifest)
+        new = [one for one in tensors.values() if one.file.startswith(f"{part}/")]
+        for one in new:
+            self._payload[one.file] += one.nbytes
+        self._payload = Counter({file: self._payload[file] for file in manifest.files})
+        self._whole = self._payload.total() > UNREAD_SHARE * manifest.nbytes
+        return TransferReport(
+            version=version,
+            bytes_sent=sum(one.nbytes for one in new),
+            tensors=len(new),
+            buckets=len({one.file for one in new}),
+            seconds=0.0,
+        )
+
+
+def _folder(config: RefitConfig, run_dir: Path) -> Path:
+    """The folder of this run's weights: runs that share `refit.directory` have one each."""
+    if config.directory is None:
+        return run_dir / FOLDER
+    run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
+    return Path(config.directory).absolute() / f"{run_dir.name}-{run}"
+
+
+@contextmanager
+def _disk_errors_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AttemptError(f"the folder of the refit, {folder}, cannot be written: {error.strerror}", {}) from error

@@ -1,0 +1,366 @@
+"""Which slice of which tensor goes from which rank of the policy to which rank of an engine: arithmetic, no tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.weights.layouts import BLOCK, Part, Place, in_fp8_blocks, landings
+from megatron_grpo.weights.refit.buckets import ALIGN_BYTES
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
+
+FP8 = "float8_e4m3fn"
+"""Numbers of this type have a float32 scale for each block, which lie behind them."""
+_SIZES = {"float32": 4, "bfloat16": 2, FP8: 1}
+_SCALE_BYTES = 4
+
+
+def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
+    """Type of each tensor on its way, by row of the model's table: the policy's precision, but for biases of routing.
+
+    Args:
+        shape: sizes of the model.
+        precision: `policy.precision`.
+        fp8_blocks: whether matrices of the layers travel in FP8.
+    """
+    return [_wire_dtype(entry, precision, fp8_blocks) for entry in weight_entries(shape)]
+
+
+def _wire_dtype(entry: WeightEntry, precision: str, fp8_blocks: bool) -> str:
+    if entry.megatron[0].endswith(".expert_bias"):  # which experts are chosen with; Megatron-Core has it in float32
+        return "float32"
+    return FP8 if fp8_blocks and in_fp8_blocks(entry) else precision
+
+
+def piece_bytes(dtype: str, rows: int, columns: int) -> int:
+    """Bytes of a piece of this type, with its scales."""
+    numbers = rows * columns * _SIZES[dtype]
+    return numbers if dtype != FP8 else _up(numbers, ALIGN_BYTES) + _SCALE_BYTES * blocks(rows) * blocks(columns)
+
+
+def strip_rows(dtype: str, columns: int, limit: int) -> int:
+    """How many rows of this length a piece of at most `limit` bytes has: one, or the rows of a block, at least."""
+    rows = limit // (columns * _SIZES[dtype])
+    return max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
+
+
+def blocks(size: int) -> int:
+    """Blocks along a side of a matrix."""
+    return -(-size // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A piece as it lies in its message."""
+
+    begin: int
+    """Bytes of the message before it."""
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def scaled(self) -> bool:
+        """Whether it is in FP8, with scales."""
+        return self.dtype == torch.float8_e4m3fn
+
+    def numbers(self, message: Tensor) -> Tensor:
+        """[rows, columns], sharing memory with the message: [bytes], uint8."""
+        end = self.begin + self.rows * self.columns * self.dtype.itemsize
+        return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
+
+    def scales(self, message: Tensor) -> Tensor:
+        """[blocks of rows, blocks of columns], float32, sharing memory with the message, of a piece in FP8."""
+        shape = blocks(self.rows), blocks(self.columns)
+        begin = self.begin + _up(self.rows * self.columns, ALIGN_BYTES)
+        return message[begin : begin + _SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
+
+    def pack(self, message: Tensor, values: Tensor) -> None:
+        """Put numbers into the message: [bytes], uint8; in FP8 they are rounded, block by block.
+
+        Args:
+            message: where to put them.
+            values: [rows, columns], any float type.
+        """
+        if self.scaled:
+            values, scales = quantise(values, WEIGHT_BLOCK)
+            self.scales(message).copy_(scales)
+        self.numbers(message).copy_(values)
+
+
+def parcels(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Parcel], int]:
+    """Where the pieces of a message lie in it, one behind the other; and bytes of all.
+
+    Args:
+        pieces: [pieces], PIECE, in their order.
+        dtypes: types by row of the model's table.
+    """
+    ends = np.cumsum(aligned(pieces["bytes"])).tolist()
+    sizes = zip(np.diff(pieces["rows"])[:, 0].tolist(), np.diff(pieces["columns"])[:, 0].tolist(), strict=True)
+    kinds = [dtypes[entry] for entry in pieces["entry"].tolist()]
+    begins = [0, *ends[:-1]]
+    found = [Parcel(begin, *size, kind) for begin, size, kind in zip(begins, sizes, kinds, strict=True)]
+    return found, int(ends[-1])
+
+
+def aligned(sizes: np.ndarray) -> np.ndarray:
+    """Bytes that pieces take in a message: views in wider types begin at multiples of ALIGN_BYTES."""
+    return -(-sizes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+PIECE = np.dtype(
+    [
+        ("source", np.int32),  # rank of the policy
+        ("target", np.int32),  # rank among those of all engines, engine by engine
+        ("entry", np.int16),  # row of the model's table
+        ("tensor", np.int8),  # number among the entry's tensors
+        ("layer", np.int16),
+        ("expert", np.int16),
+        ("rows", np.int32, 2),  # of the whole Hugging Face tensor, from the first to one behind the last
+        ("columns", np.int32, 2),  # likewise; (0, 1) of a vector
+        ("bytes", np.int64),
+        ("turn", np.int32),  # of its message, among those of its source and among those of its target
+    ]
+)
+"""A box of a Hugging Face tensor on its way."""
+
+Pieces = NDArray[Any]
+"""[pieces], PIECE."""
+
+EMBEDDING, END = -1, -2
+"""Stand where the number of a layer stands, for what is in none: the embedding; the last norm and the head."""
+
+
+class Box(NamedTuple):
+    """Rows and columns of a tensor, each from the first to one behind the last."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+    @property
+    def rows(self) -> int:
+        """How many; not positive: it is empty."""
+        return self.row_end - self.row
+
+    @property
+    def columns(self) -> int:
+        """How many; not positive: it is empty."""
+        return self.column_end - self.column
+
+    def meet(self, other: Box) -> Box:
+        """What is in both."""
+        return Box(
+            max(self.row, other.row),
+            min(self.row_end, other.row_end),
+            max(self.column, other.column),
+            min(self.column_end, other.column_end),
+        )
+
+    def in_strips(self, height: int) -> Iterator[Box]:
+        """The box in strips of so many rows, of which the last may have fewer."""
+        for row in range(self.row, self.row_end, height):
+            yield self._replace(row=row, row_end=min(row + height, self.row_end))
+
+
+def box_of(part: WeightSlice) -> Box:
+    """A slice as rows and columns."""
+    rows, columns = part.shape[0], part.shape[1] if len(part.shape) > 1 else 1
+    if part.axis == 0:
+        return Box(part.start, part.stop, 0, columns)
+    if part.axis == 1:
+        return Box(0, rows, part.start, part.stop)
+    return Box(0, rows, 0, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What goes from one part of a matrix to one rank of an engine, the same for every layer and expert."""
+
+    tensor: int
+    part: int
+    """Number of the part among those that the policy's ranks split the matrix into."""
+    strip: Box
+
+
+def plan_pieces(
+    shape: ModelShape,
+    sources: Sequence[Place],
+    engine: Sequence[Place],
+    engines: int,
+    dtypes: Sequence[str],
+    limit: int,
+    *,
+    beside: bool = False,
+) -> Pieces:
+    """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
+
+    Ranks of the policy that hold the same share the sending by bytes.
+
+    Args:
+        shape: sizes of the model.
+        sources: places of the policy's ranks, in their order.
+        engine: places of the ranks of one engine, in their order.
+        engines: engines, all laid out alike.
+        dtypes: by row of the table, the type of its numbers on their way.
+        limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
+        beside: whether ranks of the policy and of engines with the same number share a device: what both have is not to
+            come from another.
+
+    Returns:
+        Pieces in the order of the table, layer by layer.
+    """
+    entries = weight_entries(shape)
+    holders = _Holders(sources)
+    found: list[Pieces] = []
+    sets: list[NDArray[np.int64]] = []
+    for number, layer in _rows_in_order(entries, shape):
+        entry = entries[number]
+        for rank, place in enumerate(engine):
+            if not keeps(entry, place, layer):
+                continue
+            experts = np.arange(*place.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
+            for route in _routes(entry, shape, holders.parts(entry), place, dtypes[number], limit):
+                pieces = np.zeros(len(experts), dtype=PIECE)
+                pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, route.tensor
+                pieces["layer"], pieces["expert"] = layer, experts
+                pieces["rows"], pieces["columns"] = route.strip[:2], route.strip[2:]
+                pieces["bytes"] = piece_bytes(dtypes[number], route.strip.rows, route.strip.columns)
+                found.append(pieces)
+                sets.append(holders.numbers(entry, layer, route.part, experts))
+    one = np.concatenate(found)
+    pieces = np.tile(one, engines)
+    pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(one))
+    holding = np.concatenate(sets)
+    pieces["source"] = holders.share(holding, one["bytes"], engines)
+    if beside:
+        at_hand = holders.include(np.tile(holding, engines), pieces["target"])
+        pieces["source"][at_hand] = pieces["target"][at_hand]
+    return pieces
+
+
+def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterator[tuple[int, int]]:
+    """(row of the table, layer) of everything that is sent, layer by layer; layer 0 of what is in none."""
+    position = 0
+    while position < len(entries):
+        end = position
+        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
+            end += 1
+        for layer in range(shape.layers if end > position else 0):
+            kind = "experts" if shape.has_experts(layer) else "dense"
+            for number in range(position, end):
+                if entries[number].layers in ("all", kind):
+                    yield number, layer
+        if end < len(entries) and not entries[end].copy:
+            yield end, 0
+        position = end + 1
+
+
+def keeps(entry: WeightEntry, place: Place, layer: int = 0) -> bool:
+    """Whether a rank has a parameter of its own for an entry, in this layer if it is of layers."""
+    where = _where(entry, layer)
+    return where in place.layers or (where == EMBEDDING and place.embedding) or (where == END and place.end)
+
+
+def _routes(
+    entry: WeightEntry, shape: ModelShape, parts: int, place: Place, dtype: str, limit: int
+) -> Iterator[_Route]:
+    """What each part of an entry's matrices has for one rank of an engine, in strips of at most `limit` bytes."""
+    wanted = landings(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
+    held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
+    for tensor, landing in enumerate(wanted):
+        for part, slices in enumerate(held):
+            both = box_of(slices[tensor]).meet(box_of(landing.part))
+            if both.rows > 0 and both.columns > 0:
+                height = strip_rows(dtype, both.columns, limit)
+                yield from (_Route(tensor, part, strip) for strip in both.in_strips(height))
+
+
+class _Holders:
+    """Which ranks of the policy hold a part of an entry's matrices: sets of ranks, by number."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._sets: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._experts = max(places[0].experts[1] - places[0].experts[0], 1)
+        self._stages: dict[Any, list[int]] = defaultdict(list)
+        for rank, place in enumerate(places):
+            for where in (*place.layers, *([EMBEDDING] if place.embedding else []), *([END] if place.end else [])):
+                self._stages[where].append(rank)
+
+    def parts(self, entry: WeightEntry) -> int:
+        """Into how many parts ranks split an entry's matrices."""
+        return _part(entry, self._places[0]).count
+
+    def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
+        firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
+        return np.array([self._number(entry, layer, part, int(first)) for first in firsts])[inverse]
+
+    def _number(self, entry: WeightEntry, layer: int, part: int, first_expert: int) -> int:
+        where = _where(entry, layer)
+        key = (where, entry.per_expert, entry.axis is None, part, first_expert)
+        if key not in self._numbers:
+            ranks = tuple(rank for rank in self._stages[where] if self._has(rank, entry, part, first_expert))
+            self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
+        return self._numbers[key]
+
+    def _has(self, rank: int, entry: WeightEntry, part: int, first_expert: int) -> bool:
+        """Whether a rank has this part of an entry's matrices, in the layers that it has at all."""
+        place = self._places[rank]
+        if entry.axis is not None and _part(entry, place).index != part:
+            return False
+        return not entry.per_expert or place.experts[0] == first_expert
+
+    def share(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
+        """[engines * pieces], engine by engine: who sends. Those of a set take equal shares, consecutive pieces each.
+
+        Args:
+            numbers: [pieces], the set that holds each piece of an engine.
+            sizes: [pieces], bytes.
+            engines: engines, each of which gets all pieces.
+        """
+        senders = np.empty((engines, len(numbers)), dtype=np.int32)
+        order = np.argsort(numbers, kind="stable")
+        bounds = np.searchsorted(numbers[order], np.arange(len(self._sets) + 1))
+        for ranks, begin, end in zip(self._sets, bounds, bounds[1:], strict=False):
+            mine = order[begin:end]
+            until = np.cumsum(sizes[mine])
+            middles = until - sizes[mine] / 2 + np.arange(engines)[:, None] * until[-1]
+            senders[:, mine] = np.array(ranks)[(middles * len(ranks) / (engines * until[-1])).astype(np.int64)]
+        return senders.reshape(-1)
+
+    def include(self, numbers: NDArray[np.int64], ranks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[n]: whether each rank is in the set of this number."""
+        found = np.zeros(len(numbers), dtype=np.bool_)
+        for number, members in enumerate(self._sets):
+            mine = numbers == number
+            found[mine] = np.isin(ranks[mine], members)
+        return found
+
+
+def _part(entry: WeightEntry, place: Place) -> Part:
+    return place.expert_tensor if entry.per_expert else place.tensor
+
+
+def _where(entry: WeightEntry, layer: int) -> int:
+    """The layer that an entry's parameter is in, or EMBEDDING or END."""
+    if is_per_layer(entry.megatron[0]):
+        return layer
+    return EMBEDDING if entry.megatron[0].startswith("embedding.") else END

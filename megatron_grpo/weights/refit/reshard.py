@@ -1,0 +1,270 @@
+"""Refit shard to shard: the driver plans once, from the two layouts, who sends what to whom."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import ray
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.weights.families import shape_of_folder, weight_entries
+from megatron_grpo.weights.families.family import WeightSlice
+from megatron_grpo.weights.hf_weights import BoundEntry, bound_entries, split_parameter
+from megatron_grpo.weights.layouts import engine_places, training_places
+from megatron_grpo.weights.refit.buckets import broken_seal, seal
+from megatron_grpo.weights.refit.groups import Rendezvous, left_on_failure
+from megatron_grpo.weights.refit.landing import ModelWriter
+from megatron_grpo.weights.refit.links import BUFFERS, Links, Transfer, schedule, write_plan
+from megatron_grpo.weights.refit.plan import box_of, plan_pieces, wire_dtypes
+from megatron_grpo.weights.refit.transport import GroupTransport, Sent
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
+    from megatron_grpo.weights.layouts import Place
+
+
+class _Key(NamedTuple):
+    """One parameter of the whole model."""
+
+    entry: int
+    layer: int
+    expert: int
+
+
+class _Cut(NamedTuple):
+    """Where a piece is in this rank's parameters."""
+
+    key: _Key
+    tensor: int
+    """Number among the tensors that the parameter is made of."""
+    rows: slice
+    columns: slice
+
+
+class ShardSender:
+    """The sending end of a rank's links.
+
+    Args:
+        rank: the rank's model.
+        place: what the rank has of it.
+        links: connected.
+    """
+
+    def __init__(self, rank: PolicyRank, place: Place, links: Links) -> None:
+        self._rank, self._place, self._links = rank, place, links
+        self._entries = weight_entries(rank.shape)
+        self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
+        self._bound: dict[_Key, BoundEntry] = {}
+        self._bound_tensors: list[Tensor] = []
+        """Parameters and buffers of the model that `_bound` was made of."""
+        self._key: _Key | None = None
+        self._tensors: list[Tensor] = []
+
+    def send(self, version: int) -> Sent:
+        """Send one version: a message is packed while the one before it is under way.
+
+        Raises:
+            RuntimeError: a receiver stopped receiving.
+        """
+        self._bind()
+        with left_on_failure(self._links.close):
+            self._send(version)
+        return Sent(sum(self._links.sizes), sum(map(len, self._cuts)), len(self._cuts))
+
+    def _send(self, version: int) -> None:
+        under_way: list[tuple[int, Transfer]] = []
+        for number, cuts in enumerate(self._cuts):
+            if len(under_way) == BUFFERS:
+                self._wait(*under_way.pop(0))
+            buffer = self._links.buffer(number)
+            for cut, parcel in zip(cuts, self._links.parcels[number], strict=True):
+                parcel.pack(buffer, self._values(cut))
+            seal(buffer, version)
+            under_way.append((number, self._links.begin(number)))
+        for one in under_way:
+            self._wait(*one)
+        self._key, self._tensors = None, []
+
+    def _bind(self) -> None:
+        """Find the parameters; anew when the model has replaced one since the last refit."""
+        chunks = self._rank.whole_chunks()
+        tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        if len(tensors) == len(self._bound_tensors) and all(map(operator.is_, tensors, self._bound_tensors)):
+            return
+        self._bound_tensors = tensors
+        numbers = {entry: number for number, entry in enumerate(self._entries)}
+        first = self._place.experts[0]
+        self._bound = {
+            _Key(numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
+            for bound in bound_entries(chunks, self._rank.shape)
+        }
+
+    def _cut(self, piece: Any) -> _Cut:
+        key, tensor = _Key(int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
+        box = box_of(self._slices(key)[tensor])
+        rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
+        return _Cut(key, tensor, slice(*rows), slice(*columns))
+
+    def _values(self, cut: _Cut) -> Tensor:
+        """[rows, columns]: a piece of this rank's parameters."""
+        if cut.key != self._key:  # what an adapter is merged into is merged once for all pieces
+            bound = self._bound[cut.key]
+            tensors = split_parameter(bound.entry, bound.weight(), self._slices(cut.key), self._rank.shape)
+            self._key, self._tensors = cut.key, [t if t.dim() == 2 else t[:, None] for t in tensors]
+        return self._tensors[cut.tensor][cut.rows, cut.columns]
+
+    def _slices(self, key: _Key) -> list[WeightSlice]:
+        """What this rank holds of the tensors that a parameter is made of."""
+        entry = self._entries[key.entry]
+        part = self._place.expert_tensor if entry.per_expert else self._place.tensor
+        return entry.slices(self._rank.shape, key.layer, part.index, part.count, key.expert)
+
+    def _wait(self, number: int, transfer: Transfer) -> None:
+        try:
+            transfer.wait()
+        except RuntimeError as error:
+            messages = self._links.messages
+            first = messages[number].begins_with(weight_entries(self._rank.shape))
+            which = f"message {number} of {len(messages)}, which begins with {first},"
+            raise RuntimeError(f"{which} did not reach {self._links.peer(messages[number])}: {error}") from error
+
+
+_sender: ShardSender | None = None
+"""This process's end: a process is one rank of the policy."""
+
+
+def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, places: list[Place]) -> None:
+    """Join the group of all ranks and try every link of this one.
+
+    Args:
+        rank: the rank's model.
+        rendezvous: where to meet.
+        places: of all ranks of the policy, as the plan has them.
+    """
+    global _sender
+    _sender = None
+    number = torch.distributed.get_rank()
+    _require_place(rank, places[number])
+    _sender = ShardSender(rank, places[number], Links(rendezvous, "source", number, current_platform().device))
+
+
+@torch.no_grad()
+def send_shards(rank: PolicyRank, version: int) -> Sent:
+    """Send what the plan wants of this rank's weights."""
+    assert _sender is not None, "connect_shards() comes first"
+    return _sender.send(version)
+
+
+def _require_place(rank: PolicyRank, place: Place) -> None:
+    """The plan is made from the configuration alone; it must be what Megatron-Core has made of that."""
+    from megatron.core import parallel_state
+
+    layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    assert (layers, tensor) == (place.layers, place.tensor.index), f"planned for {place}, has {layers}, {tensor}"
+
+
+class ReshardTransport(GroupTransport):
+    """Every rank of an engine gets the slices that it keeps, from ranks of the policy that have them."""
+
+    mode: ClassVar[RefitMode] = "reshard"
+
+    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
+        settings, layout = self._policy.settings, self._generation.parallel
+        places = training_places(settings.config.parallel, settings.shape)
+        engine = engine_places(layout, settings.shape)
+        dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
+        limit, beside = self._bucket_bytes // 2, self._generation.colocated
+        engines = rendezvous.receivers // len(engine)
+        pieces = plan_pieces(settings.shape, places, engine, engines, dtypes, limit, beside=beside)
+        scheduled = schedule(pieces, self._bucket_bytes)
+        write_plan(store, scheduled, len(places), rendezvous.receivers, dtypes, self._config.shared_memory)
+        return self._policy.submit(connect_shards, rendezvous, places)
+
+    def _send(self, version: int) -> list[ray.ObjectRef]:
+        return self._policy.submit(send_shards, version)
+
+
+class ReshardReceiver:
+    """One worker's end of its links.
+
+    Args:
+        model: vLLM's model.
+        vllm_config: vLLM's settings of the engine.
+        device: where the model is.
+        rendezvous: where to meet.
+        number: the worker's among those of all engines.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rendezvous: Rendezvous, number: int
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        shape = shape_of_folder(vllm_config.model_config.model)
+        layout = GenerationParallelConfig(
+            tensor=parallel.tensor_parallel_size,
+            pipeline=parallel.pipeline_parallel_size,
+            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+        )
+        self._entries = weight_entries(shape)
+        self._links = Links(rendezvous, "target", number, device)
+        place = engine_places(layout, shape)[parallel.rank]
+        messages = [message.pieces for message in self._links.messages]
+        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
+        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages, scaled)
+
+    def begin(self) -> None:
+        """Nothing is written yet."""
+        self._writer.begin()
+
+    def receive(self, version: int) -> None:
+        """Take one version: a message is put in place while the next one arrives.
+
+        Raises:
+            ValueError: a seal was broken. Raised after the last message, so that nobody else is kept waiting; nothing
+                that comes after it is written.
+            RuntimeError: a rank of the policy stopped sending, or the links failed before.
+        """
+        with left_on_failure(self._links.close):
+            self._receive(version)
+
+    def _receive(self, version: int) -> None:
+        links, messages = self._links, self._links.messages
+        under_way = {number: links.begin(number) for number in range(min(BUFFERS, len(messages)))}
+        broken: list[str] = []
+        for number, message in enumerate(messages):
+            try:
+                under_way.pop(number).wait()
+            except RuntimeError as error:
+                which = f"message {number} of {len(messages)}, which begins with {message.begins_with(self._entries)},"
+                raise RuntimeError(f"{which} did not come from {links.peer(message)}: {error}") from error
+            problem = broken_seal(links.buffer(number), version)
+            if problem is not None:
+                first = message.begins_with(self._entries)
+                broken.append(f"message {number} from {links.peer(message)}: {problem}; it begins with {first}")
+            if not broken:
+                self._write(number, links.buffer(number))
+            links.emptied(number)
+            if number + BUFFERS < len(messages):  # into the buffer that has just been emptied
+                under_way[number + BUFFERS] = links.begin(number + BUFFERS)
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    def _write(self, number: int, message: Tensor) -> None:
+        """Put the pieces of the message of this number, [bytes], uint8, where they belong."""
+        for position, parcel in enumerate(self._links.parcels[number]):
+            scales = parcel.scales(message) if parcel.scaled else None
+            self._writer.write(number, position, parcel.numbers(message), scales)
+
+    def finish(self) -> None:
+        """Let vLLM make what it derives from weights."""
+        self._writer.finish()
+
+    def abandon(self) -> None:
+        """Put back what layers that are half written had before; the rest is written over by the next version."""
+        self._writer.abandon()

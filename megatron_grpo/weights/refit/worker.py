@@ -1,0 +1,159 @@
+"""The generation worker's half of a refit, as vLLM knows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from megatron_grpo.cluster.phases import phase
+from megatron_grpo.config.generation_schema import RefitMode
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.refit.broadcast import BroadcastReceiver
+from megatron_grpo.weights.refit.files import FilesReceiver, SharedFolder
+from megatron_grpo.weights.refit.groups import Rendezvous
+from megatron_grpo.weights.refit.reshard import ReshardReceiver
+from megatron_grpo.weights.refit.transport import Receiver
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
+
+
+@dataclass
+class ReceiverInit(WeightTransferInitInfo):
+    """Where to meet, and this engine's place among the receivers."""
+
+    mode: RefitMode
+    meeting: Rendezvous | SharedFolder
+    first_receiver: int
+    """Receivers of the engines before this one."""
+
+
+@dataclass
+class ReceiverUpdate(WeightTransferUpdateInfo):
+    """One refit."""
+
+    version: int
+
+
+class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
+    """Registered with vLLM by the plugin; lives in every worker process."""
+
+    init_info_cls = ReceiverInit
+    update_info_cls = ReceiverUpdate
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receiver: Receiver | None = None
+
+    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
+        """Connect to the policy, in the way that it names."""
+        self.shutdown()
+        receivers: dict[RefitMode, Callable[..., Receiver]] = {
+            "broadcast": BroadcastReceiver,
+            "reshard": ReshardReceiver,
+            "files": FilesReceiver,
+        }
+        number = init_info.first_receiver + self.parallel_config.rank
+        self._receiver = receivers[init_info.mode](self.model, self.vllm_config, self.device, init_info.meeting, number)
+
+    def start_weight_update(self) -> None:
+        """Prepare the model to be given new weights."""
+        self._connected().begin()
+
+    def receive_weights(self, update_info: ReceiverUpdate) -> None:
+        """Take one version of the weights."""
+        self._connected().receive(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Let the model compute with what it was given."""
+        self._connected().finish()
+
+    def abandon(self) -> None:
+        """After a refit that failed: let a later one begin."""
+        if self._receiver is not None:
+            self._receiver.abandon()
+
+    def shutdown(self) -> None:
+        """Leave the groups."""
+        self._receiver = None
+
+    def _connected(self) -> Receiver:
+        assert self._receiver is not None, "connect_refit() comes first"
+        return self._receiver
+
+
+class RefitWorker(Worker):
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`).
+
+    They return what went wrong and raise nothing: of several failing workers vLLM's executor reads only the first
+    answer, and takes the second for the answer to the next call.
+    """
+
+    received: int | None = None
+    """The version that this worker holds whole; None: it has received none, or lost it in a refit that failed."""
+
+    @phase("connect the refit")
+    def connect_refit(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> str | None:
+        """Connect to the policy. Where to meet travels as a dict: vLLM's messages carry plain types only."""
+        try:
+            where = SharedFolder(**meeting) if mode == "files" else Rendezvous(**meeting)
+            self.init_weight_transfer_engine({"mode": mode, "meeting": where, "first_receiver": first_receiver})
+        except Exception as error:  # noqa: BLE001 - see the class
+            return self._described(error)
+        return None
+
+    @phase("receive weights")
+    def receive_refit(self, version: int) -> str | None:
+        """Receive one version in one call."""
+        self.received = None
+        try:
+            self.start_weight_update()
+            self.update_weights({"version": version})
+            self.finish_weight_update()
+        except Exception as error:  # noqa: BLE001 - see the class
+            self.weight_transfer_engine.abandon()
+            return self._described(error)
+        self.received = version
+        return None
+
+    def confirm_refit(self, version: int) -> str | None:
+        """Whether this worker holds a version: vLLM's other calls of a commit would be answered without the workers."""
+        if self.received == version:
+            return None
+        return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
+
+    def describe(self) -> dict[str, Any]:
+        """What a run has to know of a server before it uses it, in types that JSON has; "problem" if it cannot."""
+        config = self.vllm_config
+        parallel, model = config.parallel_config, config.model_config
+        if parallel.data_parallel_size > 1:
+            return {"problem": "its engines share the work (data parallelism); start one server for each"}
+        if model.logprobs_mode != "processed_logprobs":
+            return {"problem": f"--logprobs-mode={model.logprobs_mode} is not what tokens are drawn with"}
+        if self.device.type == "cpu" and config.scheduler_config.enable_chunked_prefill:
+            return {"problem": "a CPU engine that cuts prompts into pieces cannot repeat a response"}
+        try:
+            shape = asdict(shape_of_folder(model.model))
+        except ValueError as error:
+            return {"problem": str(error)}
+        tensor = parallel.tensor_parallel_size
+        return {
+            "shape": json.loads(json.dumps(shape)),
+            "tensor": tensor,
+            "pipeline": parallel.pipeline_parallel_size,
+            "expert": tensor if parallel.enable_expert_parallel else 1,
+            "longest": model.max_model_len,
+        }
+
+    def _described(self, error: Exception) -> str:
+        return f"worker {self.rank}: {error or type(error).__name__}"

@@ -1,0 +1,203 @@
+"""Where a model is: a folder, a hub name, or one that is made before the run; and what its sizes are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.paths import is_hub_name
+from megatron_grpo.config.schema import MISSING, Config
+from megatron_grpo.weights.families import shape_of_config, shape_of_folder
+from megatron_grpo.weights.shape import ModelShape
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = {token: i for i, token in enumerate([*"0123456789+=", PAD, EOS, "<bos>", "<unk>"])}
+"""Token ids of the models that add."""
+
+CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALL_END = '"}}</tool_call>'
+CONVERSATION_VOCABULARY = {
+    token: i for i, token in enumerate([*"0123456789+-*=,:", CALL_BEGIN, CALL_END, PAD, EOS, "<bos>", "<unk>"])
+}
+"""Token ids of the models that hold conversations."""
+
+# Divisible by two along every axis.
+_ADDITION: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    # Larger than usual for this width: weights of this size tolerate the steps of warm-up and run.
+    "initializer_range": 0.06,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY[EOS],
+    "pad_token_id": VOCABULARY[PAD],
+    "dtype": "float32",
+}
+
+_CONVERSATION: dict[str, Any] = {
+    **_ADDITION,
+    "vocab_size": len(CONVERSATION_VOCABULARY),
+    "eos_token_id": CONVERSATION_VOCABULARY[EOS],
+    "pad_token_id": CONVERSATION_VOCABULARY[PAD],
+}
+
+PREPARED_MODELS: dict[str, dict[str, Any]] = {
+    # 0.3 M parameters.
+    "addition": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_ADDITION},
+    # As large as the first.
+    "calculator": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_CONVERSATION},
+    "two_tasks": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_CONVERSATION},
+    # 0.5 M parameters, of which a token meets as many as in the dense model: 2 experts, each half as wide as its MLP.
+    "addition_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **_ADDITION,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+"""config.json by prepare.name."""
+
+PREPARED_FOLDER = "model"
+"""Folder of the model inside prepare.folder."""
+_PROBE_S = 10.0
+"""Deadline for the hub's first answer."""
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder with the model's config.json on this machine, from the hub's cache if need be; None: not here."""
+    if not is_hub_name(path):
+        return Path(path) if os.path.isdir(path) else None
+    from huggingface_hub import try_to_load_from_cache  # here: it takes longer to import than everything else together
+
+    cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def download_config(path: str) -> str | None:
+    """Download a hub model's config.json into the cache; the reason when that fails."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    try:
+        # First a single question: downloading asks five times, and writes a line each time, before it gives up.
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_PROBE_S)
+        hf_hub_download(path, "config.json")
+    except _hub_errors() as error:
+        return _reason(error)
+    return None
+
+
+def model_folder(path: str, key: str = "policy.model.path") -> Path:
+    """The folder of the complete model, downloaded into the hub's cache first when it is not there yet.
+
+    Args:
+        path: a folder or a hub name.
+        key: name of the key that says which model, for the message.
+
+    Raises:
+        RunError: the model cannot be downloaded.
+    """
+    if not is_hub_name(path):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=_WANTED))
+    except _hub_errors() as error:
+        raise RunError(f"{key}={path} could not be downloaded: {_reason(error)}") from error
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What downloading raises: answers of the hub, no connection to it, no room for the files."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Its bases are the errors of whichever HTTP library the hub's package is built on.
+    return (*(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a message, or what kind of error it is."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def known_shape(config: Config) -> ModelShape | None:
+    """Sizes of the policy's model as far as this machine knows them; None: the model is not here (yet)."""
+    if made_before_the_run(config, config.policy.model.path):
+        assert config.prepare.name is not None
+        return shape_of_config(PREPARED_MODELS[config.prepare.name])
+    if config.policy.model.path == MISSING:
+        return None
+    folder = local_folder(config.policy.model.path)
+    if folder is None:
+        return None
+    try:
+        return shape_of_folder(folder)
+    except ValueError:
+        return None  # the check of files says what is wrong with it
+
+
+def known_value_shape(config: Config) -> ModelShape | None:
+    """Sizes of value.model.path, a reward model perhaps, as far as this machine knows them; None: it is not here."""
+    assert config.value.model.path is not None
+    folder = local_folder(config.value.model.path)
+    if folder is None:
+        return None
+    try:
+        return shape_of_folder(folder, reward_models=True)
+    except ValueError:
+        return None  # the check of files says what is wrong with it
+
+
+def is_prepared(config: Config) -> bool:
+    """Whether something that the run reads is made before it, by megatron_grpo.prepare."""
+    sets = [*config.data.training.values(), *config.data.validation.values()]
+    return any(made_before_the_run(config, path) for path in (config.policy.model.path, *(one.path for one in sets)))
+
+
+def made_before_the_run(config: Config, path: str) -> bool:
+    """Whether a path lies where things are made before the run, so that it does not have to exist yet."""
+    return config.prepare.name is not None and Path(path).is_relative_to(config.prepare.folder)
+
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def vocabulary_digest(folder: Path) -> str | None:
+    """Digest (BLAKE2b, 16 bytes, hexadecimal) of all tokens with their numbers, those that were added included.
+
+    Args:
+        folder: of a model in Hugging Face format.
+
+    Returns:
+        None where it has no tokenizer.json, or one that cannot be read.
+    """
+    try:
+        content = json.loads((folder / TOKENIZER_FILE).read_bytes())
+        tokens = content["model"]["vocab"]
+        numbered = tokens.items() if isinstance(tokens, dict) else ((one[0], id_) for id_, one in enumerate(tokens))
+        added = {one["content"]: one["id"] for one in content.get("added_tokens", [])}
+        vocabulary = sorted((dict(numbered) | added).items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,167 @@
+"""The keys that GRPO and PPO share: one setting with two names, wherever it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import megatron_grpo.conf
+from megatron_grpo.config.compose import compose_typed, unite, without_shared
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.keys import groups, keys, known_key, known_section, leaves
+from megatron_grpo.config.loop_schema import LOOPS, is_shared, named_for
+from megatron_grpo.config.schema import Config, LoopConfig
+from megatron_grpo.preflight.load import compose_config
+
+GRPO, PPO = "+exp=quickstart", "+exp=quickstart_ppo"
+
+
+def problems_of(*overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    return {problem.subject: problem.text for problem in caught.value.problems}
+
+
+def test_a_shared_key_is_known_under_both_names_and_listed_once() -> None:
+    """Against the classes themselves: what LoopConfig defines, nested sections included."""
+    shared = [name for name, _ in leaves(dataclasses.asdict(LoopConfig()))]
+    for name in shared:
+        assert known_key(f"grpo.{name}") == known_key(f"ppo.{name}") == f"grpo.{name}"
+        assert f"ppo.{name}" not in keys()
+    assert sum(is_shared(name) for name in keys()) == len(shared)
+    own = {name for loop in LOOPS for name, _ in leaves(dataclasses.asdict(getattr(Config(), loop)), f"{loop}.")}
+    in_sections = {name for name in keys() if name.partition(".")[0] in LOOPS}
+    assert in_sections == {named_for("grpo", name) for name in own}
+    assert known_section("ppo.early_stop")
+    assert [group.name for group in groups()].count("grpo.early_stop") == 1
+
+
+def test_ppos_own_default_is_documented() -> None:
+    assert keys()["grpo.num_generations_per_prompt"].default_text == "16, with ppo 1"
+    assert keys()["grpo.num_prompts_per_step"].default_text == "32"
+
+
+@pytest.mark.parametrize(("recipe", "loop"), [(GRPO, "grpo"), (PPO, "ppo")])
+def test_both_names_set_what_the_algorithm_reads(recipe: str, loop: str) -> None:
+    for name in LOOPS:
+        given = [
+            f"{name}.max_num_steps=77",
+            f"{name}.early_stop.patience=3",
+            f"{name}.reward_scaling={{source_max: 2}}",
+        ]
+        config = compose_config([recipe, *given])
+        assert config.loop is getattr(config, loop)
+        assert (config.loop.max_num_steps, config.loop.early_stop.patience) == (77, 3)
+        assert config.loop.reward_scaling.source_max == 2
+        expected = dataclasses.asdict(compose_config([recipe]).loop)
+        changed = {
+            key for key, value in leaves(dataclasses.asdict(config.loop)) if value != dict(leaves(expected))[key]
+        }
+        assert changed == {"max_num_steps", "early_stop.patience", "reward_scaling.source_max"}
+
+
+def test_the_section_that_is_not_read_stays_at_its_defaults() -> None:
+    config = compose_config([PPO, "grpo.max_num_steps=77"])
+    assert config.grpo == Config().grpo
+    assert compose_config([GRPO, "ppo.max_num_steps=77"]).ppo == Config().ppo
+
+
+def test_each_algorithm_has_its_own_defaults() -> None:
+    """A shared key that nobody gives is PPO's in a run of PPO."""
+    given = ["policy.model.path=/model", "data.train_path=rows.jsonl", "run_dir=here"]
+    assert compose_config([*given, "algorithm=ppo"]).ppo.num_generations_per_prompt == 1
+    assert compose_config([*given, "algorithm=ppo", "grpo.num_generations_per_prompt=16"]).samples_per_step == 32 * 16
+    assert compose_config(given).grpo.num_generations_per_prompt == 16
+
+
+def test_a_value_may_refer_to_either_name() -> None:
+    config = compose_config(
+        [PPO, "ppo.max_num_steps=${grpo.val_period}", "grpo.val_period=30", "ppo.seed=${ppo.val_period}"]
+    )
+    assert (config.ppo.max_num_steps, config.ppo.seed) == (30, 30)
+
+
+def test_the_command_line_beats_the_recipe_under_either_name() -> None:
+    """The recipe says ppo.num_prompts_per_step=256."""
+    assert compose_config([PPO, "grpo.num_prompts_per_step=64"]).ppo.num_prompts_per_step == 64
+
+
+def test_two_values_on_the_command_line_are_a_contradiction() -> None:
+    assert problems_of(PPO, "grpo.seed=1", "ppo.seed=2") == {
+        "ppo.seed=2": "is the same setting as grpo.seed=1; leave one of them out"
+    }
+    assert problems_of(GRPO, "grpo.seed=1", "ppo.seed=2").keys() == {"grpo.seed=1"}
+    assert compose_config([PPO, "grpo.seed=1", "ppo.seed=1"]).ppo.seed == 1
+
+
+def test_a_variant_speaks_for_ppo_as_far_as_it_shares() -> None:
+    """DAPO's dynamic sampling is shared; its baseline is GRPO's alone."""
+    assert problems_of(PPO, "+variant=dapo", "ppo.num_generations_per_prompt=2").keys() == {
+        "grpo.use_leave_one_out_baseline=False"
+    }
+
+
+def test_a_wrong_value_is_told_under_the_name_it_was_given_under() -> None:
+    assert problems_of(PPO, "grpo.max_num_steps=0") == {
+        "grpo.max_num_steps=0": "must be int > 0 or -1 (it sets ppo.max_num_steps)"
+    }
+    found = problems_of(PPO, "grpo.batch_multiplier=2")
+    assert "needs ppo.use_dynamic_sampling=true" in found["grpo.batch_multiplier=2"]
+
+
+def test_keys_of_one_algorithm_are_refused_in_the_other() -> None:
+    assert "is for algorithm=ppo" in problems_of(GRPO, "ppo.ppo_epochs=1")["ppo.ppo_epochs=1"]
+    assert "is for algorithm=grpo" in problems_of(PPO, "grpo.num_iterations=1")["grpo.num_iterations=1"]
+
+
+def test_the_printed_configuration_has_shared_keys_once() -> None:
+    values = compose_typed([PPO, "grpo.seed=7"]).values
+    assert values["ppo"]["seed"] == 7
+    assert values["grpo"].keys() == {
+        "normalize_rewards",
+        "normalize_rewards_over",
+        "use_leave_one_out_baseline",
+        "adv_estimator",
+        "num_iterations",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "seed", "problems"),
+    [
+        ({"exp/base": {"ppo": {"seed": 1}}, "exp/mine": {"grpo": {"seed": 2}}}, 2, 0),
+        ({"exp/base": {"grpo": {"seed": 2}}, "exp/mine": {"ppo": {"seed": 1}}}, 1, 0),
+        ({"exp/base": {}, "exp/mine": {"ppo": {"seed": 1}, "grpo": {"seed": 2}}}, 1, 1),
+    ],
+)
+def test_of_two_recipes_the_later_one_counts(
+    files: dict[str, Any], seed: int, problems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron_grpo.config.compose.settings_of", lambda path: dict(leaves(files[path])), raising=True
+    )
+    tree = without_shared(dataclasses.asdict(Config()))
+    composed = OmegaConf.merge(OmegaConf.create(tree), *files.values())
+    united = unite(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
+    assert composed.ppo.seed == composed.grpo.seed == seed
+    assert len(united.problems) == problems
+
+
+def test_a_users_recipe_may_use_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Hydra, in a copy of conf/: a recipe that builds on quickstart_ppo and sets keys under GRPO's name."""
+    folder = tmp_path / "conf_of_a_test"
+    shutil.copytree(Path(megatron_grpo.conf.__file__).parent, folder)
+    (folder / "exp" / "mine.yaml").write_text(
+        "# @package _global_\n# For a test.\ndefaults:\n  - quickstart_ppo\n  - _self_\n"
+        "grpo:\n  num_prompts_per_step: 64\n  num_generations_per_prompt: 1\n  seed: 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("overrides", "compose"):
+        monkeypatch.setattr(f"megatron_grpo.config.{module}.CONF_MODULE", folder.name)
+    config = compose_config(["+exp=mine"])
+    assert (config.ppo.num_prompts_per_step, config.ppo.num_generations_per_prompt, config.ppo.seed) == (64, 1, 3)

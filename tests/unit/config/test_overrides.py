@@ -1,0 +1,115 @@
+"""How single arguments of a command line are read: texts as they are written, and a message for each mistake."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.overrides import read_overrides
+from megatron_grpo.preflight.load import compose_config
+
+
+def problem_of(*overrides: str) -> tuple[str, str]:
+    (problem,) = read_overrides(overrides).problems
+    return problem.subject, problem.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/data/a=b.jsonl",
+        "/data/run(1)/x",
+        "/data/übung/数学.jsonl",
+        "/data/it's;50%#1",
+        "2026_01",
+        "1e5",
+        "true",
+        "007",
+        "/a\\b",
+        "Think {step} by [step",
+        "(" * 3000,
+        "",
+    ],
+)
+def test_a_text_is_taken_as_it_is_written(text: str) -> None:
+    """Signs that Hydra's grammar has a meaning for need no quotes, and what looks like a number stays a text."""
+    config = compose_config(["+exp=quickstart", f"logger.wandb.project={text}"])
+    assert config.logger.wandb.project == text
+
+
+def test_a_quoted_text_is_taken_without_its_quotes() -> None:
+    config = compose_config(["+exp=quickstart", 'logger.wandb.project="Think, then answer."'])
+    assert config.logger.wandb.project == "Think, then answer."
+
+
+def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for given in ("run_dir=~/runs/1", "run_dir='~/runs/1'"):
+        assert compose_config(["+exp=quickstart", given]).run_dir == "/home/somebody/runs/1"
+    assert compose_config(["+exp=quickstart", "data.val_path=~"]).data.val_path == "/home/somebody"
+
+
+@pytest.mark.parametrize(
+    ("override", "subject", "text"),
+    [
+        ("=1", "=1", "has no key before the ="),
+        ("+=1", "+=1", "has no key before the ="),
+        ("quickstart", "quickstart", "did you mean +exp=quickstart?"),
+        ("+quikstart", "+quikstart", "did you mean +exp=quickstart?"),
+        ("dapo", "dapo", "did you mean +variant=dapo?"),
+        ("run_dir", "run_dir", "write run_dir=..."),
+        ("run_dir='/a", "run_dir='/a", "a quote that is not closed"),
+        ('run_dir=/a"', 'run_dir=/a"', "a quote that is not closed"),
+        ("data.train_path=a.jsonl,b.jsonl", "data.train_path=a.jsonl,b.jsonl", "a text with commas needs quotes"),
+        ("grpo.max_num_steps=(3)", "grpo.max_num_steps=(3)", "must be int > 0"),
+        ("generation.stop_strings=[a(b]", "generation.stop_strings=[a(b]", "with quotes around each text"),
+        ("generation.stop_strings={a: 1}", "generation.stop_strings={a: 1}", "must be list of text"),
+        ("~grpo", "~grpo", "would drop what the recipe sets in grpo"),
+        ("~grpo.max_num_steps", "~grpo.max_num_steps", "write grpo.max_num_steps=..., 1000 by default"),
+        ("~variant", "~variant", "choose another variant"),
+    ],
+)
+def test_mistakes(override: str, subject: str, text: str) -> None:
+    found, message = problem_of(override)
+    assert found == subject
+    assert text in message
+
+
+@pytest.mark.parametrize("key", ["grpo.seed", "policy.optimizer.lr", "nowhere"])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a:" * 3000, "[" * 3000 + "]" * 3000])
+def test_endless_values_are_refused_at_once(key: str, value: str) -> None:
+    begin = time.monotonic()
+    read = read_overrides([f"{key}={value}"])
+    assert read.accepted == []
+    assert sum(len(problem.subject) + len(problem.text) for problem in read.problems) < 500
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("+variant=dapo", "+variant=gspo"), ("+exp=quickstart", "exp=quickstart_ppo"), ("env=math", "env=addition")],
+)
+def test_of_a_group_one_option_is_chosen(overrides: tuple[str, str]) -> None:
+    """Hydra would take the last one, without a word."""
+    subject, text = problem_of(*overrides)
+    assert subject == " ".join(one.lstrip("+") for one in overrides)
+    assert "a run takes one" in text
+    assert read_overrides([overrides[0], overrides[0]]).problems == [], "twice the same is no contradiction"
+
+
+def test_without_any_environment_one_message_says_so() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+exp=quickstart", "~env.addition"])
+    (problem,) = caught.value.problems
+    assert (problem.subject, problem.text[:27]) == ("env", "has no environment left, an")
+    other = ["~env.addition", "+env.other.type=addition", "data.task_name=other"]
+    assert list(compose_config(["+exp=quickstart", *other]).env) == ["other"]
+
+
+def test_what_cannot_be_resolved_names_its_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+exp=quickstart", "data.system_prompt='it costs ${5'", "data.apply_chat_template=true"])
+    (problem,) = caught.value.problems
+    assert problem.key == "data.system_prompt"

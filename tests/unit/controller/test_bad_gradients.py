@@ -1,0 +1,66 @@
+"""Which sequences a gradient that is not finite is blamed on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_grpo.data.batch import ReplicaWork, StepBatch
+from megatron_grpo.trainer.actor import RankPlace
+from megatron_grpo.trainer.group import MegatronPolicy, StepShare
+
+PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
+    RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
+]
+CHOSEN = [np.array([0, 3, 5]), np.array([1, 2, 4])]
+"""Numbers of each replica's sequences."""
+MICROBATCHES = [[[1, 0], [2]], [[0], [2, 1]]]
+"""Of each replica, as places among its sequences: 3 and 0, then 5; 1, then 4 and 2."""
+
+
+def work(replica: int) -> ReplicaWork:
+    return ReplicaWork(
+        shards=[{}],
+        shard_lengths=[np.full(3, 2)],
+        rows=np.arange(3),
+        microbatches=MICROBATCHES[replica],
+        in_loss=np.ones(3, dtype=np.bool_),
+        positive=None,
+        advantages=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "bad_logprobs", "expected"),
+    [
+        ([[0.1, 0.2], [0.3, math.nan]], [], [2, 4]),
+        ([[0.1, 0.2], [0.3, math.inf]], [4], [4]),
+        ([[math.nan, 0.2], [math.nan, 0.4]], [], [0, 1, 3]),
+        ([[0.1, 0.2], [0.3, 0.4]], [], [0, 1, 2, 3, 4, 5]),
+        ([[0.1, 0.2], [0.3, 0.4]], [5], [5]),
+        ([[0.1, math.nan], [0.3, 0.4]], [1], [5]),
+    ],
+    ids=["microbatch", "narrowed", "two replicas", "only the gradient", "only a log-probability", "elsewhere"],
+)
+def test_a_bad_gradient_is_traced_to_its_sequences(
+    losses: list[list[float]], bad_logprobs: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finite = np.ones(6, dtype=np.bool_)
+    finite[bad_logprobs] = False
+    batch = StepBatch(lengths=np.full(6, 2), response_tokens=np.ones(6, dtype=np.int64), in_loss=finite | True)
+    policy = MegatronPolicy.__new__(MegatronPolicy)  # no processes: what is tested is bookkeeping
+    policy._places = PLACES
+
+    def forward(of: StepBatch, method: str, _: str) -> tuple[list[Any], Any]:
+        assert (of, method) == (batch, "logprobs")
+        return [], finite
+
+    monkeypatch.setattr(policy, "_forward", forward)
+    shares = [StepShare(math.nan, 0.0, None)]
+    shares += [StepShare(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
+    found = policy._suspects(batch, CHOSEN, [work(0), work(1)], shares)
+    assert found == expected
+    assert all(type(number) is int for number in found), "as a file of JSON has them"

@@ -1,0 +1,64 @@
+"""What a script is told of a run that it looks on, and how it ends one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.controller.user_objects import Callback, Callbacks
+from tests.support.loop_run import LIMITS, Run, validating
+
+
+class Watcher(Callback):
+    """Writes down what it is told, and wants training to end after a step."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.told: list[Any] = []
+
+    def on_step(self, step: int, metrics: Any) -> bool:
+        self.told.append(("step", step, metrics["loss"]))
+        return step == self.last
+
+    def on_validation(self, step: int, metrics: Any) -> None:
+        self.told.append(("validation", step, metrics["val_reward"]))
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        assert folder.name == f"step_{step}"
+        self.told.append(("checkpoint", step))
+
+    def on_end(self, step: int) -> None:
+        self.told.append(("end", step))
+
+
+def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validating(monkeypatch, {"val_reward": 0.25})
+    run, watcher = Run(tmp_path, replace(LIMITS, val_period=2)), Watcher(last=3)
+    run.callbacks = Callbacks([watcher])
+    run.checkpointer.on_publish = run.callbacks.on_checkpoint
+    run.train()
+    assert watcher.told == [
+        ("step", 1, 0.5),
+        ("validation", 2, 0.25),
+        ("step", 2, 0.5),
+        ("checkpoint", 2),
+        ("step", 3, 0.5),
+        ("checkpoint", 3),
+        ("end", 3),
+    ]
+    assert run.endings == [("early_stop", "a callback of the script says so")]
+
+
+def test_a_callback_that_fails_ends_the_run_under_its_name(tmp_path: Path) -> None:
+    class Broken(Callback):
+        def on_step(self, step: int, metrics: Any) -> None:
+            raise KeyError("missing")
+
+    run = Run(tmp_path)
+    run.callbacks = Callbacks([Broken()])
+    with pytest.raises(RunError, match=r"callback Broken.on_step raised KeyError: 'missing'"):
+        run.train(steps=3)

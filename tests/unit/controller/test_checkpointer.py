@@ -1,0 +1,122 @@
+"""Which checkpoint a run starts from, which it keeps, and when two runs would mix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.controller.checkpoints import Checkpointer
+
+
+def state_of(step: int, score: float | None) -> dict[str, Any]:
+    return {"save_state": {"total_steps": step}, "metrics": {} if score is None else {"val_accuracy": score}}
+
+
+def saved(run_dir: Path, scores: dict[int, float | None], **settings: object) -> Checkpointer:
+    """A run that has saved these steps, each with this validation accuracy."""
+    checkpointer = Checkpointer(run_dir, CheckpointingConfig(**settings))
+    for step, score in scores.items():
+        metrics = {} if score is None else {"val_accuracy": score}
+        with checkpointer.writing(
+            step, {"save_state": {"total_steps": step}, "metrics": metrics}, {"position": step}
+        ) as folder:
+            (folder / "weights").write_text(str(step))
+    return checkpointer
+
+
+def resuming(run_dir: Path, resume: object) -> Path | None:
+    return Checkpointer(run_dir, CheckpointingConfig(resume=str(resume))).find()
+
+
+def test_what_was_written_is_found_whole(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, {2: 0.5, 10: 0.4})
+    found = checkpointer.find()
+    assert found == tmp_path / "checkpoints" / "step_10"
+    assert Checkpointer.load(found) == (
+        {"save_state": {"total_steps": 10}, "metrics": {"val_accuracy": 0.4}},
+        {"position": 10},
+    )
+    assert (found / "weights").read_text() == "10"
+
+
+def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, {1: None})
+    with pytest.raises(OSError, match="disk full"), checkpointer.writing(2, {}, {}):
+        raise OSError("disk full")
+    assert checkpointer.steps() == [1]
+    checkpointer.remove_leftovers()
+    assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
+
+
+def test_a_late_validation_ranks_a_checkpoint_anew(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, {1: 0.3, 2: None}, keep_top_k=1)
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.update(2, state_of(2, 0.9))
+    assert checkpointer.steps() == [2]
+    assert Checkpointer.load(checkpointer.path(2)) == (state_of(2, 0.9), {"position": 2})
+
+
+def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_off(folder: Path, **_: object) -> None:
+        if folder.exists():
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    checkpointer = saved(tmp_path, {1: 0.1, 2: 0.9}, keep_top_k=1)
+    assert checkpointer.steps() == [2]
+    monkeypatch.setattr("shutil.rmtree", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, {3: 0.5, 4: 0.4}, keep_top_k=1)
+    monkeypatch.undo()
+    assert checkpointer.steps() == [2, 4]
+    checkpointer.remove_leftovers()
+    saved(tmp_path, {5: 0.3}, keep_top_k=1)
+    assert sorted(entry.name for entry in checkpointer.folder.iterdir()) == ["step_2", "step_5"]
+
+
+@pytest.mark.parametrize(("higher_is_better", "kept"), [(True, [2, 4, 5]), (False, [1, 3, 5])])
+def test_the_best_and_the_newest_are_kept(tmp_path: Path, higher_is_better: bool, kept: list[int]) -> None:
+    scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.8, 5: None}
+    assert saved(tmp_path, scores, keep_top_k=2, higher_is_better=higher_is_better).steps() == kept
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own(tmp_path: Path) -> None:
+    """A job that is queued again has the same command line, and must not fall back to where it once began."""
+    other = saved(tmp_path / "other", {5: None}).path(5)
+    assert resuming(tmp_path / "new", other) == other
+    own = saved(tmp_path / "new", {7: None}).path(7)
+    assert resuming(tmp_path / "new", other) == own
+
+
+def test_where_another_run_began_may_be_gone(tmp_path: Path) -> None:
+    own = saved(tmp_path / "new", {7: None}).path(7)
+    assert resuming(tmp_path / "new", tmp_path / "pruned" / "checkpoints" / "step_5") == own
+
+
+def test_an_own_checkpoint_may_have_any_name(tmp_path: Path) -> None:
+    best = saved(tmp_path, {3: None, 6: None}).folder / "best"
+    best.with_name("step_3").rename(best)
+    with pytest.raises(ConfigError, match="would go on after step 3"):
+        resuming(tmp_path, best)
+
+
+def test_the_newest_of_a_runs_own_checkpoints_may_be_named(tmp_path: Path) -> None:
+    newest = saved(tmp_path, {3: None, 6: None}).path(6)
+    assert resuming(tmp_path, newest) == newest
+
+
+@pytest.mark.parametrize("resume", ["none", "step_3"])
+def test_two_runs_do_not_mix_in_a_folder(tmp_path: Path, resume: str) -> None:
+    folder = saved(tmp_path, {3: None, 6: None}).folder
+    with pytest.raises(ConfigError, match=rf"{folder} has checkpoints of what came after it, up to step 6"):
+        resuming(tmp_path, resume if resume == "none" else folder / resume)
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a checkpoint: it has no state\.json"):
+        resuming(tmp_path, tmp_path)
+    assert resuming(tmp_path, "none") is resuming(tmp_path, "auto") is None

@@ -1,0 +1,76 @@
+"""Which rollouts of a step are written, and that a step waits for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import LoggerConfig
+from megatron_grpo.controller.recordings import RolloutDumps
+from megatron_grpo.data.rollout_files import StepRecord
+from tests.support.fake_rollouts import FakeRollouts
+from tests.support.recording import RUN, make_facts
+from tests.support.trajectories import make_trajectory
+
+BATCHES: dict[int, Any] = {1: object(), 2: object()}
+FACTS = {step: make_facts(longest=step) for step in BATCHES}
+
+
+def make(folder: Path, **keys: Any) -> tuple[RolloutDumps, FakeRollouts]:
+    rollouts = FakeRollouts()
+    as_pool: Any = rollouts
+    return RolloutDumps(as_pool, LoggerConfig(**keys), folder, RUN), rollouts
+
+
+@pytest.mark.parametrize(
+    ("keys", "sample"), [({"rollouts": "all"}, None), ({"rollouts": "sample", "rollouts_sample": 5}, 5)]
+)
+def test_a_step_waits_for_its_own_rollouts(keys: dict[str, Any], sample: int | None, tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path, **keys)
+    groups = {step: rollouts.put([[make_trajectory(prompt_idx=step)]]) for step in (1, 2)}
+    for step in (1, 2):
+        dumps.begin(step, groups[step], BATCHES[step], FACTS[step])
+    records = {step: StepRecord(RUN, facts) for step, facts in FACTS.items()}
+    assert rollouts.dumped == [(step, groups[step], BATCHES[step], tmp_path, records[step], sample) for step in (1, 2)]
+    assert rollouts.awaited == [], "the step goes on beside it"
+    dumps.finish(1)
+    assert rollouts.awaited == ["rollouts of step 1"]
+    dumps.finish(2)
+    assert rollouts.awaited == ["rollouts of step 1", "rollouts of step 2"]
+
+
+def test_nothing_is_written_when_it_is_off(tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path, rollouts="off")
+    dumps.begin(1, rollouts.put([[make_trajectory()]]), BATCHES[1], FACTS[1])
+    dumps.finish(1)
+    assert (rollouts.dumped, rollouts.awaited) == ([], [])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_step_that_fails_leaves_its_rollouts(begun: bool, tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path)
+    groups = rollouts.put([[make_trajectory()]])
+    dumps.hold(2, groups, BATCHES[2], FACTS[2])
+    assert rollouts.dumped == [], "nothing is written before it has advantages or fails"
+    if begun:
+        dumps.begin(2, groups, BATCHES[2], FACTS[2])
+    dumps.leave()
+    assert rollouts.dumped == [(2, groups, BATCHES[2], tmp_path, StepRecord(RUN, FACTS[2]), None)]
+    assert rollouts.awaited == ["rollouts of step 2"]
+
+
+def test_a_step_that_is_over_leaves_nothing(tmp_path: Path) -> None:
+    dumps, rollouts = make(tmp_path)
+    dumps.leave()
+    groups = rollouts.put([[make_trajectory()]])
+    dumps.hold(1, groups, BATCHES[1], FACTS[1])
+    dumps.begin(1, groups, BATCHES[1], FACTS[1])
+    dumps.finish(1)
+    dumps.leave()
+    assert (len(rollouts.dumped), len(rollouts.awaited)) == (1, 1)
+    off, rollouts = make(tmp_path, rollouts="off")
+    off.hold(1, groups, BATCHES[1], FACTS[1])
+    off.leave()
+    assert (rollouts.dumped, rollouts.awaited) == ([], [])

@@ -1,0 +1,297 @@
+"""The loop around the steps with steps and validations that fail: what is on disk when the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
+from megatron_grpo.controller.loop import StepReport
+from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.weights.refit.transport import PolicyLostError, RefitError
+from tests.support.damage import flip
+from tests.support.loop_run import CHECKPOINTING, LIMITS, SOUND, Run, validating
+from tests.support.recording import make_facts
+from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
+
+
+def test_the_steps_before_one_that_cannot_be_sampled_are_saved_as_they_were(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(SamplingError, match="too few"):
+        run.train(steps=3, error=SamplingError("too few"))
+    assert run.checkpointer.steps() == [2, 3]
+    state, loader = run.saved(3)
+    assert state["metrics"]["loss"] == 0.5
+    assert state["save_state"]["total_steps"] == 3
+    assert (state["save_state"]["generation_batches"], loader["position"], state["batch_cache"]) == (0, 3, [])
+
+
+def test_a_failure_that_may_have_touched_the_weights_saves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(RunError, match="gradient"):
+        run.train(steps=3, error=RunError("a gradient is not finite"))
+    assert run.checkpointer.steps() == [2]
+
+
+def test_a_step_whose_weights_are_not_published_counts_and_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models have learnt from it: the state that goes with their weights is the one after the step."""
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    run = Run(tmp_path, replace(LIMITS, val_period=3))
+    run.refit_fails = {3: RefitError("generation engine 0 died")}
+    with pytest.raises(RefitError, match="engine 0 died"):
+        run.train()
+    assert run.checkpointer.steps() == [2, 3]
+    state, loader = run.saved(3)
+    assert (state["save_state"]["total_steps"], state["save_state"]["total_valid_tokens"]) == (3, 9)
+    assert (state["metrics"], loader["position"], state["batch_cache"]) == (SOUND, 3, [])
+    assert [line for line in run.logged if line.startswith(("step", "validation"))] == ["step 1", "step 2", "step 3"]
+    again = Run(tmp_path, run.config.grpo)
+    again.state = state["save_state"]
+    again.train(steps=4)
+    lines = [line for line in again.logged if line.startswith(("step", "validation"))]
+    assert lines == ["validation 3", "step 4"], "what could not be validated then is validated now"
+
+
+@pytest.mark.parametrize(
+    ("steps", "stands"),
+    [
+        (3, "checkpoints/step_2 is the last one: the run goes on from there when it is started again"),
+        (1, "there is no checkpoint: the run begins anew when it is started again"),
+    ],
+)
+def test_a_step_whose_weights_are_lost_with_a_rank_is_not_saved_and_the_message_says_what_is(
+    steps: int, stands: str, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    run.refit_fails = {steps: PolicyLostError("policy rank 1 is gone")}
+    with pytest.raises(ModelLostError, match=f"^policy rank 1 is gone; {stands}$"):
+        run.train()
+    assert run.checkpointer.steps() == ([2] if steps == 3 else [])
+    assert f"the weights of step {steps} were not published; the step is lost" in run.logged
+
+
+def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.refit_fails = {1: RefitError("policy rank 1 died")}
+
+    def fail(_: Path) -> None:
+        raise RunError("checkpoint: policy rank 1 died")
+
+    run.models = fail
+    with pytest.raises(RefitError, match="policy rank 1 died"):
+        run.train()
+    assert "step 1 could not be saved: checkpoint: policy rank 1 died" in run.logged
+    assert run.checkpointer.steps() == []
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    run.models = fail
+    with pytest.raises(RunError, match=r"checkpoints/step_2 cannot be written: .*No space left on device"):
+        run.train()
+
+
+def test_a_checkpoint_that_was_damaged_since_is_told_when_its_validation_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validating(monkeypatch, {"val_accuracy": 0.7})
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True))
+
+    def damage(text: str) -> None:
+        if text.startswith("saved"):
+            flip(run.checkpointer.path(2) / "state.json")
+
+    run.logger.note = damage
+    with pytest.raises(RunError, match=r"step_2/state\.json is damaged"):
+        run.train(steps=2)
+
+
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(SamplingError):
+        run.train(steps=0, error=SamplingError("too few"))
+    assert run.checkpointer.steps() == []
+
+
+@pytest.mark.parametrize("error", [RunError("rank 0 died"), OSError(28, "No space left on device")])
+def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Exception) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: Path) -> None:
+        raise error
+
+    run.models = fail
+    with pytest.raises(SamplingError, match="the engine died"):
+        run.train(steps=1, error=SamplingError("the engine died"))
+    (told,) = [line for line in run.logged if line.startswith("step 1 could not be saved: ")]
+    assert told.endswith(str(error))
+
+
+def test_a_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validating(monkeypatch, SamplingError("the environment does not answer"))
+    run = Run(tmp_path, replace(LIMITS, val_period=3))
+    with pytest.raises(SamplingError, match="does not answer"):
+        run.train()
+    assert [line for line in run.logged if line.startswith("step")] == ["step 1", "step 2", "step 3"]
+    assert run.checkpointer.steps() == [2, 3]
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    repaired = Run(tmp_path, run.config.grpo)
+    repaired.state = run.saved(3)[0]["save_state"]
+    repaired.train(steps=4)
+    assert [line for line in repaired.logged if not line.startswith("dump")][:2] == ["validation 3", "step 4"]
+    assert repaired.saved(3)[0]["metrics"]["val_accuracy"] == 0.4
+
+
+def test_a_last_validation_that_fails_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validating(monkeypatch, SamplingError("the environment does not answer"))
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True))
+    with pytest.raises(SamplingError, match="does not answer"):
+        run.train(steps=3)
+    assert run.checkpointer.steps() == [2, 3]
+
+
+def test_the_last_validation_is_in_the_checkpoint_it_is_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data ends at step 4, which is saved by then; what dynamic sampling drew since is not in that checkpoint."""
+    validating(monkeypatch, {"val_accuracy": 0.7, "val_reward": 0.6})
+    run = Run(tmp_path, replace(LIMITS, val_at_end=True, early_stop=EarlyStopConfig(enabled=True, threshold=0.9)))
+    run.train(steps=4)
+    state, loader = run.saved(4)
+    assert state["metrics"] == {**SOUND, "val_accuracy": 0.7, "val_reward": 0.6}
+    assert (state["save_state"]["val_accuracy"], state["save_state"]["early_stop"]["best"]) == (0.7, 0.7)
+    assert (state["save_state"]["generation_batches"], loader["position"], state["batch_cache"]) == (0, 4, [])
+    again = Run(tmp_path, run.config.grpo)
+    again.state = state["save_state"]
+    again.train(steps=4)
+    assert "validation 4" in run.logged
+    assert "validation 4" not in again.logged, "a finished run that is started again validates no second time"
+
+
+def test_a_run_that_goes_on_from_step_0_does_not_validate_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validating(monkeypatch, {"val_accuracy": 0.3})
+    patient = EarlyStopConfig(enabled=True, patience=1)
+    run = Run(tmp_path, replace(LIMITS, val_at_start=True, early_stop=patient))
+    run.train(steps=0)
+    again = Run(tmp_path, run.config.grpo)
+    again.state = run.saved(0)[0]["save_state"]
+    again.train(steps=2)
+    assert (run.logged.count("validation 0"), again.logged.count("validation 0")) == (1, 0)
+    assert again.state["total_steps"] == 2, "the same validation twice is no lack of improvement"
+
+
+def test_a_ranking_metric_that_no_step_has_ends_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="los", keep_top_k=2)
+    with pytest.raises(RunError, match=r"checkpointing.metric_name=los .* no metric of a step: loss"):
+        run.train()
+    assert run.checkpointer.steps() == [1]
+
+
+def test_a_ranking_metric_that_only_some_steps_have_does_not(tmp_path: Path) -> None:
+    run = Run(tmp_path, loss=LossConfig(positive_example_nll_weight=0.1))
+    run.config.checkpointing = replace(CHECKPOINTING, metric_name="positive_nll", keep_top_k=2)
+    run.train(steps=3)
+    assert run.checkpointer.steps() == [2, 3]
+
+
+def test_the_rollouts_of_a_step_are_on_disk_before_it_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing goes on beside the step and its validation; a step in the metrics has its rollouts."""
+    validating(monkeypatch, {"val_accuracy": 0.4})
+    run = Run(tmp_path, replace(LIMITS, val_period=2))
+    run.train(steps=2)
+    lines = [line for line in run.logged if line.split()[0] in {"dump", "step", "validation"}]
+    assert lines == [
+        *["dump 1 begins", "dump 1 is there", "step 1"],
+        *["dump 2 begins", "validation 2", "dump 2 is there", "step 2"],
+    ]
+
+
+@pytest.mark.parametrize("error", [RunError("the loss is not finite"), ModelLostError("rank 0 is gone")], ids=str)
+def test_a_step_that_fails_leaves_its_rollouts(error: RunError, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.dumps.hold(1, [], None, make_facts())
+    with pytest.raises(type(error), match=str(error)):
+        run.train(steps=0, error=error)
+    assert "dump 1 is left" in run.logged
+
+
+def test_the_failure_that_came_first_is_told_when_the_rollouts_cannot_be_written_either(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail() -> None:
+        raise RunError("the disk is full")
+
+    run.dumps.leave = fail
+    with pytest.raises(RunError, match="the loss is not finite"):
+        run.train(steps=0, error=RunError("the loss is not finite"))
+    assert "the rollouts of the step that failed could not be written: the disk is full" in run.logged
+
+
+def test_a_step_whose_rollouts_cannot_be_written_is_saved_before_the_run_ends(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def fail(_: int) -> None:
+        raise RunError("the disk is full")
+
+    run.dumps.finish = fail
+    with pytest.raises(RunError, match="the disk is full"):
+        run.train()
+    assert "step 1" in run.logged
+    assert run.checkpointer.steps() == [1], "the models have learnt from it"
+
+
+def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
+    """The driver holds references; a checkpoint holds what a new run can read."""
+    run = Run(tmp_path)
+    groups = [[make_trajectory(3, reward=0.5), make_trajectory(1)], [make_trajectory(2, logprobs=[-0.1, -0.2])]]
+    groups[0][1].routed = np.array([[3, 1]], dtype=np.int16)
+    run.samples.waiting[:] = run.rollouts.put(groups)
+    run.train(steps=2)
+    state, _ = run.saved(2)
+    resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
+    assert plain_groups(resumed) == plain_groups(groups)
+
+
+def test_a_step_that_teaches_nothing_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report = StepReport({**SOUND, "valid_tokens": 0.0}, {}, {}, [])
+    run.train(steps=2)
+    assert run.logged.count("step 1: no response is in the loss, so nothing is learnt from it") == 1
+    assert run.logged.count("step 2: no response is in the loss, so nothing is learnt from it") == 1
+    assert run.state["total_valid_tokens"] == 0
+
+
+def test_engines_that_were_replaced_are_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.report = replace(run.report, remarks=("generation engine 1 was replaced: it burns",))
+    run.train(steps=1)
+    assert "step 1: generation engine 1 was replaced: it burns" in run.logged
+
+
+def test_responses_that_nobody_scored_are_told_once(tmp_path: Path) -> None:
+    """Not those that failed: they have a reason, and figures of their own."""
+    run = Run(tmp_path)
+    failed, fine = failed_trajectory(prompt_idx=1), make_trajectory(prompt_idx=2)
+    run.report = StepReport(SOUND, {}, {}, [failed.outcome, fine.outcome])
+    run.train(steps=1)
+    assert run.notes == {}
+    unscored = make_trajectory(prompt_idx=7, reward=None)
+    run = Run(tmp_path / "other")
+    run.report = StepReport(SOUND, {}, {}, [one.outcome for one in (failed, fine, unscored, unscored)])
+    run.train(steps=2)
+    assert run.notes["unscored"].startswith(
+        "no reward function gave a reward for 2 of 4 responses (row 7 of data.train_path for one)"
+    )

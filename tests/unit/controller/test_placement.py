@@ -1,0 +1,139 @@
+"""The order of events on shared devices: never both sides at a time, and the weights of both only in a refit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from megatron_grpo.algorithms.stages import publish
+from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
+from megatron_grpo.controller.context import Colocated, Placement
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.weights.refit.transport import RefitError
+
+REFIT = ["policy offloads", "value offloads all", "weights wake", "refit", "policy offloads all", "kv_cache wake"]
+TO_TRAINING = ["engines sleep", "policy onloads", "value onloads"]
+
+
+class Events:
+    """Engines, models and a transport that say what they do; some of it may fail."""
+
+    def __init__(self, fails: str = "", error: type[RunError] = RunError) -> None:
+        self.log: list[str] = []
+        self.fails, self.error = fails, error
+        self.cause: Exception | None = None
+
+    def happens(self, event: str) -> None:
+        self.log.append(event)
+        if event == self.fails:
+            raise (RefitError if event == "refit" else self.error)(f"{event}: failed") from self.cause
+
+    def taken(self) -> list[str]:
+        log, self.log = self.log, []
+        return log
+
+    def sleep(self) -> None:
+        self.happens("engines sleep")
+
+    def wake(self, part: str) -> None:
+        self.happens(f"{part} wake")
+
+    def publish(self, version: int) -> Any:
+        self.happens("refit")
+        return version
+
+
+class Model:
+    def __init__(self, events: Events, name: str) -> None:
+        self._events, self._name = events, name
+
+    def offload(self, *, weights: bool) -> None:
+        self._events.happens(f"{self._name} offloads{' all' if weights else ''}")
+
+    def onload(self) -> None:
+        self._events.happens(f"{self._name} onloads")
+
+
+def colocated(events: Any) -> Colocated:
+    models: Any = Model(events, "policy"), Model(events, "value")
+    return Colocated(events, models[0], [models[1]])
+
+
+def publish_with(placement: Placement, events: Any, timer: StepTimer | None = None) -> Any:
+    return publish(events, placement, 7, timer or StepTimer())
+
+
+def test_a_run_in_turns() -> None:
+    events = Events()
+    placement, timer = colocated(events), StepTimer()
+    assert publish_with(placement, events) == 7
+    assert events.taken() == REFIT, "the start"
+    placement.turn_to_sampling(timer)
+    assert events.taken() == []
+    placement.turn_to_training(timer)
+    assert events.taken() == TO_TRAINING
+    placement.turn_to_training(timer)
+    assert events.taken() == []
+    assert publish_with(placement, events, timer) == 7
+    assert events.taken() == REFIT
+    assert timer.seconds.keys() == {"sleep", "onload", "offload", "wake", "refit", "total"}
+    placement.turn_to_training(StepTimer())  # a checkpoint
+    assert events.taken() == TO_TRAINING
+    placement.turn_to_sampling(StepTimer())
+    assert events.taken() == [event for event in REFIT if event != "refit"], "the weights are the engines' own"
+
+
+def test_apart_nothing_happens_but_the_refit() -> None:
+    events, timer = Events(), StepTimer()
+    placement = Placement()
+    placement.turn_to_sampling(timer)
+    placement.turn_to_training(timer)
+    assert publish_with(placement, events, timer) == 7
+    assert events.taken() == ["refit"]
+    assert timer.seconds.keys() == {"refit", "total"}
+
+
+@pytest.mark.parametrize("fails", ["refit", "weights wake", "kv_cache wake", "policy offloads all"])
+def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> None:
+    """Engines that do not go to sleep then are no obstacle."""
+    events = Events(fails)
+    placement = colocated(events)
+    failure = publish_with(placement, events)
+    assert isinstance(failure, RefitError)
+    assert f"{fails}: failed" in str(failure)
+    assert events.taken()[-1] == fails
+    events.fails = "engines sleep"
+    placement.turn_to_training(StepTimer())
+    assert events.taken() == TO_TRAINING
+
+
+def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> None:
+    events = Events()
+    placement = colocated(events)
+    publish_with(placement, events)
+    events.taken()
+    events.fails = "engines sleep"
+    with pytest.raises(SamplingError, match="engines sleep: failed"):
+        placement.turn_to_training(StepTimer())
+    assert events.taken() == TO_TRAINING[:1]
+    placement.turn_to_training(StepTimer())  # the loop saves
+    assert events.taken() == TO_TRAINING
+
+
+def test_a_rank_that_is_gone_is_no_failure_of_the_refit() -> None:
+    events = Events("policy offloads", ModelLostError)
+    with pytest.raises(ModelLostError):
+        publish_with(colocated(events), events)
+
+
+def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
+    """It has given up its memory by that, and is as good as asleep."""
+    events = Events()
+    placement = colocated(events)
+    publish_with(placement, events)
+    events.taken()
+    events.fails, events.cause = "engines sleep", ActorDiedError()
+    placement.turn_to_training(StepTimer())
+    assert events.taken() == TO_TRAINING

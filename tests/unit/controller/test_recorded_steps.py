@@ -1,0 +1,53 @@
+"""A recording in the place of the loader, and engines that nothing but the model folder gives weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.errors import ConfigError, RunError, SamplingError
+from megatron_grpo.controller.recordings import RecordedSteps
+from megatron_grpo.controller.startup import replaced_by
+from megatron_grpo.data.loader import prompt_batches
+from megatron_grpo.data.rollout_files import rollouts_file
+
+
+def make(folder: Path, *steps: int) -> RecordedSteps:
+    for step in steps:
+        rollouts_file(folder, step).parent.mkdir(exist_ok=True)
+        rollouts_file(folder, step).touch()
+    return RecordedSteps(str(folder), prompts_per_batch=2)
+
+
+def test_its_position_is_that_of_the_recorded_run(tmp_path: Path) -> None:
+    recorded = make(tmp_path, 1)
+    assert recorded.state_dict()["epoch"] == recorded.epoch == 0
+    recorded.load_state_dict({"epoch": 3, "rows": 7})
+    assert (recorded.epoch, recorded.state_dict()) == (3, {"epoch": 3, "rows": 7})
+    assert list(prompt_batches(recorded, max_num_epochs=3)) == []
+
+
+def test_a_recording_that_begins_later_is_refused(tmp_path: Path) -> None:
+    recorded = make(tmp_path, 4, 5)
+    recorded.require_reach(4)
+    recorded.require_reach(9)
+    with pytest.raises(ConfigError, match=r"debug\.rollouts_from=.* begins with step 4, and this run with step 3"):
+        recorded.require_reach(3)
+
+
+def test_an_engine_is_replaced_by_one_with_the_weights_of_the_folder() -> None:
+    replaced: list[Any] = []
+    restore = replaced_by(SimpleNamespace(replace=replaced.append))  # type: ignore[arg-type]
+    restore({1: "it died"})
+    assert replaced == [{1: "it died"}]
+
+
+def test_an_engine_that_is_not_replaced_ends_the_sampling() -> None:
+    def refuse(lost: Any) -> None:
+        raise RunError("as often as generation.engine_restarts=1 allows")
+
+    with pytest.raises(SamplingError, match="as often as"):
+        replaced_by(SimpleNamespace(replace=refuse))({0: "it died"})  # type: ignore[arg-type]

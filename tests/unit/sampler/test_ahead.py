@@ -1,0 +1,53 @@
+"""Sampling ahead of steps: the prompts of the data in their order, once each, also when a run is killed in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.controller.sample_buffer import SamplingAhead
+from tests.support.sampling_ahead import Process, Prompts, course
+
+DATA = Prompts(rows=11, per_batch=3, epochs=3)
+
+
+def begin(age: int, checkpoint: dict[str, Any] | None = None, steps: int = 99) -> Process:
+    config = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=age)
+    return Process(SamplingAhead, DATA, config, checkpoint=checkpoint, steps=steps)
+
+
+@pytest.mark.parametrize("age", [0, 1, 4])
+def test_the_same_batches_in_the_same_order_with_the_same_seeds(age: int) -> None:
+    process, expected = begin(age), DATA.in_turn()
+    assert len(expected) == DATA.batches
+    assert process.rest() == expected
+    assert [(one["step"], one["rows"]) for one in process.rollouts.asked] == list(enumerate(expected, start=1))
+
+
+@settings(deadline=None)
+@given(
+    age=st.integers(0, 4),
+    lives=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8),
+)
+def test_killed_at_any_moment_no_prompt_is_lost_or_repeated(age: int, lives: list[tuple[int, int]]) -> None:
+    assert course(lambda checkpoint: begin(age, checkpoint), lives) == DATA.in_turn()
+
+
+def test_what_is_begun_and_what_is_left_for_later() -> None:
+    process = begin(age=2)
+    process.take()
+    assert len(process.rollouts.asked) == 3, "the step's own batch and those of two more"
+    assert process.ahead.metrics() == {"buffer_depth": 2.0 * DATA.per_batch, "buffer_in_flight": 0.0}
+    process.take()
+    assert len(process.rollouts.asked) == 4, "one for each that is taken"
+
+
+def test_nothing_is_sampled_that_no_step_is_left_for() -> None:
+    process = begin(age=4, steps=3)
+    for _ in range(3):
+        assert process.take()
+    assert len(process.rollouts.asked) == 3

@@ -1,0 +1,19 @@
+"""The fake that tests of steps sample with is called as the real rollout workers are."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from megatron_grpo.sampler.pool import RolloutPool
+from tests.support.fake_rollouts import FakeRollouts
+
+
+@pytest.mark.parametrize("name", ["collect", "build_shards", "compute", "fetch", "put", "dump", "wait_dump"])
+def test_a_call_that_the_fake_takes_the_real_one_takes(name: str) -> None:
+    def taken(pool: type) -> list[tuple[str, object, object]]:
+        parameters = inspect.signature(getattr(pool, name)).parameters.values()
+        return [(one.name, one.kind, one.default) for one in parameters]
+
+    assert taken(FakeRollouts) == taken(RolloutPool)

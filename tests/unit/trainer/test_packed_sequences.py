@@ -1,0 +1,116 @@
+"""Where packed tokens stand, and attention over them, against attention with a mask over the whole microbatch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_grpo.trainer.model.attention import TorchCoreAttention
+from megatron_grpo.trainer.model.packed_sequences import Placement, lay_out, packed_sequences
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+HEADS, GROUPS, HEAD_DIM = 4, 2, 8
+
+
+def ranks(lengths: list[int], size: int, **options: int) -> list[Placement]:
+    return [lay_out(lengths, rank=rank, size=size, **options) for rank in range(size)]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_every_token_stands_on_one_rank_at_its_position(
+    lengths: list[int], size: int, multiple: int, rectangle: bool
+) -> None:
+    options = {"width": max(lengths)} if rectangle else {}
+    placed = ranks(lengths, size, tensor_multiple=multiple, **options)
+    (tokens,) = {one.local_tokens for one in placed}
+    assert tokens % multiple == 0
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    found = np.concatenate([one.source for one in placed])
+    assert sorted(found[found >= 0].tolist()) == list(range(sum(lengths)))
+    at = np.concatenate([one.positions for one in placed])
+    assert (at[found >= 0] == positions[found[found >= 0]]).all()
+    padding, unit = int((found < 0).sum()), np.lcm(2 * size if size > 1 else 1, size * multiple)
+    if not rectangle:
+        assert padding < len(lengths) * (2 * size if size > 1 else 1) + unit, "only what the layout needs"
+    assert len({int(one.positions.sum()) for one in placed}) == 1, "level in what attention costs"
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 4]), st.data())
+def test_a_token_is_predicted_by_the_one_before_it(lengths: list[int], size: int, data: st.DataObject) -> None:
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))))
+    firsts = np.cumsum([0, *lengths[:-1]])
+    seen: list[int] = []
+    for one in ranks(lengths, size):
+        rows, tokens = one.predicting(wanted)
+        assert (one.source[rows] == tokens - 1).all()
+        seen += tokens.tolist()
+    assert sorted(seen) == [token for token in np.flatnonzero(wanted) if token not in firsts]
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """[tokens, heads, head_dim] each to [tokens, heads * head_dim], one sequence at a time in float64."""
+    outs = []
+    repeat = HEADS // GROUPS
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeat, 1)) * HEAD_DIM**-0.5
+        place = torch.arange(len(q))
+        seen = place[None, :] <= place[:, None]
+        if window is not None:
+            seen &= place[None, :] > place[:, None] - window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(repeat, 1)).flatten(1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[7], [9, 9, 9], [30, 1, 12, 11, 3, 29, 30, 2]], ids=str)
+def test_attention_is_that_of_each_sequence(
+    lengths: list[int], size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its gradient. Context-parallel ranks are played one after the other, with all keys at hand."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    query = torch.randn(total, HEADS, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    key, value = (
+        torch.randn(total, GROUPS, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    expected = plain_attention(query, key, value, lengths, window)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (query, key, value), upstream)
+
+    placed = ranks(lengths, size)
+    sources = torch.from_numpy(np.concatenate([one.source for one in placed])).clamp(min=0)
+    windows = {"window_size": window and (window - 1, 0), "window_attn_skip_freq": [0, 1]}
+    config: Any = SimpleNamespace(context_parallel_size=1, **windows)
+    attention = TorchCoreAttention(config, layer_number=2)
+    assert attention.window == window
+    assert TorchCoreAttention(config, layer_number=1).window is None
+    if size > 1:
+        attention._context = "the ranks"  # type: ignore[assignment]
+        both = torch.cat([key, value], dim=-1)[sources][:, None]
+        module = "megatron_grpo.trainer.model.attention.gather_from_sequence_parallel_region"
+        monkeypatch.setattr(module, lambda local, group: both)
+    actual = torch.zeros_like(expected)
+    for one in placed:
+        source = torch.from_numpy(one.source)
+        q, k, v = (tensor[source.clamp(min=0)][:, None] for tensor in (query, key, value))
+        packed = packed_sequences(one, transformer_engine=False, window=window)
+        out = attention(q, k, v, None, packed_seq_params=packed)
+        if window is not None:
+            assert all(group.keys.shape[1] < 2 * window for group in packed.windowed_calls.groups)
+        assert out.shape == (one.local_tokens, 1, HEADS * HEAD_DIM)
+        actual = actual.index_put((source[source >= 0],), out[source >= 0, 0])
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    for found, gradient in zip(torch.autograd.grad(actual, (query, key, value), upstream), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, atol=1e-12, rtol=1e-12)

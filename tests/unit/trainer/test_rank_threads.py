@@ -1,0 +1,52 @@
+"""How many threads a rank computes with on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.trainer import group as rank_group
+from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shared", "asked", "expected"),
+    [(8, 2, False, None, 4), (8, 2, True, None, 2), (2, 1, True, None, 1), (2, 2, True, None, 1), (8, 2, True, 3, 3)],
+)
+def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, shared: bool, asked: int | None, expected: int
+) -> None:
+    threads: list[int] = []
+
+    class Actor:
+        @classmethod
+        def options(cls, **_: Any) -> type[Actor]:
+            return cls
+
+        @classmethod
+        def remote(cls, _name: str, _rank: int, _world: int, count: int) -> None:
+            threads.append(count)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(rank_group.ray, "remote", lambda _: Actor)
+    shape: Any = None
+    settings = PolicySettings(
+        config=PolicyConfig(model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=asked),
+        shape=shape,
+        folder="none",
+        reference=None,
+        temperature=1.0,
+        decay_steps=1,
+        seed=0,
+        shares_cores=shared,
+    )
+    MegatronPolicy(settings, lambda _: {}, startup_timeout_s=1.0)
+    assert threads == [expected] * ranks
+
+
+@pytest.mark.parametrize(("enabled", "age", "ahead"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+def test_without_age_nothing_is_sampled_meanwhile(enabled: bool, age: int, ahead: bool) -> None:
+    assert AsyncGRPOConfig(enabled=enabled, max_trajectory_age_steps=age).samples_ahead == ahead

@@ -1,0 +1,117 @@
+"""Links of real groups, each rank in a thread of its own: what is packed arrives, sent or handed over in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_grpo.config.generation_schema import GenerationParallelConfig
+from megatron_grpo.config.policy_schema import ParallelConfig
+from megatron_grpo.platform.device import open_store
+from megatron_grpo.weights.families import shape_of_config, weight_entries
+from megatron_grpo.weights.layouts import engine_places, training_places
+from megatron_grpo.weights.refit.buckets import broken_seal, seal
+from megatron_grpo.weights.refit.groups import Rendezvous
+from megatron_grpo.weights.refit.ipc import HostMemory
+from megatron_grpo.weights.refit.links import BUFFERS, Links, Side, schedule, write_plan
+from megatron_grpo.weights.refit.plan import plan_pieces
+from tests.support.refit_models import DENSE
+
+CPU = torch.device("cpu")
+VERSION = 3
+SHAPE = shape_of_config(DENSE)
+SOURCES, TARGETS = 2, 2
+
+
+@pytest.fixture(params=["sent", "handed over", "not to be seen"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How messages come; the last is that of processes of two machines which both share memory."""
+    if request.param == "not to be seen":
+        monkeypatch.setattr(HostMemory, "seen", lambda address: None)
+    return str(request.param)
+
+
+@pytest.fixture
+def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
+    """All ranks of a policy with TP2 and an engine with PP2, connected."""
+    store = open_store("127.0.0.1", 60.0)
+    training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
+    dtypes = ["float32"] * len(weight_entries(SHAPE))
+    places = training_places(training, SHAPE), engine_places(generation, SHAPE)
+    scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
+    write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way != "sent")
+    rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
+    members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
+    with ThreadPoolExecutor(len(members)) as pool:
+        made = [pool.submit(Links, rendezvous, *member, CPU) for member in members]
+        yield {member: one.result() for member, one in zip(members, made, strict=True)}
+
+
+def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
+    ranks: dict[tuple[Side, int], Links], way: str
+) -> None:
+    assert all(len(one.messages) > 2 * BUFFERS for one in ranks.values()), "every buffer is used several times"
+    for _ in range(2):  # links last for many refits
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            run = {m: pool.submit(_send if m[0] == "source" else _receive, one) for m, one in ranks.items()}
+            came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
+        for target, messages in came.items():
+            for number, (message, content) in enumerate(zip(ranks["target", target].messages, messages, strict=True)):
+                earlier = [m.source for m in ranks["target", target].messages[:number]].count(message.source)
+                assert torch.equal(content, _content(message.source, target, earlier, len(content)))
+    for target in range(TARGETS):
+        assert (ranks["target", target]._own is None) == (way == "handed over"), "who is handed all needs no buffers"
+
+
+def test_a_rank_that_fails_is_no_reason_to_wait_for_the_deadline(ranks: dict[tuple[Side, int], Links]) -> None:
+    ranks["source", 1].close()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(_send, ranks["source", 0])
+        with pytest.raises(RuntimeError):
+            _receive(ranks["target", 0])
+        for target in range(TARGETS):
+            ranks["target", target].close()
+        with pytest.raises(RuntimeError):
+            sending.result(timeout=20)
+    with pytest.raises(RuntimeError, match="failed before and were not made anew"):
+        ranks["source", 1].begin(0)
+
+
+def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
+    """[nbytes], uint8: what the message of this number over a link holds."""
+    generator = torch.Generator().manual_seed(100 * source + 10 * target + 1000 * number)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
+
+
+def _send(links: Links) -> None:
+    under_way: list[Any] = []
+    for number, message in enumerate(links.messages):
+        if len(under_way) == BUFFERS:
+            under_way.pop(0).wait()
+        buffer = links.buffer(number)
+        earlier = [m.target for m in links.messages[:number]].count(message.target)
+        buffer[:-16] = _content(message.source, message.target, earlier, len(buffer) - 16)
+        seal(buffer, VERSION)
+        under_way.append(links.begin(number))
+    for one in under_way:
+        one.wait()
+
+
+def _receive(links: Links) -> list[Tensor]:
+    """The content of each message."""
+    came = []
+    under_way = {number: links.begin(number) for number in range(BUFFERS)}
+    for number in range(len(links.messages)):
+        under_way.pop(number).wait()
+        buffer = links.buffer(number)
+        assert broken_seal(buffer, VERSION) is None
+        came.append(buffer[:-16].clone())
+        links.emptied(number)
+        if number + BUFFERS < len(links.messages):
+            under_way[number + BUFFERS] = links.begin(number + BUFFERS)
+    return came

@@ -1,0 +1,87 @@
+"""Memory that two real processes have in common, and what is taken for none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_grpo.weights.refit.ipc import CudaMemory, HostMemory, packed, shared_memory_on, unpacked
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+READ = """
+import sys
+from megatron_grpo.weights.refit.ipc import HostMemory
+memory = HostMemory.seen([int(number) for number in sys.argv[1:]])
+print(None if memory is None else memory.tolist())
+"""
+
+
+def _seen_elsewhere(address: list[int]) -> str:
+    command = [sys.executable, "-c", READ, *map(str, address)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def test_another_process_sees_what_is_written() -> None:
+    shared = HostMemory(5)
+    shared.tensor.copy_(torch.tensor([1, 2, 3, 4, 250], dtype=torch.uint8))
+    assert _seen_elsewhere(shared.address()) == "[1, 2, 3, 4, 250]"
+
+
+def test_what_is_written_later_is_seen_too_and_the_memory_ends_with_its_users() -> None:
+    shared = HostMemory(1 << 20)
+    address = shared.address()
+    seen = HostMemory.seen(address)
+    assert seen is not None
+    shared.tensor[7] = 9
+    assert seen[7] == 9
+    del shared
+    assert seen[7] == 9, "who sees it keeps it"
+    assert HostMemory.seen(address) is None
+
+
+@pytest.mark.parametrize("wrong", ["process", "file", "size", "secret"])
+def test_an_address_that_is_not_exactly_right_is_none(wrong: str, tmp_path: Path) -> None:
+    """As a process of another machine would read it, where files of these numbers may be anything."""
+    shared = HostMemory(64)
+    process, file, nbytes, secret = shared.address()
+    with (tmp_path / "other").open("wb") as other:
+        other.truncate(72)
+        addresses = {
+            "process": (2**22 + 1, file, nbytes, secret),
+            "file": (process, other.fileno(), nbytes, secret),
+            "size": (process, file, nbytes - 1, secret),
+            "secret": (process, file, nbytes, secret ^ 1),
+        }
+        assert HostMemory.seen(addresses[wrong]) is None
+    assert HostMemory.seen([process, file, nbytes, secret]) is not None
+
+
+def test_an_address_on_a_gpu_travels_as_numbers() -> None:
+    handle = {"gpu": "GPU-" + "f" * 36, "memory": os.urandom(66).hex(), "event": os.urandom(64).hex(), "nbytes": 2**40}
+    numbers = packed(handle)
+    assert len(numbers) == CudaMemory.address_numbers
+    assert torch.tensor(numbers).tolist() == numbers, "they are int64"
+    assert unpacked(numbers) == handle
+
+
+@pytest.mark.parametrize(
+    ("device", "in_hosts", "on_gpus", "kind"),
+    [
+        (CPU, True, False, HostMemory),
+        (CPU, False, False, None),
+        (CPU, True, True, HostMemory),
+        (GPU, True, False, None),
+        (GPU, False, True, CudaMemory),
+    ],
+)
+def test_who_hands_messages_over_in_what(
+    device: torch.device, in_hosts: bool, on_gpus: bool, kind: type | None
+) -> None:
+    """GPUs of their own send over NCCL; the same GPUs cannot."""
+    assert shared_memory_on(device, in_hosts=in_hosts, on_gpus=on_gpus) is kind

@@ -1,0 +1,182 @@
+"""The weight map against definitions written out head by head, and what it says about damaged folders."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_grpo.weights.families import weight_entries
+from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, padded_vocab
+from megatron_grpo.weights.hf_folder import HFFolderReader, write_hf_folder
+from megatron_grpo.weights.hf_weights import merge_slices, split_parameter
+from megatron_grpo.weights.shape import ModelShape
+
+SHAPE = ModelShape(
+    family="qwen2",
+    layers=4,
+    hidden=6,
+    ffn_hidden=10,
+    attention_heads=8,
+    key_value_heads=4,
+    head_dim=3,
+    vocab=13,
+    tied_embeddings=False,
+    norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_positions=32,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+
+def entry(name: str, shape: ModelShape = SHAPE) -> WeightEntry:
+    return next(e for e in weight_entries(shape) if any(name in megatron for megatron in e.megatron))
+
+
+def full_tensors(of: WeightEntry) -> list[Tensor]:
+    return [torch.randn(tensor.shape(SHAPE)) for tensor in of.hf]
+
+
+def cut(full: Tensor, part: WeightSlice) -> Tensor:
+    return full if part.axis is None else full.narrow(part.axis, part.start, part.stop - part.start)
+
+
+def local(of: WeightEntry, full: list[Tensor], rank: int, size: int, rows: int = 0) -> Tensor:
+    slices = of.slices(SHAPE, 0, rank, size)
+    return merge_slices(of, [cut(t, s) for t, s in zip(full, slices, strict=True)], SHAPE, rows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["linear_qkv.weight", "linear_qkv.bias"])
+def test_qkv_is_interleaved_by_group(name: str, size: int) -> None:
+    of = entry(name)
+    query, key, value = full = full_tensors(of)
+    d, per_group = SHAPE.head_dim, SHAPE.attention_heads // SHAPE.key_value_heads
+    for rank in range(size):
+        groups = range(rank * SHAPE.key_value_heads // size, (rank + 1) * SHAPE.key_value_heads // size)
+        rows = []
+        for group in groups:
+            heads = range(group * per_group, (group + 1) * per_group)
+            rows += [query[head * d : (head + 1) * d] for head in heads]
+            rows += [key[group * d : (group + 1) * d], value[group * d : (group + 1) * d]]
+        assert torch.equal(local(of, full, rank, size), torch.cat(rows))
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_ranks_that_share_a_group_have_even_parts_of_its_rows(size: int) -> None:
+    """4 groups of 12 rows: two queries, a key and a value of 3 rows each."""
+    of = entry("linear_qkv.weight")
+    full = full_tensors(of)
+    whole = local(of, full, 0, 1)
+    parts = [local(of, full, rank, size) for rank in range(size)]
+    assert {len(part) for part in parts} == {len(whole) // size}
+    assert torch.equal(torch.cat(parts), whole)
+    split = [split_parameter(of, part, of.slices(SHAPE, 0, rank, size), SHAPE) for rank, part in enumerate(parts)]
+    for position, tensor in enumerate(full):
+        assert torch.equal(torch.cat([one[position] for one in split]), tensor)
+
+
+def test_gate_rows_of_a_rank_come_before_its_up_rows() -> None:
+    of = entry("linear_fc1.weight")
+    gate, up = full = full_tensors(of)
+    assert torch.equal(local(of, full, 1, 2), torch.cat([gate[5:], up[5:]]))
+
+
+def test_vocabulary_is_padded_with_zeros_on_the_last_ranks() -> None:
+    of = entry("output_layer.weight")
+    full = full_tensors(of)
+    size = 5
+    rows = padded_vocab(SHAPE, size) // size
+    assert rows == 3
+    shards = [local(of, full, rank, size, rows) for rank in range(size)]
+    assert torch.equal(torch.cat(shards)[:13], full[0])
+    assert torch.equal(torch.cat(shards)[13:], torch.zeros(2, SHAPE.hidden))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma3"])
+def test_splitting_undoes_merging_and_slices_cover_each_tensor_once(family: str, size: int) -> None:
+    shape = replace(SHAPE, family=family, ffn_hidden=12)
+    for of in weight_entries(shape):
+        full = [torch.randn(tensor.shape(shape)) for tensor in of.hf]
+        collected: list[list[Tensor]] = [[] for _ in full]
+        for rank in range(size):
+            slices = of.slices(shape, 0, rank, size)
+            parts = [cut(t, s) for t, s in zip(full, slices, strict=True)]
+            assert [s.local_shape for s in slices] == [tuple(p.shape) for p in parts]
+            merged = merge_slices(of, parts, shape, rows=padded_vocab(shape, size) // size)
+            for index, part in enumerate(split_parameter(of, merged, slices, shape)):
+                assert torch.equal(part, parts[index])
+                collected[index].append(part)
+        if of.axis is not None:
+            for pieces, tensor in zip(collected, full, strict=True):
+                assert torch.equal(torch.cat(pieces, dim=of.axis), tensor)
+
+
+def test_stage_numbers_its_layers_from_its_own_first() -> None:
+    found = list(global_entries(weight_entries(SHAPE), SHAPE, [2, 3]))
+    per_layer = [(layer, position) for e, layer, position in found if "{layer}" in e.megatron[0]]
+    assert per_layer == sorted(per_layer)
+    assert set(per_layer) == {(2, 0), (3, 1)}
+    assert len(found) == len({(e.megatron, layer) for e, layer, _ in found})
+
+
+def test_tied_embeddings_are_loaded_twice_and_exported_once() -> None:
+    tied = weight_entries(replace(SHAPE, tied_embeddings=True))
+    assert [e.copy for e in tied if e.hf[0].name == "model.embed_tokens.weight"] == [False, True]
+    assert not any(e.hf[0].name == "lm_head.weight" for e in tied)
+
+
+WANTED = WeightSlice("w", (4, 6), 0, 1, 3)
+
+
+def test_reader_reads_only_the_slice(tmp_path: Path) -> None:
+    full = torch.randn(4, 6)
+    save_file({"w": full}, tmp_path / "model.safetensors")
+    reader = HFFolderReader(tmp_path)
+    assert torch.equal(reader.read(WANTED), full[1:3])
+    assert torch.equal(reader.read(WeightSlice("w", (4, 6), 1, 4, 6)), full[:, 4:])
+    assert torch.equal(reader.read(WeightSlice("w", (4, 6), None, 0, 0)), full)
+
+
+def test_reader_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no weights"):
+        HFFolderReader(tmp_path)
+    single = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4, 5)}, single)
+    with pytest.raises(ValueError, match=r"w has shape \[4, 5\], but config.json implies \[4, 6\]"):
+        HFFolderReader(tmp_path).read(WANTED)
+    with pytest.raises(ValueError, match="has no tensor other"):
+        HFFolderReader(tmp_path).read(replace(WANTED, name="other"))
+    single.write_bytes(single.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        HFFolderReader(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="not a safetensors index"):
+        HFFolderReader(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ValueError, match=r"00002\.safetensors does not exist"):
+        HFFolderReader(tmp_path).read(WANTED)
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text("{}")
+
+    def broken():  # type: ignore[no-untyped-def]
+        yield "w", torch.zeros(3)
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        write_hf_folder(broken(), tmp_path / "source", tmp_path / "out", max_shard_bytes=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    with pytest.raises(ValueError, match="already exists"):
+        write_hf_folder([], tmp_path / "source", tmp_path / "source")
