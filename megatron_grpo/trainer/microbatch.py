@@ -19,8 +19,8 @@ from megatron_grpo.losses.loss import Segments
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
+    PackedLayout,
     PackedSequences,
-    Placement,
     held_routing,
     lay_out,
     membership,
@@ -63,7 +63,7 @@ class MicrobatchMaker:
     token_multiple: int = 1
     """What the tokens of a rank, after sequence parallelism, are to be a multiple of (FP8)."""
 
-    def place(self, lengths: Sequence[int]) -> Placement:
+    def place(self, lengths: Sequence[int]) -> PackedLayout:
         """Where the tokens of sequences of these lengths stand on this rank."""
         parallel = self.parallel
         multiple = parallel.sequence_multiple
@@ -84,10 +84,10 @@ class MicrobatchMaker:
             asked: the entry that says which tokens are asked about; without it, all that have one before them.
         """
         selected = batch.select(indices) if indices else _nothing(batch)
-        placement = self.place(selected.lengths)
+        layout = self.place(selected.lengths)
         mask = getattr(selected.fields, asked)
         wanted = np.ones(sum(selected.lengths), dtype=np.bool_) if mask is None else (mask > 0).numpy()
-        rows, tokens = placement.predicting(wanted)
+        rows, tokens = layout.predicting(wanted)
         fields = selected.fields
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
@@ -102,20 +102,20 @@ class MicrobatchMaker:
         entries["token_ids"] = entries["token_ids"].long()
         if nobody and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
-        ids = torch.zeros(placement.local_tokens, dtype=torch.int64)
-        real = torch.from_numpy(placement.source >= 0)
-        ids[real] = fields.token_ids[torch.from_numpy(placement.source[placement.source >= 0])].long()
+        ids = torch.zeros(layout.local_tokens, dtype=torch.int64)
+        real = torch.from_numpy(layout.source >= 0)
+        ids[real] = fields.token_ids[torch.from_numpy(layout.source[layout.source >= 0])].long()
         move = _to_device()
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(self._packed(placement, fields.routed_experts, real=bool(indices)), move),
+            sequences=moved(self._packed(layout, fields.routed_experts, real=bool(indices)), move),
             rows=move(torch.from_numpy(rows)),
             tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
             segments=self._segments(selected, wanted, tokens, move),
             flat=flat,
         )
 
-    def _packed(self, placement: Placement, routed: Tensor | None, *, real: bool) -> PackedSequences:
+    def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
         """What the layers are told of tokens; `real`: whether they are some of the batch's.
 
         `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
@@ -125,10 +125,10 @@ class MicrobatchMaker:
             part, parts = 0, 1
             if self.parallel.sequence:
                 part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
-            members = membership(placement, part=part, parts=parts, real=real)
+            members = membership(layout, part=part, parts=parts, real=real)
             if routed is not None:
-                held = held_routing(placement, routed, part=part, parts=parts, real=real)
-        return packed_sequences(placement, uses_transformer_engine(self.shape), self.shape.window, members, held)
+                held = held_routing(layout, routed, part=part, parts=parts, real=real)
+        return packed_sequences(layout, uses_transformer_engine(self.shape), self.shape.window, members, held)
 
     def _segments(
         self,

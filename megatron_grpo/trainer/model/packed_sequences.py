@@ -33,35 +33,35 @@ class Membership:
     sequences: int
 
 
-def membership(placement: Placement, *, part: int, parts: int, real: bool) -> Membership:
+def membership(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Membership:
     """Which sequences a rank's tokens belong to.
 
     Args:
-        placement: where the tokens stand.
+        layout: where the tokens stand.
         part: which part of them the rank holds under sequence parallelism.
         parts: in how many parts they are split.
         real: whether they are tokens of the batch; if not, all of them count as padding.
     """
-    source = held_source(placement, part=part, parts=parts)
-    count = len(placement.lengths)
-    sequence = np.searchsorted(np.cumsum(placement.lengths), source, side="right")
+    source = held_source(layout, part=part, parts=parts)
+    count = len(layout.lengths)
+    sequence = np.searchsorted(np.cumsum(layout.lengths), source, side="right")
     sequence = np.where(source < 0, count, sequence)
-    weight = np.append(1.0 / np.maximum(placement.lengths, 1), 0.0)[sequence].astype(np.float32) * real
+    weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32) * real
     return Membership(torch.from_numpy(sequence), torch.from_numpy(weight.astype(np.float32)), count)
 
 
-def held_source(placement: Placement, *, part: int, parts: int) -> NDArray[np.int64]:
+def held_source(layout: PackedLayout, *, part: int, parts: int) -> NDArray[np.int64]:
     """[tokens of a rank's part], int64: their indices in the flat sequences, -1 on padding; one of `parts` equal parts
     of what the context-parallel rank holds, as sequence parallelism cuts it."""
-    each = placement.local_tokens // parts
-    return placement.source[part * each : (part + 1) * each]
+    each = layout.local_tokens // parts
+    return layout.source[part * each : (part + 1) * each]
 
 
-def held_routing(placement: Placement, routed: Tensor, *, part: int, parts: int, real: bool) -> Tensor:
+def held_routing(layout: PackedLayout, routed: Tensor, *, part: int, parts: int, real: bool) -> Tensor:
     """The recorded experts of a rank's tokens, in the order in which the layers between attention calls hold them.
 
     Args:
-        placement: where the tokens stand.
+        layout: where the tokens stand.
         routed: [tokens of the flat sequences, numbers of a token], int8 or int16, on the host.
         part: which part of the tokens the rank holds under sequence parallelism.
         parts: in how many parts they are split.
@@ -70,7 +70,7 @@ def held_routing(placement: Placement, routed: Tensor, *, part: int, parts: int,
     Returns:
         [tokens, numbers of a token], in the dtype of `routed`; -1 on padding.
     """
-    source = torch.from_numpy(held_source(placement, part=part, parts=parts))
+    source = torch.from_numpy(held_source(layout, part=part, parts=parts))
     held = routed[source.clamp(min=0)]
     held[source < 0 if real else slice(None)] = UNKNOWN
     return held
@@ -162,7 +162,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PackedLayout:
     """The places of a microbatch's tokens on one context-parallel rank."""
 
     source: Ints
@@ -206,7 +206,7 @@ class Placement:
 
 def lay_out(
     lengths: Sequence[int], *, rank: int = 0, size: int = 1, tensor_multiple: int = 1, width: int | None = None
-) -> Placement:
+) -> PackedLayout:
     """Lay sequences end to end and split them over context-parallel ranks.
 
     Args:
@@ -236,16 +236,16 @@ def lay_out(
     here = np.flatnonzero(owner == rank)
     source, positions = np.empty(len(here), dtype=np.int64), np.empty(len(here), dtype=np.int64)
     source[slot[here]], positions[slot[here]] = flat[here], position[here]
-    return Placement(source, positions, owner * len(here) + slot, widths, tokens, rank, size)
+    return PackedLayout(source, positions, owner * len(here) + slot, widths, tokens, rank, size)
 
 
-def _parts(placement: Placement) -> _Parts:
+def _parts(layout: PackedLayout) -> _Parts:
     """Every sequence; with context parallelism, the two chunks of each that this rank has."""
-    columns = np.cumsum(placement.widths) - placement.widths
-    size, rank = placement.size, placement.rank
+    columns = np.cumsum(layout.widths) - layout.widths
+    size, rank = layout.size, layout.rank
     if size == 1:
-        return _Parts(placement.widths, placement.widths, columns, columns)
-    chunk = placement.widths // (2 * size)
+        return _Parts(layout.widths, layout.widths, columns, columns)
+    chunk = layout.widths // (2 * size)
     return _Parts(
         queries=np.concatenate([chunk, chunk]),
         keys=np.concatenate([(rank + 1) * chunk, (2 * size - rank) * chunk]),
@@ -254,18 +254,18 @@ def _parts(placement: Placement) -> _Parts:
     )
 
 
-def attention_calls(placement: Placement, window: int | None = None) -> AttentionCalls:
+def attention_calls(layout: PackedLayout, window: int | None = None) -> AttentionCalls:
     """The attention calls of a microbatch on this rank.
 
     Args:
-        placement: where its tokens stand.
+        layout: where its tokens stand.
         window: tokens that each token sees, itself included; None: all before it.
     """
-    parts = _parts(placement) if window is None else _parts(placement).within(window)
+    parts = _parts(layout) if window is None else _parts(layout).within(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first: neighbours are of like length, so that little of a rectangle is padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
-    out = np.empty(placement.local_tokens, dtype=np.int64)
+    out = np.empty(layout.local_tokens, dtype=np.int64)
     groups, done, begin = [], 0, 0
     while begin < len(order):
         end = begin + int(np.searchsorted(-keys[order[begin:]], -LEAST_FILL * keys[order[begin]], side="right"))
@@ -281,13 +281,13 @@ def attention_calls(placement: Placement, window: int | None = None) -> Attentio
         groups.append(
             AttentionGroup(
                 queries=torch.from_numpy(query),
-                keys=torch.from_numpy(placement.places[key]),
+                keys=torch.from_numpy(layout.places[key]),
                 first=torch.from_numpy(keys[members] - queries[members]),
-                square=placement.size == 1 and bool((keys[members] == queries[members]).all()),
+                square=layout.size == 1 and bool((keys[members] == queries[members]).all()),
             )
         )
         begin = end
-    own_keys = placement.size == 1 and window is None
+    own_keys = layout.size == 1 and window is None
     if done == len(out) and np.array_equal(out, np.arange(done)):
         return AttentionCalls(groups, None, None, own_keys)
     slots = torch.cat([group.queries.flatten() for group in groups])
@@ -295,7 +295,7 @@ def attention_calls(placement: Placement, window: int | None = None) -> Attentio
 
 
 def packed_sequences(
-    placement: Placement,
+    layout: PackedLayout,
     transformer_engine: bool,
     window: int | None = None,
     members: Membership | None = None,
@@ -304,15 +304,15 @@ def packed_sequences(
     """What the layers are told of a microbatch.
 
     Args:
-        placement: where its tokens stand.
+        layout: where its tokens stand.
         transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
         window: tokens that each token sees in the layers with a window, itself included; None: no layer has one.
         members: which sequences the tokens belong to; None: no layer asks.
         routed: recorded experts of the tokens, as `PackedSequences` has them; None: routers choose.
     """
     if transformer_engine:
-        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(placement.widths)]).astype(np.int32))
-        longest = int(placement.widths.max())
+        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
+        longest = int(layout.widths.max())
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=ends,
@@ -326,9 +326,9 @@ def packed_sequences(
         )
     return PackedSequences(
         qkv_format="sbhd",
-        positions=torch.from_numpy(placement.positions),
-        calls=attention_calls(placement),
-        windowed_calls=None if window is None else attention_calls(placement, window),
+        positions=torch.from_numpy(layout.positions),
+        calls=attention_calls(layout),
+        windowed_calls=None if window is None else attention_calls(layout, window),
         membership=members,
         routed=routed,
     )

@@ -15,13 +15,11 @@ LENGTHS = [3, 5, 1]
 
 
 def test_padding_belongs_to_no_sequence() -> None:
-    placement = lay_out(LENGTHS, tensor_multiple=4)
-    found = membership(placement, part=0, parts=1, real=True)
-    assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (placement.local_tokens - 9)
-    assert found.weight.tolist() == pytest.approx(
-        [1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (placement.local_tokens - 9)
-    )
-    assert not membership(placement, part=0, parts=1, real=False).weight.any()
+    layout = lay_out(LENGTHS, tensor_multiple=4)
+    found = membership(layout, part=0, parts=1, real=True)
+    assert found.sequence.tolist() == [0] * 3 + [1] * 5 + [2] + [3] * (layout.local_tokens - 9)
+    assert found.weight.tolist() == pytest.approx([1 / 3] * 3 + [1 / 5] * 5 + [1.0] + [0.0] * (layout.local_tokens - 9))
+    assert not membership(layout, part=0, parts=1, real=False).weight.any()
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
-from megatron_grpo.trainer.model.packed_sequences import Placement, lay_out, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import PackedLayout, lay_out, packed_sequences
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 HEADS, GROUPS, HEAD_DIM = 4, 2, 8
 
 
-def ranks(lengths: list[int], size: int, **options: int) -> list[Placement]:
+def ranks(lengths: list[int], size: int, **options: int) -> list[PackedLayout]:
     return [lay_out(lengths, rank=rank, size=size, **options) for rank in range(size)]
 
 

@@ -101,13 +101,13 @@ def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts
     routed = torch.arange(total * 4, dtype=torch.int16).view(total, 4)
     seen = []
     for rank in range(size):
-        placement = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
-        held = [held_routing(placement, routed, part=part, parts=parts, real=True) for part in range(parts)]
-        assert [len(one) for one in held] == [placement.local_tokens // parts] * parts
-        for row, source in zip(torch.cat(held).tolist(), placement.source.tolist(), strict=True):
+        layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
+        held = [held_routing(layout, routed, part=part, parts=parts, real=True) for part in range(parts)]
+        assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
+        for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
             assert row == ([-1] * 4 if source < 0 else routed[source].tolist())
             seen.append(source)
-        nothing = held_routing(placement, routed, part=0, parts=parts, real=False)
+        nothing = held_routing(layout, routed, part=0, parts=parts, real=False)
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
     assert sorted(source for source in seen if source >= 0) == list(range(total))
