@@ -30,6 +30,9 @@ VARIANTS = sorted(file.stem for file in (ROOT / "conf" / "variant").glob("*.yaml
 CASES: Mapping[str, tuple[str, ...]] = {
     "defaults": (),
     "ppo": ("+exp=quickstart_ppo",),
+    "moe": ("+exp=quickstart_moe",),
+    "tools": ("+exp=quickstart_tools",),
+    "two_tasks": ("+exp=quickstart_two_tasks",),
     "minibatches": ("policy.train_global_batch_samples=64", "grpo.num_iterations=2"),
     "kl_in_reward": (
         "loss_fn.reference_policy_kl_penalty=0.01",

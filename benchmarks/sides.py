@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -139,12 +140,29 @@ def link_packages(checkout: Path, folder: Path) -> None:
     for entry in (checkout / "megatron_grpo").iterdir():
         if entry.name != "__pycache__" and not (package / entry.name).exists():
             (package / entry.name).symlink_to(entry)
+    _write_entry_points(checkout, folder)
     code = "import megatron_grpo, megatron_grpo.conf as conf; print(megatron_grpo.__file__, conf.__file__, sep='\\n')"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment_of(folder), capture_output=True, text=True, check=True
     )
     if not all(file.startswith(f"{folder}{os.sep}") for file in found.stdout.splitlines()):
         raise RuntimeError(f"Python finds other packages than those of {checkout}: {found.stdout}")
+
+
+def _write_entry_points(checkout: Path, folder: Path) -> None:
+    """Give the folder the entry points of the checkout: vLLM finds our plugin by the first distribution of the name."""
+    if not (checkout / "pyproject.toml").exists():
+        return
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    distribution = folder / f"{project['name']}-{project['version']}.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, entries in project.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (distribution / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 @contextmanager
