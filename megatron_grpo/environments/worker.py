@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ray import cloudpickle
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
@@ -118,7 +118,7 @@ class EnvironmentWorker:
     @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
         """Answers to several calls of the methods below, given by name and arguments, as a list."""
-        return Packed([getattr(self, method)(*arguments) for method, arguments in jobs])
+        return pickled([getattr(self, method)(*arguments) for method, arguments in jobs])
 
     def reset(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.cluster.pickled import Packed
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
@@ -204,7 +203,7 @@ class EngineInterface(ABC):
     @abstractmethod
     def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
-    ) -> AsyncIterator[Packed]:
+    ) -> AsyncIterator[Any]:
         """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
 
         Args:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
@@ -146,7 +146,7 @@ class VllmEngine(EngineInterface):
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
-    ) -> AsyncIterator[Packed]:
+    ) -> AsyncIterator[Any]:
         """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
 
         The same requests under the same weights give the same bits when they come to an engine that is idle: every
@@ -185,7 +185,7 @@ class VllmEngine(EngineInterface):
                     finals = drain(waiting)
                     self._pauses.left(len(finals))
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
-                    yield Packed(await responses(self._llm, finals, self._settings.routed))
+                    yield pickled(await responses(self._llm, finals, self._settings.routed))
             finally:
                 try:
                     if waiting:

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import explain, is_lost, overdue
 from megatron_grpo.cluster.overdue import report_hanging
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.plan import RolloutFailure
@@ -171,7 +171,7 @@ class EngineClient:
             one.call, one.index = call, index
         restarts = self.restarts
         try:
-            requests = Packed([one.request for one in asked])
+            requests = pickled([one.request for one in asked])
             stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from megatron_grpo.cluster.futures import explain, overdue
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
 from megatron_grpo.sampler.plan import RolloutFailure
@@ -151,7 +151,7 @@ class EnvironmentClient:
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
         """Ask a process; None when it answered, else what became of it."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
-        jobs: Any = Packed([(call.method, call.arguments) for call in calls])
+        jobs = pickled([(call.method, call.arguments) for call in calls])
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await process["actor"].run.remote(jobs)

@@ -17,7 +17,7 @@ import aiohttp
 import numpy as np
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
@@ -228,7 +228,7 @@ class ServerEngine(EngineInterface):
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
-    ) -> AsyncIterator[Packed]:
+    ) -> AsyncIterator[Any]:
         if self._settings.in_flight is None:
             if not self._serving.is_set():
                 raise RuntimeError(f"{self._server.url}: the weights are incomplete: a refit was not committed")
@@ -246,7 +246,7 @@ class ServerEngine(EngineInterface):
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     done, _ = await asyncio.wait(tasks, timeout=PACE_S)
                     arrived = [(tasks.pop(task), self._outcome(task)) for task in done]
-                    yield Packed(arrived)
+                    yield pickled(arrived)
         finally:
             for task in tasks:
                 task.cancel()  # which ends the connection, and with it the request

@@ -13,7 +13,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.data.rollout_files import Learnt, StepRecord, Written, write_rollouts
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
@@ -205,7 +205,7 @@ class Collected:
 
     payloads: Payloads
     outcomes: list[list[Outcome]]
-    """Sent as Packed."""
+    """Sent as `pickled`."""
     remarks: list[str]
     """What somebody who watches the run should hear of."""
 
@@ -248,7 +248,7 @@ class Bundler:
         return Payloads.of([one for one in self._payloads if one is not None])
 
     def _put(self) -> None:
-        bundle = ray.put(Packed([trajectories for _, trajectories in self._waiting]))
+        bundle = ray.put(pickled([trajectories for _, trajectories in self._waiting]))
         for place, (number, _) in enumerate(self._waiting):
             self._payloads[number] = Payload(bundle, place)
         self._waiting, self._bytes = [], 0

@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec
@@ -53,7 +53,7 @@ def load(file: Path) -> tuple[StepFacts, Collected]:
     for number, trajectories in enumerate(groups):
         bundler.add(number, trajectories)
     outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
-    return facts, Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), [])
+    return facts, Collected(bundler.finish(), pickled(outcomes), [])
 
 
 PACE_S = 0.02
@@ -129,7 +129,7 @@ class RolloutWorker:
                 outcomes[place] = [one.outcome for one in trajectories]
         finally:
             generated.set()
-        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+        return Collected(bundler.finish(), pickled(outcomes), self._take_remarks())
 
     async def collect_each(self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> AsyncIterator[list[int]]:
         """As `collect`, but each group is kept until `hand_over` asks for it; a streaming generator of Ray.
@@ -177,7 +177,7 @@ class RolloutWorker:
         for place, trajectories in enumerate(groups):
             bundler.add(place, trajectories)
         outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
-        return Collected(bundler.finish(), cast(list[list[Outcome]], Packed(outcomes)), self._take_remarks())
+        return Collected(bundler.finish(), pickled(outcomes), self._take_remarks())
 
     async def _groups(
         self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from megatron_grpo.cluster.pickled import Packed
+from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 
@@ -53,7 +54,7 @@ class MadeUpEngine:
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str
-    ) -> AsyncIterator[Packed]:
+    ) -> AsyncIterator[Any]:
         """As `VllmEngine.generate`."""
         self.calls.append([request.seed for request in requests])
         answers: list[tuple[int, GenerationOutput | str]] = []
@@ -71,7 +72,7 @@ class MadeUpEngine:
             if self._yields == self.dies_after:
                 os._exit(1)
             self._yields += 1
-            yield Packed(answers[begin : begin + self.chunk])
+            yield pickled(answers[begin : begin + self.chunk])
             await asyncio.sleep(0)
         if stuck:
             await asyncio.sleep(600)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_grpo.cluster.pickled import Packed
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.engines import EngineClient, Engines
@@ -47,7 +46,7 @@ class FakeActor:
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
         self.abort = SimpleNamespace(remote=lambda call, indices: self.aborted.append((call, indices)))
 
-    async def _generate(self, requests: Packed, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
+    async def _generate(self, requests: Any, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
         seeds = [one.seed for one in requests.value]
         self.calls.append((call, seeds, settings))
         for answers in self.answer(seeds):
@@ -270,7 +269,7 @@ def test_the_end_of_an_engine_that_was_replaced_before_it_was_noticed_is_no_loss
         ends = asyncio.Event()
 
         class Dying(FakeActor):
-            async def _generate(self, requests: Packed, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
+            async def _generate(self, requests: Any, settings: SamplingSettings, call: str) -> AsyncIterator[Any]:
                 await ends.wait()
                 raise RayActorError
                 yield

@@ -1,4 +1,4 @@
-"""What is packed arrives as it was, its large arrays without a copy."""
+"""Pickled values arrive as they were, their large arrays without a copy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.cluster.pickled import IN_BAND_BYTES, Packed
+from megatron_grpo.cluster.pickled import IN_BAND_BYTES, pickled
 from tests.support.trajectories import make_trajectory, plain
 
 
 def sent(value: Any) -> tuple[Any, list[pickle.PickleBuffer]]:
     """What arrives, and the buffers that travelled beside it."""
     beside: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(Packed(value), protocol=5, buffer_callback=beside.append)
+    data = pickle.dumps(pickled(value), protocol=5, buffer_callback=beside.append)
     return pickle.loads(data, buffers=beside), beside
 
 
