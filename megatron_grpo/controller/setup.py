@@ -29,7 +29,6 @@ from megatron_grpo.controller.startup import (
     start_rollouts,
     transport_between,
 )
-from megatron_grpo.controller.startup import prepare_by_name as prepare
 from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import Batches
@@ -39,6 +38,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value_loss import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.prepare.models import prepare
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder

@@ -15,8 +15,6 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.environments.interface import environment_settings
 from megatron_grpo.environments.pool import build_environments
-from megatron_grpo.prepare.addition import prepare as prepare_addition
-from megatron_grpo.prepare.conversations import WARM_UP, prepare_conversations
 from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
@@ -204,16 +202,6 @@ def replaced_by(generation: VllmGeneration) -> Restore:
             raise SamplingError(str(error)) from error
 
     return restore
-
-
-def prepare_by_name(name: str, folder: str | Path) -> None:
-    """Make a model and its data, unless they are there already.
-
-    Args:
-        name: which of PREPARED_MODELS.
-        folder: folder to make; replaced when another recipe made it.
-    """
-    (prepare_conversations if name in WARM_UP else prepare_addition)(name, folder)
 
 
 def transport_between(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.prepare.addition import prepare
+from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 from tests.support.documented import undocumented
 

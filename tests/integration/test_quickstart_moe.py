@@ -11,7 +11,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.prepare.addition import expected_reward, greedy_accuracy, split_problems
+from megatron_grpo.prepare.lessons import split_lessons
+from megatron_grpo.prepare.models import expected_reward, greedy_accuracy
+from megatron_grpo.weights.source import VOCABULARY
 from tests.integration.runs import TrainingRun, read_jsonl, without_timing
 
 STEPS = 120
@@ -58,8 +60,10 @@ def test_an_exported_checkpoint_is_what_the_run_validated(straight: TrainingRun,
     command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={checkpoint}", f"output={output}"]
     subprocess.run(command, check=True, timeout=120)
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
-    _, train, val = split_problems()
-    assert greedy_accuracy(model, val) == read_jsonl(straight.run_dir / "validation.jsonl")[-1]["val_accuracy"]
+    _, train, val = split_lessons("addition_moe")
+    assert (
+        greedy_accuracy(model, val, VOCABULARY) == read_jsonl(straight.run_dir / "validation.jsonl")[-1]["val_accuracy"]
+    )
     folder = Path(yaml.safe_load((straight.run_dir / "config.yaml").read_text())["policy"]["model"]["path"])
     beginner = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert expected_reward(model, train) > expected_reward(beginner, train) + 0.05
+    assert expected_reward(model, train, VOCABULARY) > expected_reward(beginner, train, VOCABULARY) + 0.05

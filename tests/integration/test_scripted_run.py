@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from megatron_grpo.data.rollout_files import read_rollouts
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.prepare.addition import prepare
+from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import read_jsonl
 
 ROOT = Path(__file__).parents[2]

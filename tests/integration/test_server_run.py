@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.prepare.addition import prepare
+from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun
 from tests.integration.server_process import serving
 

@@ -11,7 +11,7 @@ from transformers import Qwen3ForTokenClassification
 
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.prepare.addition import prepare
+from megatron_grpo.prepare.models import prepare
 from tests.integration.runs import TrainingRun
 
 SHORT = (

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.preflight.model_files import weight_problems
-from megatron_grpo.prepare import addition
+from megatron_grpo.prepare.lessons import RECIPES, split_lessons
+from megatron_grpo.prepare.models import prepare
 from megatron_grpo.weights.families import shape_of_config, shape_of_folder
 from megatron_grpo.weights.source import PREPARED_MODELS
 
@@ -24,7 +25,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is made under the folder's name."""
     path = tmp_path_factory.mktemp("prepare") / request.param
-    addition.prepare(path.name, path)
+    prepare(path.name, path)
     return path
 
 
@@ -33,7 +34,7 @@ def test_problems_are_right_and_held_out_ones_are_nowhere_else(folder: Path) -> 
     for row in train + val:
         a, b = row["prompt"].removesuffix("=").split("+")
         assert row == {"prompt": f"{a}+{b}=", "answer": f"{int(a) + int(b):03}", "task_name": "addition"}
-    warmup = {f"{a}+{b}=" for a, b in addition.split_problems()[0]}
+    warmup = {lesson.row["prompt"] for lesson in split_lessons("addition")[0]}
     sets = [warmup, {row["prompt"] for row in train}, {row["prompt"] for row in val}]
     assert len(set.union(*sets)) == sum(len(each) for each in sets) == 90 * 90
 
@@ -72,21 +73,21 @@ def test_a_second_call_changes_nothing_and_another_recipe_makes_it_anew(
 ) -> None:
     weights = folder / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    addition.prepare(folder.name, folder)
+    prepare(folder.name, folder)
     assert weights.stat().st_mtime_ns == before
     first = weights.read_bytes()
-    monkeypatch.setitem(addition.RECIPE, "warmup_steps_max", 3)
-    addition.prepare(folder.name, folder)
+    monkeypatch.setitem(RECIPES[folder.name], "warmup_steps_max", 3)
+    prepare(folder.name, folder)
     assert weights.read_bytes() != first
     assert [path.name for path in folder.parent.iterdir()] == [folder.name], "no temporary folder stays"
 
 
 @pytest.mark.parametrize("name", ["addition", "addition_moe"])
 def test_the_same_recipe_gives_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(addition.RECIPE, "warmup_steps_max", 5)
+    monkeypatch.setitem(RECIPES[name], "warmup_steps_max", 5)
     torch.manual_seed(3)
-    addition.prepare(name, tmp_path / "a")
+    prepare(name, tmp_path / "a")
     torch.manual_seed(4)
-    addition.prepare(name, tmp_path / "b")
+    prepare(name, tmp_path / "b")
     for file in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl", "val.jsonl"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
