@@ -95,12 +95,21 @@ class IdleRank(ModelWorker):
 class IdleTransport(WeightTransport):
     """Sends nothing."""
 
+    def __init__(self) -> None:
+        pass
+
     def connect(self) -> None:
         """Nothing to connect, in the place of `WeightTransport.connect`."""
 
     def publish(self, version: int) -> TransferReport:
         """The report of a transfer of 0 bytes, in the place of `WeightTransport.publish`."""
         return TransferReport(version, bytes_sent=0, tensors=0, buckets=0, seconds=0.0)
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        raise NotImplementedError
 
 
 def measure(sizes: Sizes, folder: Path) -> Any:

@@ -14,9 +14,9 @@ import torch
 from megatron_grpo.config.schema import GenerationParallelConfig
 from megatron_grpo.cpu.host_memory import keep_freed_memory
 from megatron_grpo.platform.device import open_store
-from megatron_grpo.refit_plan import RefitOutlook
+from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.layouts import engine_places, in_fp8_blocks, landings
+from megatron_grpo.weights.layouts import destinations, engine_shards, in_fp8_blocks
 from megatron_grpo.weights.refit.broadcast import join_stage
 from megatron_grpo.weights.refit.groups import Rendezvous, join
 from megatron_grpo.weights.shape import ModelShape
@@ -24,14 +24,14 @@ from megatron_grpo.weights.shape import ModelShape
 HOST = "127.0.0.1"
 
 
-def raw_links(outlook: RefitOutlook, repeats: int) -> list[float]:
+def raw_links(summary: RefitSummary, repeats: int) -> list[float]:
     """Seconds of each transfer of the plan's bytes, link by link, between as many processes."""
-    sources, targets = outlook.sending.ranks, outlook.receiving.ranks
+    sources, targets = summary.sending.ranks, summary.receiving.ranks
     store = open_store(HOST, 60.0)
     rendezvous = Rendezvous(host=HOST, port=store.port, receivers=targets, timeout_s=60.0)
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    common = (outlook.links, sources, sources + targets, rendezvous, repeats, results)
+    common = (summary.links, sources, sources + targets, rendezvous, repeats, results)
     processes = [context.Process(target=_raw_member, args=(rank, *common)) for rank in range(sources + targets)]
     return _slowest(processes, results)
 
@@ -92,13 +92,13 @@ def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, rep
 def packing(engine: GenerationParallelConfig, shape: ModelShape, repeats: int) -> list[float]:
     """Seconds in which the workers pack their matrices as vLLM multiplies by them on a CPU, and do nothing else."""
     context = multiprocessing.get_context("spawn")
-    places = engine_places(engine, shape)
+    places = engine_shards(engine, shape)
     results, together = context.SimpleQueue(), context.Barrier(len(places))
     processes: list[BaseProcess] = []
     for place in places:
         sizes: dict[str, tuple[int, int]] = {}
         for entry, layer in itertools.product(filter(in_fp8_blocks, weight_entries(shape)), place.layers):
-            for one in landings(entry, shape, place, layer):
+            for one in destinations(entry, shape, place, layer):
                 rows, columns = one.part.local_shape
                 sizes[one.parameter] = (max(sizes.get(one.parameter, (0, 0))[0], one.row + rows), columns)
         if place.end:

@@ -36,7 +36,7 @@ from megatron_grpo.config.schema import (
     RefitConfig,
 )
 from megatron_grpo.controller.startup import transport_between
-from megatron_grpo.refit_plan import RefitOutlook, refit_outlook
+from megatron_grpo.refit_plan import RefitSummary, refit_summary
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
 from megatron_grpo.weights.families import shape_of_folder
@@ -58,16 +58,16 @@ def main() -> None:
         parameters = _make_model(Path(folder), options)
         measured = _refits(Path(folder), options)
         shape = shape_of_folder(folder)
-        outlook = refit_outlook(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
+        summary = refit_summary(shape, *_layouts(options), "float32", int(options.bucket_mib * 2**20))
     ray.shutdown()
     repeats, engine = options.warmup + options.repeats, _layouts(options)[1]
-    links, packed = raw_links(outlook, repeats), packing(engine, shape, repeats)
+    links, packed = raw_links(summary, repeats), packing(engine, shape, repeats)
     results = {}
     for mode, one in measured.items():
         raw = links
         if mode == "broadcast":
             raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, one.reports[-1].bytes_sent, repeats)
-        results[mode] = _result(options, mode, one, raw[options.warmup :], packed[options.warmup :], outlook)
+        results[mode] = _result(options, mode, one, raw[options.warmup :], packed[options.warmup :], summary)
     mode, *beside = results
     result = {
         **header("refit"),
@@ -97,14 +97,14 @@ def _result(
     measured: Measured,
     raw: list[float],
     packed: list[float],
-    outlook: RefitOutlook,
+    summary: RefitSummary,
 ) -> dict[str, Any]:
     last = measured.reports[-1]
     seconds = [report.seconds for report in measured.reports[options.warmup :]]
-    received = last.bytes_sent * (outlook.receiving.ranks if mode == "broadcast" else 1)
+    received = last.bytes_sent * (summary.receiving.ranks if mode == "broadcast" else 1)
     return {
         "bytes": last.bytes_sent,
-        "received_over_owned": round(received / outlook.bytes, 4),
+        "received_over_owned": round(received / summary.bytes, 4),
         "tensors": last.tensors,
         "buckets": last.buckets,
         "refit_ms": _summary(seconds),

@@ -20,9 +20,9 @@ from header import header
 
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.refit_plan import refit_outlook
+from megatron_grpo.refit_plan import refit_summary
 from megatron_grpo.weights.families import shape_of_config
-from megatron_grpo.weights.layouts import cut_blocks, engine_places, training_places
+from megatron_grpo.weights.layouts import cut_blocks, engine_shards, training_shards
 
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -87,15 +87,15 @@ def main() -> None:
     for name, (raw, training, generation) in CASES.items():
         shape = shape_of_config(raw)
         arguments = shape, training, generation, "bfloat16", int(options.bucket_mib * 2**20)
-        assert not any(cut_blocks(shape, training_places(training, shape), engine_places(generation, shape)))
-        outlook, in_fp8 = refit_outlook(*arguments), refit_outlook(*arguments, fp8_blocks=True)
-        whole = outlook.bytes / generation.data  # a worker has a part of an engine, which has the model once
+        assert not any(cut_blocks(shape, training_shards(training, shape), engine_shards(generation, shape)))
+        summary, in_fp8 = refit_summary(*arguments), refit_summary(*arguments, fp8_blocks=True)
+        whole = summary.bytes / generation.data  # a worker has a part of an engine, which has the model once
         cases.append(
             {
                 "case": name,
                 "training": asdict(training),
                 "generation": asdict(generation),
-                **outlook.as_dict(speed),
+                **summary.as_dict(speed),
                 "broadcast_s": round(whole / speed, 3),
                 "in_fp8_blocks": {"bytes": in_fp8.bytes, "estimated_s": round(in_fp8.seconds(speed), 4)},
             }

@@ -17,7 +17,7 @@ from megatron_grpo.config.help import answered
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.weights.layouts import engine_places, training_places
+from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.links import schedule
 from megatron_grpo.weights.refit.plan import Pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.shape import ModelShape
@@ -28,7 +28,7 @@ MESSAGE_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RankLoad:
     """What the ranks of one side move."""
 
     ranks: int
@@ -41,11 +41,11 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class RefitOutlook:
+class RefitSummary:
     """A planned refit in numbers."""
 
-    sending: Load
-    receiving: Load
+    sending: RankLoad
+    receiving: RankLoad
     bytes: int
     pieces: int
     messages: int
@@ -81,14 +81,14 @@ class RefitOutlook:
         }
 
 
-def refit_outlook(
+def refit_summary(
     shape: ModelShape,
     training: ParallelConfig,
     generation: GenerationParallelConfig,
     precision: str,
     bucket_bytes: int,
     fp8_blocks: bool = False,
-) -> RefitOutlook:
+) -> RefitSummary:
     """Plan a refit and count what it moves.
 
     Args:
@@ -100,7 +100,7 @@ def refit_outlook(
         fp8_blocks: whether matrices of the layers travel in FP8.
     """
     began = time.perf_counter()
-    sources, engine = training_places(training, shape), engine_places(generation, shape)
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
     dtypes = wire_dtypes(shape, precision, fp8_blocks)
     scheduled = schedule(plan_pieces(shape, sources, engine, generation.data, dtypes, bucket_bytes // 2), bucket_bytes)
     planned_s = time.perf_counter() - began
@@ -111,7 +111,7 @@ def refit_outlook(
     sums = np.bincount(inverse, weights=scheduled["bytes"]).astype(np.int64)
     links = {(int(code) // targets, int(code) % targets): int(size) for code, size in zip(codes, sums, strict=True)}
     message_keys = scheduled["source"].astype(np.int64) * (int(scheduled["turn"].max()) + 1) + scheduled["turn"]
-    return RefitOutlook(
+    return RefitSummary(
         sending=_load(scheduled, "source", len(sources), codes // targets),
         receiving=_load(scheduled, "target", targets, codes % targets),
         bytes=int(scheduled["bytes"].sum()),
@@ -123,9 +123,9 @@ def refit_outlook(
     )
 
 
-def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> Load:
+def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> RankLoad:
     moved = np.bincount(scheduled[side], weights=scheduled["bytes"], minlength=ranks)
-    return Load(ranks, int(moved.min()), int(moved.max()), int(np.bincount(of_links).max()))
+    return RankLoad(ranks, int(moved.min()), int(moved.max()), int(np.bincount(of_links).max()))
 
 
 USAGE = """\
@@ -152,14 +152,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         speed, as_json, overrides = _options(arguments)
         config = compose_config(overrides)
-        outlook = _outlook(config)
+        summary = _summary(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     if as_json:
-        print(json.dumps(outlook.as_dict(speed * 1e9), indent=2))
+        print(json.dumps(summary.as_dict(speed * 1e9), indent=2))
     else:
-        print("\n".join(_table(outlook, speed)))
+        print("\n".join(_table(summary, speed)))
     return 0
 
 
@@ -189,30 +189,30 @@ def _number(value: str) -> float:
     return speed
 
 
-def _outlook(config: Config) -> RefitOutlook:
+def _summary(config: Config) -> RefitSummary:
     shape = known_shape(config)
     if shape is None:
         path = f"policy.model.path={config.policy.model.path}"
         raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
     policy, refit = config.policy, config.refit
     layouts = policy.parallel, config.generation.parallel
-    return refit_outlook(shape, *layouts, policy.precision, int(refit.bucket_mib * 2**20), refit.fp8_blocks)
+    return refit_summary(shape, *layouts, policy.precision, int(refit.bucket_mib * 2**20), refit.fp8_blocks)
 
 
-def _table(outlook: RefitOutlook, speed: float) -> list[str]:
+def _table(summary: RefitSummary, speed: float) -> list[str]:
     lines = [
-        f"{_size(outlook.bytes)} in {outlook.messages:,} messages of {outlook.pieces:,} slices, "
-        f"planned in {outlook.planned_s:.2f} s",
-        f"policy:     {_side(outlook.sending, 'sends', 'workers')}",
-        f"generation: {_side(outlook.receiving, 'receives', 'ranks of the policy')}",
-        f"estimated:  {outlook.seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
+        f"{_size(summary.bytes)} in {summary.messages:,} messages of {summary.pieces:,} slices, "
+        f"planned in {summary.planned_s:.2f} s",
+        f"policy:     {_side(summary.sending, 'sends', 'workers')}",
+        f"generation: {_side(summary.receiving, 'receives', 'ranks of the policy')}",
+        f"estimated:  {summary.seconds(speed * 1e9):.3f} s at {speed:g} GB/s a rank",
     ]
-    if len(outlook.links) <= _LINKS_SHOWN:
-        lines += [f"  policy rank {a} -> worker {b}: {_size(size)}" for (a, b), size in sorted(outlook.links.items())]
+    if len(summary.links) <= _LINKS_SHOWN:
+        lines += [f"  policy rank {a} -> worker {b}: {_size(size)}" for (a, b), size in sorted(summary.links.items())]
     return lines
 
 
-def _side(load: Load, verb: str, peers: str) -> str:
+def _side(load: RankLoad, verb: str, peers: str) -> str:
     each = f"{_size(load.smallest)} to {_size(load.largest)}"
     return f"{load.ranks:,} ranks, each {verb} {each}, with at most {load.most_peers:,} {peers}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.weights.layouts import cut_blocks, engine_places, training_places
+from megatron_grpo.weights.layouts import cut_blocks, engine_shards, training_shards
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -168,7 +168,7 @@ def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem
     if (config.generation.engine.dtype or config.policy.precision) != "bfloat16":
         yield Problem(_KEY, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
     if shape is not None and not any(layout_problems(config, shape)):
-        places = training_places(config.policy.parallel, shape), engine_places(config.generation.parallel, shape)
+        places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
         cuts = list(cut_blocks(shape, *places))
         if cuts:
             more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""

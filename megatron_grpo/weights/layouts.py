@@ -14,7 +14,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Split:
     """One of several equal parts."""
 
     index: int = 0
@@ -22,7 +22,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankShard:
     """What a rank has of a model."""
 
     layers: tuple[int, ...]
@@ -31,15 +31,15 @@ class Place:
     """Whether it has the embedding of tokens."""
     end: bool
     """Whether it has the last norm and the head."""
-    tensor: Part = Part()
+    tensor: Split = Split()
     """Its part of every matrix that is split."""
     experts: tuple[int, int] = (0, 1)
     """Its experts in every layer: the first, and one behind the last; (0, 1) of a model without experts."""
-    expert_tensor: Part = Part()
+    expert_tensor: Split = Split()
     """Its part of every matrix of an expert."""
 
 
-def training_places(parallel: ParallelConfig, shape: ModelShape) -> list[Place]:
+def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The place of every rank that trains, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp of experts."""
     count = shape.experts.count if shape.experts is not None else 1
     per_rank = count // parallel.expert
@@ -48,13 +48,13 @@ def training_places(parallel: ParallelConfig, shape: ModelShape) -> list[Place]:
         for rank in range(parallel.world_size // parallel.pipeline):
             sharing = rank // parallel.expert_tensor % parallel.expert
             places.append(
-                Place(
+                RankShard(
                     layers=layers,
                     embedding=stage == 0,
                     end=stage == parallel.pipeline - 1,
-                    tensor=Part(rank % parallel.tensor, parallel.tensor),
+                    tensor=Split(rank % parallel.tensor, parallel.tensor),
                     experts=(sharing * per_rank, (sharing + 1) * per_rank),
-                    expert_tensor=Part(rank % parallel.expert_tensor, parallel.expert_tensor),
+                    expert_tensor=Split(rank % parallel.expert_tensor, parallel.expert_tensor),
                 )
             )
     return places
@@ -79,7 +79,7 @@ def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ..
     return [tuple(numbers) for numbers in layers]
 
 
-def engine_places(parallel: GenerationParallelConfig, shape: ModelShape) -> list[Place]:
+def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The place of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours side by side."""
     stages, tensor = parallel.pipeline, parallel.tensor
     # What does not share out evenly goes to the stages before the last, from behind (vllm.distributed.utils).
@@ -93,20 +93,20 @@ def engine_places(parallel: GenerationParallelConfig, shape: ModelShape) -> list
         for rank in range(tensor):
             shared = parallel.expert > 1
             places.append(
-                Place(
+                RankShard(
                     layers=tuple(range(begin, begin + sizes[stage])),
                     # A tied head is the embedding: the last stage has it too.
                     embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
                     end=stage == stages - 1,
-                    tensor=Part(rank, tensor),
-                    experts=_share(count, Part(rank, tensor)) if shared else (0, count),
-                    expert_tensor=Part() if shared else Part(rank, tensor),
+                    tensor=Split(rank, tensor),
+                    experts=_share(count, Split(rank, tensor)) if shared else (0, count),
+                    expert_tensor=Split() if shared else Split(rank, tensor),
                 )
             )
     return places
 
 
-def _share(count: int, part: Part) -> tuple[int, int]:
+def _share(count: int, part: Split) -> tuple[int, int]:
     """Consecutive experts of a rank; the first ranks have one more where they do not share out evenly."""
     each, more = divmod(count, part.count)
     begin = part.index * each + min(part.index, more)
@@ -134,7 +134,7 @@ _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class Destination:
     """Where a rank of an engine keeps its part of one Hugging Face tensor."""
 
     parameter: str
@@ -147,7 +147,9 @@ class Landing:
     """Number of the expert among the rank's own, which the parameter's first dimension counts; None: it has none."""
 
 
-def landings(entry: WeightEntry, model: ModelShape, place: Place, layer: int = 0, expert: int = 0) -> list[Landing]:
+def destinations(
+    entry: WeightEntry, model: ModelShape, place: RankShard, layer: int = 0, expert: int = 0
+) -> list[Destination]:
     """Where a rank keeps the tensors of an entry, in the order of `entry.hf`.
 
     Args:
@@ -165,11 +167,11 @@ def landings(entry: WeightEntry, model: ModelShape, place: Place, layer: int = 0
         joined = position if entry.merge in ("qkv", "gate_up") else 0
         row = sum(rows[:joined]) + _rows_before(entry, model)
         slot = expert - place.experts[0] if entry.per_expert else None
-        found.append(Landing(_parameter(entry, position, model, one.name), one, row, slot))
+        found.append(Destination(_parameter(entry, position, model, one.name), one, row, slot))
     return found
 
 
-def _part(tensor: HFTensor, model: ModelShape, part: Part, layer: int, expert: int) -> WeightSlice:
+def _part(tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int) -> WeightSlice:
     shape, name = tensor.shape(model), tensor.name.format(layer=layer, expert=expert)
     axis = next((axis for axis, dim in enumerate(tensor.dims) if dim in _SPLIT), None)
     if axis is None:
@@ -179,7 +181,7 @@ def _part(tensor: HFTensor, model: ModelShape, part: Part, layer: int, expert: i
         width = -(-total // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // part.count
         return WeightSlice(name, shape, axis, min(part.index * width, total), min((part.index + 1) * width, total))
     if tensor.dims[axis] == "kv_heads" and part.count > model.key_value_heads:  # several ranks have the same head
-        part = Part(part.index // (part.count // model.key_value_heads), model.key_value_heads)
+        part = Split(part.index // (part.count // model.key_value_heads), model.key_value_heads)
     width = total // part.count
     return WeightSlice(name, shape, axis, part.index * width, (part.index + 1) * width)
 
@@ -223,7 +225,7 @@ def in_fp8_blocks(entry: WeightEntry) -> bool:
     )
 
 
-def cut_blocks(shape: ModelShape, sources: Sequence[Place], engine: Sequence[Place]) -> Iterator[str]:
+def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
     """The matrices that some rank begins or ends inside a block, and where; for a message to people.
 
     Args:
@@ -240,7 +242,7 @@ def cut_blocks(shape: ModelShape, sources: Sequence[Place], engine: Sequence[Pla
                     yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
         for number, place in enumerate(engine):
             first = place.experts[0] if entry.per_expert else 0
-            for landing in landings(entry, shape, place, expert=first):
+            for landing in destinations(entry, shape, place, expert=first):
                 kept = landing.part
                 if _inside(kept) or landing.row % BLOCK:
                     yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"

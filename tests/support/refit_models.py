@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.layouts import Place
+from megatron_grpo.weights.layouts import RankShard
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.moe_config import QWEN3_MOE
 
@@ -51,7 +51,7 @@ def full_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
-def vllm_parameters(shape: ModelShape, place: Place) -> dict[str, Tensor]:
+def vllm_parameters(shape: ModelShape, place: RankShard) -> dict[str, Tensor]:
     """What vLLM's model holds on a rank, by name, from vLLM's rules written out for each kind of layer."""
     held = Held(shape, place)
     found: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ def vllm_parameters(shape: ModelShape, place: Place) -> dict[str, Tensor]:
 class Held:
     """A rank's share of Hugging Face tensors, in vLLM's arrangement."""
 
-    def __init__(self, shape: ModelShape, place: Place) -> None:
+    def __init__(self, shape: ModelShape, place: RankShard) -> None:
         self.shape, self.place = shape, place
         self.rank, self.size = place.tensor.index, place.tensor.count
         self.tensors = {

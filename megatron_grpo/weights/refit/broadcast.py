@@ -16,10 +16,10 @@ from torch.distributed import Store, Work
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.weights.hf_weights import hf_specs, iter_hf_tensors
-from megatron_grpo.weights.refit.buckets import Bucket, broken_seal, plan_buckets, seal
+from megatron_grpo.weights.refit.buckets import Bucket, checksum_problem, plan_buckets, write_checksum
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
-from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, left_on_failure
-from megatron_grpo.weights.refit.transport import GroupTransport, Sent
+from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, leave_on_failure
+from megatron_grpo.weights.refit.transport import GroupTransport, SentCounts
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -64,7 +64,7 @@ class BucketSender:
         largest = max(bucket.nbytes for bucket in self.buckets)
         self.buffers = torch.empty(2, largest, dtype=torch.uint8, device=self.device)
 
-    def send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> Sent:
+    def send(self, tensors: Iterable[tuple[str, Tensor | None]], version: int) -> SentCounts:
         """Send one version of the stage's weights.
 
         Args:
@@ -75,9 +75,9 @@ class BucketSender:
         Raises:
             RuntimeError: the receivers stopped receiving, or the group failed before.
         """
-        with left_on_failure(self.close):
+        with leave_on_failure(self.close):
             self._send(tensors, version)
-        return Sent(
+        return SentCounts(
             sum(bucket.nbytes for bucket in self.buckets),
             sum(len(bucket.slots) for bucket in self.buckets),
             len(self.buckets),
@@ -101,7 +101,7 @@ class BucketSender:
                 assert name == slot.name, f"planned {slot.name}, got {name}"
                 assert tensor is not None, "tensors are whole on the rank that sends"
                 slot.view(buffer).copy_(tensor)
-            seal(buffer, version)
+            write_checksum(buffer, version)
             under_way.append((number, self.group.broadcast(buffer, root=0)))
         for one in under_way:
             self._wait(*one)
@@ -133,7 +133,7 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
     _sender = BucketSender(place.stage, buckets, join_stage(rendezvous, place.stage, 0, device), device)
 
 
-def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> Sent | None:
+def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> SentCounts | None:
     """Send this stage's weights, gathered over its ranks; what was sent, on the rank that sends."""
     tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, bucket_bytes)
     try:
@@ -206,20 +206,21 @@ class BroadcastReceiver:
         self._loading.begin()
 
     def receive(self, version: int) -> None:
-        """Load every bucket whose seal is intact.
+        """Load every bucket whose checksum is intact.
 
         Raises:
-            ValueError: a seal was broken. Raised after the last bucket, so that senders and other workers are not kept
+            ValueError: a checksum was broken. Raised after the last bucket, so that senders and other workers are not
+            kept
                 waiting and the groups stay usable.
             RuntimeError: a stage stopped sending, or the groups failed before.
         """
-        with left_on_failure(self._groups.clear):
+        with leave_on_failure(self._groups.clear):
             broken = self._receive(version)
         if broken:
             raise ValueError("; ".join(broken))
 
     def _receive(self, version: int) -> list[str]:
-        """Load every bucket up to the first whose seal is broken; what is wrong with those that are."""
+        """Load every bucket up to the first whose checksum is broken; what is wrong with those that are."""
         if not self._groups:
             raise RuntimeError("the groups of this worker failed before and were not made anew")
         ahead = len(self._buffers)
@@ -231,7 +232,7 @@ class BroadcastReceiver:
             except RuntimeError as error:
                 raise RuntimeError(f"stage {stage} stopped sending before {bucket.slots[0].name}: {error}") from error
             buffer = self._buffer(position)
-            problem = broken_seal(buffer, version)
+            problem = checksum_problem(buffer, version)
             if problem is not None:
                 broken.append(f"stage {stage}, bucket {number}: {problem}; it begins with {bucket.slots[0].name}")
             if not broken:

@@ -1,4 +1,4 @@
-"""Buckets: many tensors in one flat buffer that ends in a seal (version and checksum)."""
+"""Buckets: many tensors in one flat buffer that ends in a checksum (version and checksum)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 ALIGN_BYTES = 16
 """Every tensor begins at a multiple of this, so that a slice of the buffer can be viewed in any type."""
-SEAL_BYTES = 16
-"""Size of the seal behind the payload: version and checksum, int64 each."""
+TRAILER_BYTES = 16
+"""Size of the checksum behind the payload: version and checksum, int64 each."""
 
 CHUNK_WORDS = 1 << 20
 """Words that a checksum multiplies at a time: 8 MiB, so that the products need little memory beside the bucket."""
@@ -50,8 +50,8 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload and seal together."""
-        return self.payload_bytes + SEAL_BYTES
+        """Bytes of payload and checksum together."""
+        return self.payload_bytes + TRAILER_BYTES
 
 
 def plan_buckets(tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
@@ -78,7 +78,7 @@ def plan_buckets(tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes
     return buckets
 
 
-def seal(buffer: Tensor, version: int) -> None:
+def write_checksum(buffer: Tensor, version: int) -> None:
     """Write version and checksum behind the payload.
 
     Args:
@@ -90,7 +90,7 @@ def seal(buffer: Tensor, version: int) -> None:
     words[-1] = _digest(words[:-1])
 
 
-def broken_seal(buffer: Tensor, version: int) -> str | None:
+def checksum_problem(buffer: Tensor, version: int) -> str | None:
     """What is wrong with a received bucket, or None.
 
     Args:

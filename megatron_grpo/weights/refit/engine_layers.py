@@ -1,52 +1,58 @@
-"""What vLLM's layers compute with beside their plain weights, and how it is made anew when these have changed."""
+"""Runs in an engine's worker: lets one layer of vLLM's model be loaded again after vLLM has converted its weights.
+
+vLLM converts the weights of many layers when it has loaded them: to blocks of FP8, to the layout of a kernel for
+experts, to packed copies on a CPU. A refit brings the weights as a checkpoint has them (*plain* weights here). So a
+layer is given plain parameters again, they are filled, vLLM converts them, and the result is copied into the memory
+that the layer had before, which CUDA graphs have captured. The steps are those of vLLM's own layerwise reloading,
+called one by one: vLLM's `initialize_layerwise_reload` keeps references to all tensors of a layer until the last one
+has come, and the tensors of a refit are views of a receive buffer that the next bucket overwrites; of experts it would
+keep those of all ranks.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_grpo.cpu.host_memory import FreedMemory, ReusedMemory
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
 
 
-class LayerMemory:
-    """The memory of layers' plain weights, which come and go, and that of vLLM's form of them, made anew each time.
-
-    In one heap they would leave holes between them, together as large as all matrices. So plain weights are elsewhere.
-    Devices have allocators that do as much.
+class TensorwiseLoading:
+    """Reloads a whole model through vLLM's `load_weights`, one tensor at a time, in any order.
 
     Args:
-        layers: vLLM's that will be rebuilt, as its loader has left them.
+        model: vLLM's.
+        dtype: of its activations.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+        self._layers = [_LoadedLayer(layer) for layer in model.modules() if is_derived(layer)]
 
-        weights = [one for layer in layers for one in get_layerwise_info(layer).restore_metadata[0].values()]
-        nbytes = sum(one.numel() * one.element_size() for one in weights)
-        devices = {parameter.device.type for layer in layers for parameter in layer.parameters()}
-        on_cpu = devices == {"cpu"}
-        self._plain = ReusedMemory(nbytes) if on_cpu else None
-        self._freed = FreedMemory() if on_cpu else None
+    def begin(self) -> None:
+        """Let the weight loaders of converted layers write to plain weights."""
+        for layer in self._layers:
+            layer.begin()
 
-    def plain(self) -> AbstractContextManager[object]:
-        """Within it, a layer gets the memory of its plain weights."""
-        return nullcontext() if self._plain is None else self._plain
+    def finish(self) -> None:
+        """Convert the layers that are still open, so that the model computes with what was loaded."""
+        for layer in self._layers:
+            layer.finish()
+        finish_model(self._model, self._dtype)
 
-    def derived(self) -> None:
-        """To be called when vLLM has made its form of a layer anew."""
-        if self._freed is not None:
-            self._freed.bound()
+    def abandon(self) -> None:
+        """Restore the previous weights of incomplete layers."""
+        for layer in self._layers:
+            layer.abandon()
 
 
 def is_derived(layer: torch.nn.Module) -> bool:
-    """Whether a layer computes with something else than its plain weights."""
+    """Whether a layer computes with a converted form of its weights."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -59,140 +65,78 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 class RebuiltLayer:
-    """A layer that vLLM makes its own form of: experts and quantised layers, and on a CPU all that it packs.
+    """A layer whose weights vLLM converts: experts, quantised layers, and on a CPU every packed layer.
 
     Args:
         layer: vLLM's.
-        memory: where the model's rebuilt layers have their plain weights; told when vLLM has made its form of them.
     """
 
-    def __init__(self, layer: torch.nn.Module, memory: LayerMemory) -> None:
+    def __init__(self, layer: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
 
         self._layer: Any = layer
-        self._memory = memory
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
-        self._has_memory = False
+        self._materialized = False
 
     def strip(self) -> Any:
-        """The layer, with plain weights that have no memory yet."""
+        """The layer, with plain weights on the meta device."""
         info, layer = self._info, self._layer
         info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
         self._reload.restore_layer_on_meta(layer, info)
         return layer
 
-    def opened(self) -> Any:
-        """The layer, with plain weights to write to."""
+    def open(self) -> Any:
+        """The layer, with plain weights that can be written to."""
         if self._info.kernel_tensors is None:
             self.strip()
-        if not self._has_memory:
-            with self._memory.plain():
-                self._reload.materialize_layer(self._layer, self._info)
-            self._has_memory = True
+        if not self._materialized:
+            self._reload.materialize_layer(self._layer, self._info)
+            self._materialized = True
         return self._layer
 
     def close(self) -> None:
-        """Let vLLM make its form of the plain weights, in the memory of what was there before."""
+        """Convert the plain weights, and copy the result into the memory of the previous ones."""
         layer = self._layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
-        forget_packed(layer)
-        self._process()
+        _forget_packed(layer)
+        self._convert()
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
-        self._forget()
-        self._memory.derived()
+        self._reset()
 
     def abandon(self) -> None:
-        """Put back what was there before, if the layer is open."""
+        """Restore the previous weights if the layer is open."""
         if self._info.kernel_tensors is not None:
             self._reload._place_kernel_tensors(self._layer, self._info)
-            self._forget()
+            self._reset()
 
-    def _process(self) -> None:
+    def _convert(self) -> None:
         self._layer.quant_method.process_weights_after_loading(self._layer)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._info.reset()
-        self._has_memory = False
-
-
-def forget_packed(module: torch.nn.Module) -> None:
-    """Let vLLM pack weights again once they are loaded, and the memory of the old packed ones be theirs.
-
-    On a CPU layers multiply by packed copies. Those of experts vLLM packs only where it makes a layer's kernel, and
-    takes a kernel that is there for one whose weights need no packing.
-    """
-    for layer in module.modules():
-        if hasattr(layer, "cpu_linear"):
-            del layer.cpu_linear
-        method = getattr(layer, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def finish_model(model: torch.nn.Module, dtype: torch.dtype, memory: LayerMemory) -> None:
-    """Let attention and tied heads make what they derive from weights of other layers.
-
-    Args:
-        model: vLLM's, its layers rebuilt.
-        dtype: of its activations.
-        memory: where the model's rebuilt layers have their plain weights; told of each head that is packed anew.
-    """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
-    for layer in model.modules():
-        if is_deferred_attention_layer(layer):
-            attention: Any = layer
-            attention.process_weights_after_loading(dtype)
-    if next(model.parameters()).device.type == "cpu":
-        _repack_heads(model, memory)
-
-
-def _repack_heads(model: torch.nn.Module, memory: LayerMemory) -> None:
-    """Let heads that are tied to the embedding see its new weights.
-
-    On a CPU every layer multiplies by a packed copy of its weight, made when the layer is loaded; such a head never is.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            forget_packed(module)
-            module.quant_method.process_weights_after_loading(module)
-            memory.derived()
-
-
-def scales_name(parameter: str) -> str:
-    """What vLLM calls the scales of a parameter in blocks."""
-    return f"{parameter}_scale_inv"
-
-
-def keeps_blocks(layer: nn.Module) -> bool:
-    """Whether vLLM computes with such blocks in a layer, read from a checkpoint or rounded when it loads."""
-    method: Any = getattr(layer, "quant_method", None)
-    size = getattr(method, "weight_block_size", None)
-    return size is not None and tuple(size) == WEIGHT_BLOCK
+        self._materialized = False
 
 
 class BlockedLayer(RebuiltLayer):
-    """Such a layer, whose plain weights are numbers and scales as a checkpoint in FP8 has them.
+    """A layer in FP8 blocks, filled with numbers and scales as a checkpoint in FP8 has them.
 
     Args:
         layer: vLLM's.
-        memory: where the model's rebuilt layers have their plain weights; told when vLLM has made its form of them.
-        parameters: names of those that come in FP8.
+        parameters: names of the parameters that come in FP8.
     """
 
-    def __init__(self, layer: nn.Module, memory: LayerMemory, parameters: Iterable[str]) -> None:
-        super().__init__(layer, memory)
+    def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
+        super().__init__(layer)
         self._parameters = sorted(parameters)
 
     def strip(self) -> Any:
-        """The layer, with plain weights that have no memory yet, in FP8 also where vLLM would read wider ones."""
+        """The layer, with plain weights on the meta device: FP8 also where vLLM would load wider ones and round
+        them."""
         layer = super().strip()
         for name in self._parameters:
             shape = getattr(layer, name).shape
@@ -201,12 +145,13 @@ class BlockedLayer(RebuiltLayer):
             _register(layer, scales_name(name), torch.empty(scales, dtype=torch.float32, device="meta"))
         return layer
 
-    def _process(self) -> None:
+    def _convert(self) -> None:
+        # vLLM's methods for online quantisation round first; only the steps behind their rounding are run here.
         from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
         from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
         layer, method = self._layer, self._layer.quant_method
-        if isinstance(method, OnlineLinearBase):  # what it does behind its own rounding
+        if isinstance(method, OnlineLinearBase):
             layer.input_scale = None
             kernel: Any = method
             kernel.fp8_linear.process_weights_after_loading(layer)
@@ -216,52 +161,65 @@ class BlockedLayer(RebuiltLayer):
             experts: Any = method
             experts._setup_kernel(layer, *numbers, *scales, None, None)
         else:
-            super()._process()
+            super()._convert()
         layer._already_called_process_weights_after_loading = True
+
+
+def scales_name(parameter: str) -> str:
+    """vLLM's name for the block scales of a parameter."""
+    return f"{parameter}_scale_inv"
+
+
+def keeps_blocks(layer: nn.Module) -> bool:
+    """Whether a layer computes with FP8 blocks of `WEIGHT_BLOCK`, loaded as such or rounded by vLLM."""
+    method: Any = getattr(layer, "quant_method", None)
+    size = getattr(method, "weight_block_size", None)
+    return size is not None and tuple(size) == WEIGHT_BLOCK
+
+
+def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Recompute what attention layers and tied heads derive from the weights of other layers.
+
+    Args:
+        model: vLLM's, its layers rebuilt.
+        dtype: of its activations.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            attention: Any = layer
+            attention.process_weights_after_loading(dtype)
+        elif on_cpu and isinstance(layer, ParallelLMHead):
+            # A head multiplies by a packed copy of its weight, and one that is tied to the embedding is never loaded.
+            _forget_packed(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _forget_packed(layer: torch.nn.Module) -> None:
+    """Delete a layer's packed copies, which vLLM makes on a CPU, so that they are made of the new weights.
+
+    vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
+    """
+    for module in layer.modules():
+        if hasattr(module, "cpu_linear"):
+            del module.cpu_linear
+        method = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _register(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
     layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-class TensorwiseLoading:
-    """Lets the weights of a model be loaded again.
-
-    vLLM's reloading keeps the tensors of a layer until all of them have come: with experts, those of all ranks.
-
-    Args:
-        model: vLLM's.
-        dtype: of its activations.
-    """
-
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
-        layers = [layer for layer in model.modules() if is_derived(layer)]
-        self._memory = LayerMemory(layers)
-        self._layers = [_LoadedLayer(layer, self._memory) for layer in layers]
-
-    def begin(self) -> None:
-        """Let the loaders of layers that are rebuilt write to plain weights."""
-        for layer in self._layers:
-            layer.begin()
-
-    def finish(self) -> None:
-        """Let the model compute with what was loaded."""
-        for layer in self._layers:
-            layer.finish()
-        finish_model(self._model, self._dtype, self._memory)
-
-    def abandon(self) -> None:
-        """Put back what layers had before that are not complete."""
-        for layer in self._layers:
-            layer.abandon()
-
-
 class _LoadedLayer:
-    """A layer that vLLM makes its own form of as soon as all of its plain weights are there."""
+    """A layer that is converted as soon as vLLM's weight loaders have filled all of its plain weights."""
 
-    def __init__(self, layer: torch.nn.Module, memory: LayerMemory) -> None:
-        self._layer, self._rebuilt = layer, RebuiltLayer(layer, memory)
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer, self._rebuilt = layer, RebuiltLayer(layer)
         self._loaders: list[tuple[Any, Callable[..., Any]]] = []
         """(parameter, its own loader) while the layer is open."""
         self._missing = self._loaded = 0
@@ -277,30 +235,30 @@ class _LoadedLayer:
             if name not in SKIP_LOAD_TENSORS:
                 loader = _get_original_loader(tensor)
                 self._loaders.append((tensor, loader))
-                tensor.weight_loader = self._writing(name, loader)
+                tensor.weight_loader = self._counting(name, loader)
 
     def finish(self) -> None:
-        """Rebuild a layer that has padding, which nobody sends; leave one as it was for which nothing came."""
+        """Convert a layer with padding, which is never sent; restore a layer for which nothing came."""
         if self._loaders and self._loaded:
             self._close()
         self.abandon()
 
     def abandon(self) -> None:
-        self._give_loaders_back()
+        self._restore_loaders()
         self._rebuilt.abandon()
 
-    def _writing(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """A loader that writes to the layer's own parameter, whose place another without memory takes at first."""
+    def _counting(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+        """A loader that writes to the materialized parameter instead of the one on meta, and counts the numbers."""
         from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 
         signature = inspect.signature(loader)
 
         @wraps(loader, assigned=("__doc__", "__annotations__"))
         def load(*args: Any, **kwargs: Any) -> Any:
-            if not self._loaders:  # the layer is complete: this is of experts that another rank has
+            if not self._loaders:  # the layer is complete: the tensor belongs to an expert of another rank
                 return loader(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            bound.arguments["param"] = getattr(self._rebuilt.opened(), name)
+            bound.arguments["param"] = getattr(self._rebuilt.open(), name)
             count, result = get_numel_loaded(loader, bound)
             self._missing -= count
             self._loaded += count
@@ -311,10 +269,10 @@ class _LoadedLayer:
         return load
 
     def _close(self) -> None:
-        self._give_loaders_back()
+        self._restore_loaders()
         self._rebuilt.close()
 
-    def _give_loaders_back(self) -> None:
+    def _restore_loaders(self) -> None:
         for tensor, loader in self._loaders:
             tensor.weight_loader = loader
         self._loaders.clear()

@@ -25,8 +25,8 @@ from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
-from megatron_grpo.weights.refit.store import Manifest, Stored, digest, emptied, remove_unread, written_whole
-from megatron_grpo.weights.refit.transport import AttemptError, EngineTransport, TransferReport
+from megatron_grpo.weights.refit.store import Manifest, StoredTensor, digest, emptied, remove_unread, written_whole
+from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
@@ -39,11 +39,11 @@ class FileWriter:
     folder: Path
     bucket_bytes: int
     """Size of a file, and of what is held in memory; more where a single tensor is larger."""
-    _stored: dict[str, Stored] = field(default_factory=dict)
+    _stored: dict[str, StoredTensor] = field(default_factory=dict)
 
     def write(
         self, tensors: Iterable[tuple[str, Tensor | None]], part: str, rank: int, *, whole: bool
-    ) -> dict[str, Stored]:
+    ) -> dict[str, StoredTensor]:
         """Write one version of the stage's weights.
 
         Args:
@@ -57,18 +57,21 @@ class FileWriter:
         """
         before, self._stored = ({} if whole else self._stored), {}
         (self.folder / part).mkdir(exist_ok=True)
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in range(10**6))
         for bucket in self._changed(tensors, before, found):
             file = next(files)
             written_whole(self.folder / file, partial(save_file, bucket))
             for name in bucket:
-                found[name] = Stored(file, found[name].digest, found[name].nbytes)
+                found[name] = StoredTensor(file, found[name].digest, found[name].nbytes)
         self._stored = found  # only now: after a failure all are written again
         return found
 
     def _changed(
-        self, tensors: Iterable[tuple[str, Tensor | None]], before: dict[str, Stored], found: dict[str, Stored]
+        self,
+        tensors: Iterable[tuple[str, Tensor | None]],
+        before: dict[str, StoredTensor],
+        found: dict[str, StoredTensor],
     ) -> Iterator[dict[str, Tensor]]:
         """The tensors that changed, on the CPU, some at a time; all are noted in `found`."""
         bucket: dict[str, Tensor] = {}
@@ -78,7 +81,7 @@ class FileWriter:
                 continue
             # A copy: tensors may be views of one parameter, which safetensors does not write.
             held = tensor.to("cpu", copy=True).contiguous()
-            known, found[name] = before.get(name), Stored("", digest(held), held.nbytes)
+            known, found[name] = before.get(name), StoredTensor("", digest(held), held.nbytes)
             if known is not None and known.digest == found[name].digest:
                 found[name] = known
                 continue
@@ -101,7 +104,7 @@ def connect_writer(_rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
     _writer = FileWriter(folder, bucket_bytes)
 
 
-def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, Stored]:
+def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredTensor]:
     """Write this stage's weights, gathered over its ranks (`FileWriter.write`)."""
     from torch.distributed import get_rank
 
@@ -146,7 +149,7 @@ class FilesReceiver:
         self._folder, self._session = Path(shared.folder), shared.session
         self._held: dict[str, str] = {}
         """Digest of each tensor that the model is known to have."""
-        self._wanted: dict[str, Stored] = {}
+        self._wanted: dict[str, StoredTensor] = {}
         self._read_manifest()
 
     def begin(self) -> None:
@@ -204,7 +207,7 @@ class FilesReceiver:
                 yield name, tensor
 
 
-def _complete(changed: Iterable[str], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _complete(changed: Iterable[str], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """What has to be loaded when some tensors have changed: vLLM makes a layer only of all that belongs to it."""
     blocks = {_block(name) for name in changed}
     return {name: one for name, one in tensors.items() if _block(name) in blocks}
@@ -225,7 +228,7 @@ FOLDER = "refit"
 """Folder of the weights in that of the run, unless `refit.directory` names another place."""
 
 
-class FilesTransport(EngineTransport):
+class FilesTransport(WeightTransport):
     """Needs nothing of the engines but that they see the folder; so these may be outside of the run."""
 
     mode: ClassVar[RefitMode] = "files"
@@ -286,7 +289,7 @@ class FilesTransport(EngineTransport):
         stages = self._complete(
             self._policy.submit(write_weights, part, self._whole), {}, deadline, f"writing version {version}"
         )
-        tensors: dict[str, Stored] = {name: one for stage in stages for name, one in stage.items()}
+        tensors: dict[str, StoredTensor] = {name: one for stage in stages for name, one in stage.items()}
         manifest = Manifest(self._session, version, tensors)
         with _disk_errors_told(self._folder):
             manifest.write(self._folder)

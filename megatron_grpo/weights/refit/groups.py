@@ -83,7 +83,7 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
 
 
 @contextmanager
-def left_on_failure(leave: Callable[[], object]) -> Iterator[None]:
+def leave_on_failure(leave: Callable[[], object]) -> Iterator[None]:
     """Let others know at once when what happens inside fails: a member that leaves its group closes its connections.
 
     A group lasts as long as a transfer under way, and an error keeps the variables of all functions that it has passed.

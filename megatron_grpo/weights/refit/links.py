@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed import Store, Work
 
 from megatron_grpo.weights.families.family import WeightEntry
-from megatron_grpo.weights.refit.buckets import SEAL_BYTES
+from megatron_grpo.weights.refit.buckets import TRAILER_BYTES
 from megatron_grpo.weights.refit.groups import Group, Rendezvous, join
 from megatron_grpo.weights.refit.ipc import SharedMemory, shared_memory_on
-from megatron_grpo.weights.refit.plan import PIECE, Parcel, Pieces, aligned, parcels
+from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PeerMessage:
     """Pieces that go from one rank of the policy to one rank of the engines in one transfer."""
 
     source: int
@@ -39,11 +39,11 @@ class Message:
         return name.format(layer=first["layer"], expert=first["expert"])
 
 
-def messages_of(scheduled: Pieces) -> list[Message]:
+def split_messages(scheduled: Pieces) -> list[PeerMessage]:
     """The messages of one rank, from what `schedule` says of it, in the order in which it is to go through them."""
     cuts = np.flatnonzero(_changes(scheduled["turn"]))[1:]
     parts = np.split(scheduled, cuts) if len(scheduled) else []
-    return [Message(int(part["source"][0]), int(part["target"][0]), part) for part in parts]
+    return [PeerMessage(int(part["source"][0]), int(part["target"][0]), part) for part in parts]
 
 
 def schedule(pieces: Pieces, bucket_bytes: int) -> Pieces:
@@ -162,13 +162,13 @@ class Links:
         self._sources = int(store.get("sources"))
         self.dtypes = [getattr(torch, name) for name in store.get("dtypes").decode().split()]
         """Of what is sent, by row of the model's table."""
-        self.messages = messages_of(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
+        self.messages = split_messages(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, in the order in which it goes through them."""
-        laid = [parcels(message.pieces, self.dtypes) for message in self.messages]
-        self.parcels: list[list[Parcel]] = [one for one, _ in laid]
+        laid = [packed_pieces(message.pieces, self.dtypes) for message in self.messages]
+        self.packed_pieces: list[list[PackedPiece]] = [one for one, _ in laid]
         """By message, where its pieces lie in it."""
-        self.sizes = [size + SEAL_BYTES for _, size in laid]
-        """By message, its bytes with the seal."""
+        self.sizes = [size + TRAILER_BYTES for _, size in laid]
+        """By message, its bytes with the checksum."""
         member = rank + (self._sources if side == "target" else 0)
         in_hosts = store.get("shared_memory") == b"1"
         self._memory = shared_memory_on(device, in_hosts=in_hosts, on_gpus=rendezvous.same_gpus)
@@ -191,7 +191,7 @@ class Links:
         """[BUFFERS * bytes], uint8: the rank's buffers; a target that is handed all messages has none."""
 
     def buffer(self, number: int) -> Tensor:
-        """[bytes of the message and its seal], uint8: the buffer of the rank's message of this number.
+        """[bytes of the message and its checksum], uint8: the buffer of the rank's message of this number.
 
         Two messages of which one directly follows the other have different buffers. That of a message to this rank is
         known when the message is there.
@@ -229,7 +229,7 @@ class Links:
         """End the rank's membership: whoever waits at the other end of a link is told at once."""
         self._group = None
 
-    def peer(self, message: Message) -> str:
+    def peer(self, message: PeerMessage) -> str:
         """Who is at the other end, for a message to people."""
         if self._side == "source":
             return f"generation worker {message.target}"
@@ -249,11 +249,11 @@ class Links:
         """Bytes of a buffer."""
         return int(aligned(np.array(max(self.sizes, default=0))))
 
-    def _send(self, message: Message, words: Tensor) -> Work:
+    def _send(self, message: PeerMessage, words: Tensor) -> Work:
         peer = self._sources + message.target if self._side == "source" else message.source
         return self._members().send([words.view(torch.uint8)], peer, 0)
 
-    def _receive(self, message: Message, words: Tensor) -> Work:
+    def _receive(self, message: PeerMessage, words: Tensor) -> Work:
         peer = self._sources + message.target if self._side == "source" else message.source
         return self._members().recv([words.view(torch.uint8)], peer, 0)
 
@@ -276,7 +276,7 @@ class Links:
             if found != (message.source, message.target):
                 raise RuntimeError(f"the link to {self.peer(message)} leads elsewhere: {found}")
 
-    def _greet(self, message: Message) -> tuple[int, ...]:
+    def _greet(self, message: PeerMessage) -> tuple[int, ...]:
         """Tell a target who this is and where the buffers are; the link that answers."""
         address = self._shared.address() if self._shared is not None else [0]
         word = torch.tensor([message.source, message.target, *address], device=self._sent_from)
@@ -287,7 +287,7 @@ class Links:
             self._handed.add((message.source, message.target))
         return tuple(link)
 
-    def _answer(self, message: Message) -> tuple[int, ...]:
+    def _answer(self, message: PeerMessage) -> tuple[int, ...]:
         """Hear from a source, and tell it whether its buffers can be seen here; the link that it names."""
         numbers = 1 if self._memory is None else self._memory.address_numbers
         word = torch.zeros(2 + numbers, dtype=torch.int64, device=self._sent_from)
@@ -301,7 +301,7 @@ class Links:
         self._send(message, word).wait()
         return source, target
 
-    def _first_of_each_link(self) -> Iterator[Message]:
+    def _first_of_each_link(self) -> Iterator[PeerMessage]:
         known: set[tuple[int, int]] = set()
         for message in self.messages:
             if (message.source, message.target) not in known:

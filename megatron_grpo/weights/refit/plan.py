@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, is_per_layer
-from megatron_grpo.weights.layouts import BLOCK, Part, Place, in_fp8_blocks, landings
+from megatron_grpo.weights.layouts import BLOCK, RankShard, Split, destinations, in_fp8_blocks
 from megatron_grpo.weights.refit.buckets import ALIGN_BYTES
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
@@ -60,7 +60,7 @@ def blocks(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedPiece:
     """A piece as it lies in its message."""
 
     begin: int
@@ -98,7 +98,7 @@ class Parcel:
         self.numbers(message).copy_(values)
 
 
-def parcels(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Parcel], int]:
+def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
     """Where the pieces of a message lie in it, one behind the other; and bytes of all.
 
     Args:
@@ -109,7 +109,7 @@ def parcels(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Parcel], i
     sizes = zip(np.diff(pieces["rows"])[:, 0].tolist(), np.diff(pieces["columns"])[:, 0].tolist(), strict=True)
     kinds = [dtypes[entry] for entry in pieces["entry"].tolist()]
     begins = [0, *ends[:-1]]
-    found = [Parcel(begin, *size, kind) for begin, size, kind in zip(begins, sizes, kinds, strict=True)]
+    found = [PackedPiece(begin, *size, kind) for begin, size, kind in zip(begins, sizes, kinds, strict=True)]
     return found, int(ends[-1])
 
 
@@ -200,8 +200,8 @@ class _Route:
 
 def plan_pieces(
     shape: ModelShape,
-    sources: Sequence[Place],
-    engine: Sequence[Place],
+    sources: Sequence[RankShard],
+    engine: Sequence[RankShard],
     engines: int,
     dtypes: Sequence[str],
     limit: int,
@@ -271,17 +271,17 @@ def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterato
         position = end + 1
 
 
-def keeps(entry: WeightEntry, place: Place, layer: int = 0) -> bool:
+def keeps(entry: WeightEntry, place: RankShard, layer: int = 0) -> bool:
     """Whether a rank has a parameter of its own for an entry, in this layer if it is of layers."""
     where = _where(entry, layer)
     return where in place.layers or (where == EMBEDDING and place.embedding) or (where == END and place.end)
 
 
 def _routes(
-    entry: WeightEntry, shape: ModelShape, parts: int, place: Place, dtype: str, limit: int
+    entry: WeightEntry, shape: ModelShape, parts: int, place: RankShard, dtype: str, limit: int
 ) -> Iterator[_Route]:
     """What each part of an entry's matrices has for one rank of an engine, in strips of at most `limit` bytes."""
-    wanted = landings(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
+    wanted = destinations(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
     for tensor, landing in enumerate(wanted):
         for part, slices in enumerate(held):
@@ -294,7 +294,7 @@ def _routes(
 class _Holders:
     """Which ranks of the policy hold a part of an entry's matrices: sets of ranks, by number."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[RankShard]) -> None:
         self._places = places
         self._sets: dict[tuple[int, ...], int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -355,7 +355,7 @@ class _Holders:
         return found
 
 
-def _part(entry: WeightEntry, place: Place) -> Part:
+def _part(entry: WeightEntry, place: RankShard) -> Split:
     return place.expert_tensor if entry.per_expert else place.tensor
 
 

@@ -15,17 +15,17 @@ from megatron_grpo.platform.device import current_platform
 from megatron_grpo.weights.families import shape_of_folder, weight_entries
 from megatron_grpo.weights.families.family import WeightSlice
 from megatron_grpo.weights.hf_weights import BoundEntry, bound_entries, split_parameter
-from megatron_grpo.weights.layouts import engine_places, training_places
-from megatron_grpo.weights.refit.buckets import broken_seal, seal
-from megatron_grpo.weights.refit.groups import Rendezvous, left_on_failure
-from megatron_grpo.weights.refit.landing import ModelWriter
+from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit.buckets import checksum_problem, write_checksum
+from megatron_grpo.weights.refit.groups import Rendezvous, leave_on_failure
 from megatron_grpo.weights.refit.links import BUFFERS, Links, Transfer, schedule, write_plan
+from megatron_grpo.weights.refit.model_writer import ModelWriter
 from megatron_grpo.weights.refit.plan import box_of, plan_pieces, wire_dtypes
-from megatron_grpo.weights.refit.transport import GroupTransport, Sent
+from megatron_grpo.weights.refit.transport import GroupTransport, SentCounts
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
-    from megatron_grpo.weights.layouts import Place
+    from megatron_grpo.weights.layouts import RankShard
 
 
 class _Key(NamedTuple):
@@ -55,7 +55,7 @@ class ShardSender:
         links: connected.
     """
 
-    def __init__(self, rank: PolicyRank, place: Place, links: Links) -> None:
+    def __init__(self, rank: PolicyRank, place: RankShard, links: Links) -> None:
         self._rank, self._place, self._links = rank, place, links
         self._entries = weight_entries(rank.shape)
         self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
@@ -65,16 +65,16 @@ class ShardSender:
         self._key: _Key | None = None
         self._tensors: list[Tensor] = []
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SentCounts:
         """Send one version: a message is packed while the one before it is under way.
 
         Raises:
             RuntimeError: a receiver stopped receiving.
         """
         self._bind()
-        with left_on_failure(self._links.close):
+        with leave_on_failure(self._links.close):
             self._send(version)
-        return Sent(sum(self._links.sizes), sum(map(len, self._cuts)), len(self._cuts))
+        return SentCounts(sum(self._links.sizes), sum(map(len, self._cuts)), len(self._cuts))
 
     def _send(self, version: int) -> None:
         under_way: list[tuple[int, Transfer]] = []
@@ -82,9 +82,9 @@ class ShardSender:
             if len(under_way) == BUFFERS:
                 self._wait(*under_way.pop(0))
             buffer = self._links.buffer(number)
-            for cut, parcel in zip(cuts, self._links.parcels[number], strict=True):
+            for cut, parcel in zip(cuts, self._links.packed_pieces[number], strict=True):
                 parcel.pack(buffer, self._values(cut))
-            seal(buffer, version)
+            write_checksum(buffer, version)
             under_way.append((number, self._links.begin(number)))
         for one in under_way:
             self._wait(*one)
@@ -138,7 +138,7 @@ _sender: ShardSender | None = None
 """This process's end: a process is one rank of the policy."""
 
 
-def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, places: list[Place]) -> None:
+def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, places: list[RankShard]) -> None:
     """Join the group of all ranks and try every link of this one.
 
     Args:
@@ -154,13 +154,13 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, places: list[Place]
 
 
 @torch.no_grad()
-def send_shards(rank: PolicyRank, version: int) -> Sent:
+def send_shards(rank: PolicyRank, version: int) -> SentCounts:
     """Send what the plan wants of this rank's weights."""
     assert _sender is not None, "connect_shards() comes first"
     return _sender.send(version)
 
 
-def _require_place(rank: PolicyRank, place: Place) -> None:
+def _require_place(rank: PolicyRank, place: RankShard) -> None:
     """The plan is made from the configuration alone; it must be what Megatron-Core has made of that."""
     from megatron.core import parallel_state
 
@@ -176,8 +176,8 @@ class ReshardTransport(GroupTransport):
 
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
         settings, layout = self._policy.settings, self._generation.parallel
-        places = training_places(settings.config.parallel, settings.shape)
-        engine = engine_places(layout, settings.shape)
+        places = training_shards(settings.config.parallel, settings.shape)
+        engine = engine_shards(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
         limit, beside = self._bucket_bytes // 2, self._generation.colocated
         engines = rendezvous.receivers // len(engine)
@@ -213,7 +213,7 @@ class ReshardReceiver:
         )
         self._entries = weight_entries(shape)
         self._links = Links(rendezvous, "target", number, device)
-        place = engine_places(layout, shape)[parallel.rank]
+        place = engine_shards(layout, shape)[parallel.rank]
         messages = [message.pieces for message in self._links.messages]
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
         self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages, scaled)
@@ -226,11 +226,12 @@ class ReshardReceiver:
         """Take one version: a message is put in place while the next one arrives.
 
         Raises:
-            ValueError: a seal was broken. Raised after the last message, so that nobody else is kept waiting; nothing
+            ValueError: a checksum was broken. Raised after the last message, so that nobody else is kept waiting;
+            nothing
                 that comes after it is written.
             RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
-        with left_on_failure(self._links.close):
+        with leave_on_failure(self._links.close):
             self._receive(version)
 
     def _receive(self, version: int) -> None:
@@ -243,7 +244,7 @@ class ReshardReceiver:
             except RuntimeError as error:
                 which = f"message {number} of {len(messages)}, which begins with {message.begins_with(self._entries)},"
                 raise RuntimeError(f"{which} did not come from {links.peer(message)}: {error}") from error
-            problem = broken_seal(links.buffer(number), version)
+            problem = checksum_problem(links.buffer(number), version)
             if problem is not None:
                 first = message.begins_with(self._entries)
                 broken.append(f"message {number} from {links.peer(message)}: {problem}; it begins with {first}")
@@ -257,7 +258,7 @@ class ReshardReceiver:
 
     def _write(self, number: int, message: Tensor) -> None:
         """Put the pieces of the message of this number, [bytes], uint8, where they belong."""
-        for position, parcel in enumerate(self._links.parcels[number]):
+        for position, parcel in enumerate(self._links.packed_pieces[number]):
             scales = parcel.scales(message) if parcel.scaled else None
             self._writer.write(number, position, parcel.numbers(message), scales)
 

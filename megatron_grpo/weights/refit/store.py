@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where the values of one tensor are."""
 
     file: str
@@ -40,7 +40,7 @@ class Manifest:
     session: str
     """Which start of which run wrote it: another run's version 3 is not this one's."""
     version: int
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     """By name in Hugging Face format, in the order of the layers."""
 
     @property
@@ -81,7 +81,7 @@ class Manifest:
             intact = False
         if not intact:
             raise ValueError(f"{path} is damaged")
-        tensors = {name: Stored(**one) for name, one in read["tensors"].items()}
+        tensors = {name: StoredTensor(**one) for name, one in read["tensors"].items()}
         return Manifest(read["session"], read["version"], tensors)
 
 

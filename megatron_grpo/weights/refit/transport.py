@@ -1,4 +1,12 @@
-"""How one version of the policy's weights reaches every generation worker."""
+"""Runs on the driver: brings one version of the policy's weights into every engine, in as many attempts as it takes.
+
+A version is verified before it is served. Engines stop serving before their first weight changes, every worker checks
+the version and checksum of every buffer it receives, and the driver commits the version in a second call only after all
+workers of all engines have confirmed it. So a worker that fails, a damaged buffer or an attempt cut off by its deadline
+leaves engines that serve nothing, never engines that serve two versions or half of one; the next attempt starts over,
+with new links, since half a message may be left in an old one. An attempt that costs an engine is not counted as a
+retry: the engine is replaced and the others receive the version once more.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
@@ -24,6 +32,14 @@ from megatron_grpo.sampler.engine_group import ENGINE_NAME, VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.refit.groups import Rendezvous
 
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 15.0
+"""Time for the other calls to end once one has failed. Closed links are noticed at once; a silent one at the deadline,
+which began a little later for the ranks than for the driver."""
+
+RANK_NAME = "policy rank {}".format
+
 
 class RefitError(RunError):
     """A refit that did not complete on every worker; generation must not be used with the new version."""
@@ -33,12 +49,25 @@ class PolicyLostError(RefitError, ModelLostError):
     """A refit failed because a rank of the policy is gone or hangs."""
 
 
+class AttemptError(Exception):
+    """One attempt at a refit failed.
+
+    Args:
+        text: what happened.
+        lost: why each engine that must be replaced before another attempt is lost, by its number.
+    """
+
+    def __init__(self, text: str, lost: Mapping[int, str]) -> None:
+        super().__init__(text)
+        self.lost = lost
+
+
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank of the policy put on its way."""
+class SentCounts:
+    """What one rank of the policy sent for one version."""
 
     bytes: int
-    """With padding and seals."""
+    """With padding and checksums."""
     tensors: int
     """Whole ones, or slices of them."""
     buckets: int
@@ -58,134 +87,19 @@ class TransferReport:
     retries: int = 0
     """Attempts that failed before."""
     replaced: tuple[str, ...] = ()
-    """Of every engine that was replaced since the refit before this one, in this one or between: which, and why."""
+    """Each engine that was replaced since the previous refit, with the reason."""
 
 
 class WeightTransport(ABC):
-    """Moves the policy's weights into generation."""
+    """Moves the policy's weights into generation: attempts, each within the deadline, and their failures.
 
-    @abstractmethod
-    def connect(self) -> None:
-        """Open the channels between policy and generation ranks; once, before the first publish."""
-
-    @abstractmethod
-    def publish(self, version: int) -> TransferReport:
-        """Send the policy's current weights to every generation worker and commit them there as `version`.
-
-        Raises:
-            RefitError: in every attempt the deadline passed, a rank died or a checksum differed; names who.
-            PolicyLostError: it was a rank of the policy.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Remove what the transport keeps outside of processes; idempotent."""
-
-    def restore(self, lost: Mapping[int, str]) -> None:
-        """Replace engines that were lost while nothing was published, and give the new ones the current weights.
-
-        Args:
-            lost: why each is lost, by its number.
-
-        Raises:
-            SamplingError: they are not replaced, for the reason that is given.
-            PolicyLostError: a rank of the policy is gone, too.
-        """
-        raise SamplingError("; ".join(lost.values()))
-
-
-class Receiver(Protocol):
-    """A generation worker's end of a connected refit."""
-
-    def begin(self) -> None:
-        """Prepare the model to be given new weights."""
-
-    def receive(self, version: int) -> None:
-        """Take one version of the weights.
-
-        Raises:
-            ValueError: what came is not what was sent, or of another version.
-            RuntimeError: somebody stopped sending.
-        """
-
-    def finish(self) -> None:
-        """Let the model compute with what it was given."""
-
-    def abandon(self) -> None:
-        """Leave the model so that a later refit can begin; what it holds until then is of no version."""
-
-
-SETTLE_S = 15.0
-"""Time that everybody has to come back once one has failed: links that are closed are noticed at once, those that are
-silent when the deadline passes, which began a little later for the ranks than for the driver."""
-
-RANK_NAME = "policy rank {}".format
-
-
-def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str) -> dict[int, str]:
-    """Engines that cannot take part in another attempt. Waits up to SETTLE_S for calls that are not over.
+    A mode of transfer defines `_connect` and `_attempt`.
 
     Args:
-        sends: what the policy's ranks were called for, by rank; empty: nothing.
-        receives: what the engines were called for, by number.
-        failure: the attempt's failure, for messages.
-
-    Returns:
-        By number, why the engine has to be replaced.
-
-    Raises:
-        PolicyLostError: a rank of the policy died or hangs.
+        policy: the model whose weights are sent.
+        generation: the engines that receive them.
+        config: deadline, retries and size of buckets.
     """
-    ranks = {RANK_NAME(rank): call for rank, call in enumerate(sends)}
-    calls = [*sends, *receives.values()]
-    over = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
-    lost = {}
-    for number, call in receives.items():
-        error = _error_of(call) if call in over else None
-        if call not in over:
-            lost[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
-        elif error is not None and is_lost(error):
-            told = f"{ENGINE_NAME(number)} {explain(error)}"
-            lost[number] = failure if told in failure else f"{failure}; {told}"
-    late = [name for name, call in ranks.items() if call not in over]
-    _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
-    _require_policy([name for name in late if report_hanging([name])], "stuck", failure)
-    if not lost:  # else they may be waiting for an engine that is ended in a moment
-        _require_policy(late, "stuck", failure)
-    return lost
-
-
-def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
-    if missing:
-        raise PolicyLostError(f"{failure}; {listed(missing)} is {state}, and no rank of the policy can be replaced")
-
-
-def _error_of(call: ray.ObjectRef) -> RayError | None:
-    """What a call that is over has raised."""
-    try:
-        ray.get(call)
-    except RayError as error:
-        return error
-    return None
-
-
-logger = logging.getLogger(__name__)
-
-
-class AttemptError(Exception):
-    """One attempt at a refit failed."""
-
-    def __init__(self, text: str, lost: Mapping[int, str]) -> None:
-        """
-        Args:
-            text: what happened.
-            lost: engines that have to be replaced before another attempt, by number, and why.
-        """
-        super().__init__(text)
-        self.lost = lost
-
-
-class EngineTransport(WeightTransport):
-    """Attempts at a transfer, each within the deadline, and what is made of one that fails."""
 
     mode: ClassVar[RefitMode]
 
@@ -196,17 +110,24 @@ class EngineTransport(WeightTransport):
         self._timeout_s, self._retries = config.timeout_s, config.retries
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._linked: tuple[int, ...] = ()
-        """Engines that the policy has links to; none after a failure: half a message may be left in one."""
+        """Engines that the policy has links to; none after a failure."""
         self._version = 0
         self._replaced: list[str] = []
 
     def connect(self) -> None:
+        """Open the channels between policy and engines; once, before the first publish."""
         try:
             self._connect(self._engines())
         except AttemptError as error:
             raise RefitError(str(error)) from None
 
     def publish(self, version: int) -> TransferReport:
+        """Send the policy's current weights to every engine and commit them there as `version`.
+
+        Raises:
+            RefitError: in every attempt the deadline passed, a process died or a checksum differed; says which.
+            PolicyLostError: a rank of the policy died or hangs.
+        """
         began = time.monotonic()
         report = self._deliver(version, self._engines())
         self._version = version
@@ -214,6 +135,15 @@ class EngineTransport(WeightTransport):
         return replace(report, seconds=time.monotonic() - began, replaced=replaced)
 
     def restore(self, lost: Mapping[int, str]) -> None:
+        """Replace engines that were lost between refits, and send the published weights to the new ones only.
+
+        Args:
+            lost: why each engine is lost, by its number.
+
+        Raises:
+            SamplingError: the engines could not be replaced.
+            PolicyLostError: a rank of the policy is gone, too.
+        """
         try:
             self._replace(lost)
             self._deliver(self._version, tuple(sorted(lost)))
@@ -222,11 +152,14 @@ class EngineTransport(WeightTransport):
         except RunError as error:
             raise SamplingError(str(error)) from error
 
+    def close(self) -> None:  # noqa: B027 - most modes keep nothing
+        """Remove what the transport keeps outside of processes; idempotent."""
+
     def _engines(self) -> tuple[int, ...]:
         return tuple(endpoint.index for endpoint in self._generation.endpoints())
 
     def _deliver(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        """Bring engines to a version, in as many attempts as it takes; one that costs an engine is no retry."""
+        """Bring a version into engines; an attempt that costs an engine does not use up a retry."""
         failures: list[str] = []
         retries = self._retries
         while True:
@@ -246,10 +179,10 @@ class EngineTransport(WeightTransport):
                     raise RefitError("; tried again: ".join(failures)) from None
 
     def _replace(self, lost: Mapping[int, str]) -> None:
-        """Put new engines in the place of lost ones.
+        """Start new engines for lost ones.
 
         Raises:
-            RefitError: they were replaced as often as is allowed, or do not come up.
+            RefitError: the limit of replacements is reached, or a new engine does not start.
         """
         try:
             self._generation.replace(lost)
@@ -259,11 +192,11 @@ class EngineTransport(WeightTransport):
 
     @abstractmethod
     def _connect(self, engines: tuple[int, ...]) -> None:
-        """Let the policy and some engines come together, and remember in `_linked` that they have; AttemptError."""
+        """Connect policy and engines, and record them in `_linked`; raises AttemptError."""
 
     @abstractmethod
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        """Bring one version into engines that are linked, and commit it there; AttemptError says what failed."""
+        """Bring one version into linked engines and commit it there; raises AttemptError."""
 
     def _commit(self, version: int, engines: tuple[int, ...], deadline: float) -> None:
         """Let engines, which all have verified a version, serve it."""
@@ -273,16 +206,16 @@ class EngineTransport(WeightTransport):
     def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
         return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
 
-    def _let_go(self) -> None:
-        """After a failure: whoever waits for others to come, waits no longer."""
+    def _stop_waiting(self) -> None:  # noqa: B027 - only groups have members that wait
+        """After a failure: end the waits of processes that others will not join any more."""
 
     def _complete(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
-        """Wait for both sides; what the senders returned.
+        """Wait for both sides; the results of the senders.
 
         Raises:
-            AttemptError: one side failed, which is told without waiting for the deadline; or the deadline passed.
+            AttemptError: a call failed, which is noticed without waiting for the deadline; or the deadline passed.
             PolicyLostError: a rank of the policy died or hangs.
         """
         names = [*map(RANK_NAME, range(len(sends))), *map(ENGINE_NAME, receives)]
@@ -291,28 +224,29 @@ class EngineTransport(WeightTransport):
         try:
             return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
         except RunError as error:
-            self._let_go()
+            self._stop_waiting()
             raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
 
 
-class GroupTransport(EngineTransport):
-    """Transfers over process groups that ranks of the policy and generation workers are members of."""
+class GroupTransport(WeightTransport):
+    """Transfers over process groups whose members are ranks of the policy and workers of engines."""
 
     _store: TCPStore | None = None
 
     @abstractmethod
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
-        """Write what receivers have to know into the store, and let every rank of the policy join its groups."""
+        """Write the receivers' plan into the store, and let every rank of the policy join its groups."""
 
     @abstractmethod
     def _send(self, version: int) -> list[ray.ObjectRef]:
-        """Let every rank of the policy send: of each what it sent, or None."""
+        """Let every rank of the policy send; SentCounts of each, or None."""
 
-    def _let_go(self) -> None:
-        self._store = None  # it closes with the driver's end, and who looks for a lost engine in it fails at once
+    def _stop_waiting(self) -> None:
+        # The store closes with its last reference, and a process that looks for a lost engine in it fails at once.
+        self._store = None
 
     def _connect(self, engines: tuple[int, ...]) -> None:
-        """Make links between the policy and some engines, and none to others."""
+        """Connect the policy and these engines, and no others."""
         self._linked = ()
         ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
         self._store = open_store(node_address(), self._timeout_s)
@@ -335,8 +269,8 @@ class GroupTransport(EngineTransport):
         deadline = time.monotonic() + self._timeout_s
         receives = self._on_engines("receive_weights", version, engines)
         sends = self._send(version)
-        answers = self._complete(sends, receives, deadline, f"refit of version {version}")
-        sent = [one for one in answers if one is not None]
+        results = self._complete(sends, receives, deadline, f"refit of version {version}")
+        sent = [one for one in results if one is not None]
         self._commit(version, engines, deadline)
         return TransferReport(
             version=version,
@@ -345,3 +279,50 @@ class GroupTransport(EngineTransport):
             buckets=sum(one.buckets for one in sent),
             seconds=0.0,
         )
+
+
+def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str) -> dict[int, str]:
+    """Engines that cannot take part in another attempt. Waits up to SETTLE_S for unfinished calls.
+
+    Args:
+        sends: calls of the policy's ranks, by rank; may be empty.
+        receives: calls of the engines, by number.
+        failure: the attempt's failure, for messages.
+
+    Returns:
+        Why each of these engines must be replaced, by its number.
+
+    Raises:
+        PolicyLostError: a rank of the policy died or hangs.
+    """
+    ranks = {RANK_NAME(rank): call for rank, call in enumerate(sends)}
+    calls = [*sends, *receives.values()]
+    over = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
+    lost = {}
+    for number, call in receives.items():
+        error = _error_of(call) if call in over else None
+        if call not in over:
+            lost[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
+        elif error is not None and is_lost(error):
+            told = f"{ENGINE_NAME(number)} {explain(error)}"
+            lost[number] = failure if told in failure else f"{failure}; {told}"
+    overdue = [name for name, call in ranks.items() if call not in over]
+    _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
+    _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
+    if not lost:  # otherwise they may be waiting for a lost engine, whose end releases them
+        _require_policy(overdue, "stuck", failure)
+    return lost
+
+
+def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
+    if missing:
+        raise PolicyLostError(f"{failure}; {listed(missing)} is {state}, and no rank of the policy can be replaced")
+
+
+def _error_of(call: ray.ObjectRef) -> RayError | None:
+    """The exception of a finished call."""
+    try:
+        ray.get(call)
+    except RayError as error:
+        return error
+    return None

@@ -1,11 +1,11 @@
-"""The generation worker's half of a refit, as vLLM knows it."""
+"""Runs in an engine's worker: the receiving half of a refit, in the form of vLLM's interface for weight transfers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,7 +20,6 @@ from megatron_grpo.weights.refit.broadcast import BroadcastReceiver
 from megatron_grpo.weights.refit.files import FilesReceiver, SharedFolder
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.reshard import ReshardReceiver
-from megatron_grpo.weights.refit.transport import Receiver
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -28,12 +27,33 @@ else:
     Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
 
 
+class Receiver(Protocol):
+    """A worker's end of a connected refit; one for each mode."""
+
+    def begin(self) -> None:
+        """Prepare the model for new weights."""
+
+    def receive(self, version: int) -> None:
+        """Receive one version of the weights.
+
+        Raises:
+            ValueError: a checksum or the version differs.
+            RuntimeError: a sender stopped sending.
+        """
+
+    def finish(self) -> None:
+        """Let the model compute with the new weights."""
+
+    def abandon(self) -> None:
+        """After a failure: make a later refit possible. Until then the model holds no complete version."""
+
+
 @dataclass
 class ReceiverInit(WeightTransferInitInfo):
-    """Where to meet, and this engine's place among the receivers."""
+    """The address of the senders, and this engine's position among the receivers."""
 
     mode: RefitMode
-    meeting: Rendezvous | SharedFolder
+    rendezvous: Rendezvous | SharedFolder
     first_receiver: int
     """Receivers of the engines before this one."""
 
@@ -46,7 +66,7 @@ class ReceiverUpdate(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
-    """Registered with vLLM by the plugin; lives in every worker process."""
+    """Passes vLLM's calls on to the receiver of the mode; the plugin registers it with vLLM."""
 
     init_info_cls = ReceiverInit
     update_info_cls = ReceiverUpdate
@@ -56,7 +76,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
         self._receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Connect to the policy, in the way that it names."""
+        """Connect to the policy."""
         self.shutdown()
         receivers: dict[RefitMode, Callable[..., Receiver]] = {
             "broadcast": BroadcastReceiver,
@@ -64,22 +84,24 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
             "files": FilesReceiver,
         }
         number = init_info.first_receiver + self.parallel_config.rank
-        self._receiver = receivers[init_info.mode](self.model, self.vllm_config, self.device, init_info.meeting, number)
+        self._receiver = receivers[init_info.mode](
+            self.model, self.vllm_config, self.device, init_info.rendezvous, number
+        )
 
     def start_weight_update(self) -> None:
-        """Prepare the model to be given new weights."""
+        """Prepare the model for new weights."""
         self._connected().begin()
 
     def receive_weights(self, update_info: ReceiverUpdate) -> None:
-        """Take one version of the weights."""
+        """Receive one version of the weights."""
         self._connected().receive(update_info.version)
 
     def finish_weight_update(self) -> None:
-        """Let the model compute with what it was given."""
+        """Let the model compute with the new weights."""
         self._connected().finish()
 
     def abandon(self) -> None:
-        """After a refit that failed: let a later one begin."""
+        """After a failed refit: make a later one possible."""
         if self._receiver is not None:
             self._receiver.abandon()
 
@@ -95,21 +117,21 @@ class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
 class RefitWorker(Worker):
     """Methods that vLLM adds to its worker class (`worker_extension_cls`).
 
-    They return what went wrong and raise nothing: of several failing workers vLLM's executor reads only the first
-    answer, and takes the second for the answer to the next call.
+    They return an error's text and raise nothing: when several workers raise, vLLM's executor reads only the first
+    response, and takes the second one for the response to its next call.
     """
 
     received: int | None = None
-    """The version that this worker holds whole; None: it has received none, or lost it in a refit that failed."""
+    """The complete version that this worker holds; None before the first refit and after a failed one."""
 
     @phase("connect the refit")
-    def connect_refit(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> str | None:
-        """Connect to the policy. Where to meet travels as a dict: vLLM's messages carry plain types only."""
+    def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
+        """Connect to the policy. The rendezvous comes as a dict: vLLM's messages carry plain types only."""
         try:
-            where = SharedFolder(**meeting) if mode == "files" else Rendezvous(**meeting)
-            self.init_weight_transfer_engine({"mode": mode, "meeting": where, "first_receiver": first_receiver})
+            where = SharedFolder(**rendezvous) if mode == "files" else Rendezvous(**rendezvous)
+            self.init_weight_transfer_engine({"mode": mode, "rendezvous": where, "first_receiver": first_receiver})
         except Exception as error:  # noqa: BLE001 - see the class
-            return self._described(error)
+            return self._failure(error)
         return None
 
     @phase("receive weights")
@@ -122,18 +144,18 @@ class RefitWorker(Worker):
             self.finish_weight_update()
         except Exception as error:  # noqa: BLE001 - see the class
             self.weight_transfer_engine.abandon()
-            return self._described(error)
+            return self._failure(error)
         self.received = version
         return None
 
     def confirm_refit(self, version: int) -> str | None:
-        """Whether this worker holds a version: vLLM's other calls of a commit would be answered without the workers."""
+        """Check that this worker holds a version. The other calls of a commit do not reach vLLM's workers."""
         if self.received == version:
             return None
         return f"worker {self.rank} holds version {self.received} of the weights, and not {version}"
 
     def describe(self) -> dict[str, Any]:
-        """What a run has to know of a server before it uses it, in types that JSON has; "problem" if it cannot."""
+        """Facts of a server that a run checks before it uses it, in JSON types; {"problem": ...}: it cannot be used."""
         config = self.vllm_config
         parallel, model = config.parallel_config, config.model_config
         if parallel.data_parallel_size > 1:
@@ -155,5 +177,5 @@ class RefitWorker(Worker):
             "longest": model.max_model_len,
         }
 
-    def _described(self, error: Exception) -> str:
+    def _failure(self, error: Exception) -> str:
         return f"worker {self.rank}: {error or type(error).__name__}"

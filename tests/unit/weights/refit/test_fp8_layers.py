@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_grpo.cpu.vllm_worker import offer_fp8_blocks
-from megatron_grpo.weights.refit.engine_layers import BlockedLayer, LayerMemory, RebuiltLayer, keeps_blocks, scales_name
+from megatron_grpo.weights.refit.engine_layers import BlockedLayer, RebuiltLayer, keeps_blocks, scales_name
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
 pytestmark = pytest.mark.skipif(
@@ -54,8 +54,8 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before, kept = layer(inputs)[0], {name: one.data_ptr() for name, one in layer.named_parameters()}
     weights = _weights(seed=1)
-    rebuilt = RebuiltLayer(layer, LayerMemory([layer]))
-    rebuilt.opened().weight.data.copy_(torch.cat(weights))
+    rebuilt = RebuiltLayer(layer)
+    rebuilt.open().weight.data.copy_(torch.cat(weights))
     rebuilt.close()
     rounded_there = layer(inputs)[0]
     assert not torch.equal(rounded_there, before)
@@ -72,8 +72,8 @@ def test_what_is_rounded_before_lands_as_vllm_would_have_rounded_it(layer: Any) 
 def test_a_layer_that_was_begun_is_put_back(layer: Any) -> None:
     inputs = torch.randn(5, INPUTS, dtype=torch.bfloat16)
     before = layer(inputs)[0]
-    blocked = BlockedLayer(layer, LayerMemory([layer]), ["weight"])
-    blocked.opened().weight.data.zero_()
+    blocked = BlockedLayer(layer, ["weight"])
+    blocked.open().weight.data.zero_()
     blocked.abandon()
     assert torch.equal(layer(inputs)[0], before)
 
@@ -101,10 +101,10 @@ def _load(layer: Any, weights: list[Tensor]) -> None:
 
 def _write(layer: Any, weights: list[Tensor]) -> None:
     """As a refit brings them: rounded a matrix at a time, numbers and scales."""
-    blocked, row = BlockedLayer(layer, LayerMemory([layer]), ["weight"]), 0
+    blocked, row = BlockedLayer(layer, ["weight"]), 0
     for matrix in weights:
         numbers, scales = quantise(matrix, WEIGHT_BLOCK)
-        opened = blocked.opened()
+        opened = blocked.open()
         opened.weight.data[row : row + len(matrix)].copy_(numbers)
         getattr(opened, scales_name("weight")).data[row // 128 : row // 128 + len(scales)].copy_(scales)
         row += len(matrix)

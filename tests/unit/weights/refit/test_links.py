@@ -14,8 +14,8 @@ from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.families import shape_of_config, weight_entries
-from megatron_grpo.weights.layouts import engine_places, training_places
-from megatron_grpo.weights.refit.buckets import broken_seal, seal
+from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.refit.buckets import checksum_problem, write_checksum
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.ipc import HostMemory
 from megatron_grpo.weights.refit.links import BUFFERS, Links, Side, schedule, write_plan
@@ -42,7 +42,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
     store = open_store("127.0.0.1", 60.0)
     training, generation = ParallelConfig(tensor=2), GenerationParallelConfig(pipeline=2)
     dtypes = ["float32"] * len(weight_entries(SHAPE))
-    places = training_places(training, SHAPE), engine_places(generation, SHAPE)
+    places = training_shards(training, SHAPE), engine_shards(generation, SHAPE)
     scheduled = schedule(plan_pieces(SHAPE, *places, 1, dtypes, 512), 1024)
     write_plan(store, scheduled, SOURCES, TARGETS, dtypes, shared_memory=way != "sent")
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
@@ -96,7 +96,7 @@ def _send(links: Links) -> None:
         buffer = links.buffer(number)
         earlier = [m.target for m in links.messages[:number]].count(message.target)
         buffer[:-16] = _content(message.source, message.target, earlier, len(buffer) - 16)
-        seal(buffer, VERSION)
+        write_checksum(buffer, VERSION)
         under_way.append(links.begin(number))
     for one in under_way:
         one.wait()
@@ -109,7 +109,7 @@ def _receive(links: Links) -> list[Tensor]:
     for number in range(len(links.messages)):
         under_way.pop(number).wait()
         buffer = links.buffer(number)
-        assert broken_seal(buffer, VERSION) is None
+        assert checksum_problem(buffer, VERSION) is None
         came.append(buffer[:-16].clone())
         links.emptied(number)
         if number + BUFFERS < len(links.messages):

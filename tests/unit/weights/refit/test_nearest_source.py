@@ -8,7 +8,7 @@ import pytest
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.weights.families import shape_of_config, weight_entries
-from megatron_grpo.weights.layouts import engine_places, training_places
+from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.plan import box_of, plan_pieces
 from tests.support.refit_models import DENSE
 
@@ -21,8 +21,8 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
 ) -> None:
     """Rank n of the policy and rank n of the engines share a device: what it has is not sent by another."""
     shape = shape_of_config(DENSE)
-    sources = training_places(ParallelConfig(**training), shape)
-    engine = engine_places(GenerationParallelConfig(**generation), shape)
+    sources = training_shards(ParallelConfig(**training), shape)
+    engine = engine_shards(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(weight_entries(shape))
     engines = generation["data"]
     plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, beside=beside) for beside in (True, False)]

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo.weights.refit import buckets
-from megatron_grpo.weights.refit.buckets import SEAL_BYTES, Bucket, broken_seal, checksum, plan_buckets, seal
+from megatron_grpo.weights.refit.buckets import (
+    TRAILER_BYTES,
+    Bucket,
+    checksum,
+    checksum_problem,
+    plan_buckets,
+    write_checksum,
+)
 
 Specs = list[tuple[str, str, tuple[int, ...]]]
 
@@ -27,7 +34,7 @@ def test_tensors_survive_packing(specs: Specs, bucket_bytes: int) -> None:
     unpacked = {}
     for bucket in plan_buckets(specs, bucket_bytes):
         buffer = _packed(bucket, tensors)
-        assert broken_seal(buffer, version=7) is None
+        assert checksum_problem(buffer, version=7) is None
         unpacked |= {slot.name: slot.view(buffer) for slot in bucket.slots}
     assert list(unpacked) == [name for name, _, _ in specs]
     for name, tensor in tensors.items():
@@ -52,7 +59,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         for bit in range(8):
             damaged = buffer.clone()
             damaged[position] ^= 1 << bit
-            assert broken_seal(damaged, version=7) is not None, (position, bit)
+            assert checksum_problem(damaged, version=7) is not None, (position, bit)
 
 
 def test_exchanged_words_are_noticed() -> None:
@@ -68,7 +75,7 @@ def test_exchanged_words_are_noticed() -> None:
 
 def test_a_bucket_of_another_version_is_refused() -> None:
     (bucket,) = plan_buckets([("a", "float32", (4,))], 64)
-    assert broken_seal(_packed(bucket, {"a": torch.ones(4)}), version=8) == "holds version 7, not 8"
+    assert checksum_problem(_packed(bucket, {"a": torch.ones(4)}), version=8) == "holds version 7, not 8"
 
 
 def test_checksum_is_the_documented_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +97,8 @@ def _random(dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _packed(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
-    buffer = torch.zeros(bucket.payload_bytes + SEAL_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(bucket.payload_bytes + TRAILER_BYTES, dtype=torch.uint8)
     for slot in bucket.slots:
         slot.view(buffer).copy_(tensors[slot.name])
-    seal(buffer, version=7)
+    write_checksum(buffer, version=7)
     return buffer

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_grpo.weights.refit.files import FileWriter, _complete
-from megatron_grpo.weights.refit.store import MANIFEST, Manifest, Stored, digest, remove_unread
+from megatron_grpo.weights.refit.store import MANIFEST, Manifest, StoredTensor, digest, remove_unread
 
 NAMES = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)]
 
@@ -82,7 +82,7 @@ def test_ranks_that_have_no_tensors_write_nothing(tmp_path: Path) -> None:
 
 
 def test_a_manifest_is_read_as_it_was_written_and_damage_shows(tmp_path: Path) -> None:
-    manifest = Manifest("run", 7, {"a": Stored("1/x", "00ff", 12)})
+    manifest = Manifest("run", 7, {"a": StoredTensor("1/x", "00ff", 12)})
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST], "no temporary file is left"
@@ -114,7 +114,7 @@ def test_what_is_loaded_is_whole_layers() -> None:
         "model.layers.2.mlp.experts.0.up_proj.weight",
         "model.norm.weight",
     ]
-    tensors = {name: Stored("f", "0", 1) for name in names}
+    tensors = {name: StoredTensor("f", "0", 1) for name in names}
 
     def loaded(changed: str) -> list[int]:
         return [names.index(name) for name in _complete([changed], tensors)]
@@ -127,7 +127,7 @@ def test_what_is_loaded_is_whole_layers() -> None:
     assert _complete([], tensors) == {}
 
 
-def _is_readable(folder: Path, stored: dict[str, Stored], values: dict[str, Tensor]) -> None:
+def _is_readable(folder: Path, stored: dict[str, StoredTensor], values: dict[str, Tensor]) -> None:
     assert list(stored) == list(values)
     for name, one in stored.items():
         read = load_file(folder / one.file)[name]

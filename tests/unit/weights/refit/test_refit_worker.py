@@ -19,7 +19,7 @@ class Worker(RefitWorker):
 
     def update_weights(self, update: dict[str, Any]) -> None:
         if update["version"] == self.refused:
-            raise ValueError("a seal is broken")
+            raise ValueError("a checksum is broken")
 
     def finish_weight_update(self) -> None: ...
 
@@ -31,7 +31,7 @@ def test_a_version_is_confirmed_by_who_received_it_whole() -> None:
     assert worker.confirm_refit(1) is None
     assert worker.confirm_refit(2) == "worker 3 holds version 1 of the weights, and not 2"
     worker.refused = 2
-    assert worker.receive_refit(2) == "worker 3: a seal is broken"
+    assert worker.receive_refit(2) == "worker 3: a checksum is broken"
     assert worker.confirm_refit(1) == "worker 3 holds version None of the weights, and not 1"
     worker.refused = None
     assert worker.receive_refit(2) is None

@@ -17,10 +17,10 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.weights.families import shape_of_config, weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, padded_vocab
 from megatron_grpo.weights.hf_weights import merge_slices, split_parameter
-from megatron_grpo.weights.layouts import Place, cut_blocks, engine_places, landings, training_places
-from megatron_grpo.weights.refit.landing import ModelWriter
-from megatron_grpo.weights.refit.links import messages_of, schedule
-from megatron_grpo.weights.refit.plan import Pieces, aligned, box_of, parcels, plan_pieces, wire_dtypes
+from megatron_grpo.weights.layouts import RankShard, cut_blocks, destinations, engine_shards, training_shards
+from megatron_grpo.weights.refit.links import schedule, split_messages
+from megatron_grpo.weights.refit.model_writer import ModelWriter
+from megatron_grpo.weights.refit.plan import Pieces, aligned, box_of, packed_pieces, plan_pieces, wire_dtypes
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.moe_config import QWEN3_MOE
 from tests.support.refit_models import DENSE, LATENT, SHAPES, full_tensor, model_of, vllm_parameters
@@ -31,7 +31,7 @@ def cut(part: WeightSlice) -> Tensor:
     return whole if part.axis is None else whole.narrow(part.axis, part.start, part.stop - part.start)
 
 
-def sent_piece(piece: Any, place: Place, shape: ModelShape) -> Tensor:
+def sent_piece(piece: Any, place: RankShard, shape: ModelShape) -> Tensor:
     """[rows, columns]: what a rank of the policy cuts out of its own parameter, which Megatron-Core lays out."""
     entry, expert = weight_entries(shape)[piece["entry"]], int(piece["expert"])
     part = place.expert_tensor if entry.per_expert else place.tensor
@@ -49,8 +49,8 @@ def sent_piece(piece: Any, place: Place, shape: ModelShape) -> Tensor:
 
 def plan(shape: ModelShape, training: ParallelConfig, generation: GenerationParallelConfig, bucket: int) -> Pieces:
     dtypes = ["float32"] * len(weight_entries(shape))
-    engine = engine_places(generation, shape)
-    return plan_pieces(shape, training_places(training, shape), engine, generation.data, dtypes, bucket // 2)
+    engine = engine_shards(generation, shape)
+    return plan_pieces(shape, training_shards(training, shape), engine, generation.data, dtypes, bucket // 2)
 
 
 @st.composite
@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, ParallelConfig, GenerationParall
 @settings(deadline=None, max_examples=25)
 def test_every_number_of_every_rank_comes_once_and_from_where_it_is(case: Any) -> None:
     shape, training, generation, bucket = case
-    sources, engine = training_places(training, shape), engine_places(generation, shape)
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
     scheduled = schedule(plan(shape, training, generation, bucket), bucket)
     for target in range(len(engine) * generation.data):
         place = engine[target % len(engine)]
@@ -118,7 +118,9 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     scheduled = schedule(pieces, bucket)
     assert sorted(map(str, scheduled[list(PLANNED)].tolist())) == sorted(map(str, pieces[list(PLANNED)].tolist()))
     queues = {
-        (side, rank): [(message.source, message.target) for message in messages_of(scheduled[scheduled[side] == rank])]
+        (side, rank): [
+            (message.source, message.target) for message in split_messages(scheduled[scheduled[side] == rank])
+        ]
         for side in ("source", "target")
         for rank in set(scheduled[side].tolist())
     }
@@ -134,7 +136,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
         for source, target in ready:
             del queues["source", source][0], queues["target", target][0]
     for message in (
-        m for rank in set(scheduled["source"]) for m in messages_of(scheduled[scheduled["source"] == rank])
+        m for rank in set(scheduled["source"]) for m in split_messages(scheduled[scheduled["source"] == rank])
     ):
         assert aligned(message.pieces["bytes"]).sum() <= bucket or len(message.pieces) <= 2
 
@@ -190,7 +192,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     """Boxes that are disjoint and add up to what a rank has cover it, each number once; and senders share the work."""
     raw, training, generation = LARGE[name]
     shape = shape_of_config(raw)
-    engine, bucket = engine_places(generation, shape), 256 * 2**20
+    engine, bucket = engine_shards(generation, shape), 256 * 2**20
     pieces = plan(shape, training, generation, bucket)
     for target in (0, len(engine) // 2, len(engine) * generation.data - 1):
         place = engine[target % len(engine)]
@@ -211,7 +213,7 @@ def test_large_layouts_by_arithmetic(name: str) -> None:
     assert aligned(np.array([1, 16, 17])).tolist() == [16, 16, 32]
 
 
-def owned_numbers(shape: ModelShape, place: Place) -> int:
+def owned_numbers(shape: ModelShape, place: RankShard) -> int:
     """How many numbers a rank of an engine has, without padding, from the sizes of the model."""
     total = 0
     for entry in weight_entries(shape):
@@ -219,7 +221,7 @@ def owned_numbers(shape: ModelShape, place: Place) -> int:
     return total
 
 
-def _numbers_of(entry: WeightEntry, shape: ModelShape, place: Place) -> int:
+def _numbers_of(entry: WeightEntry, shape: ModelShape, place: RankShard) -> int:
     split = {"vocab", "ffn", "heads", "expert_ffn", "shared_ffn"}
     split |= {"latent_queries", "latent_keys_values", "latent_values"}
     if entry.copy:
@@ -247,7 +249,7 @@ def test_a_model_that_is_not_filled_is_refused() -> None:
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shape, layouts = shape_of_config({**DENSE, "vocab_size": 64}), (ParallelConfig(), GenerationParallelConfig())
-    [place] = engine_places(layouts[1], shape)
+    [place] = engine_shards(layouts[1], shape)
     model = model_of(vllm_parameters(shape, place) | {"model.layers.0.extra.weight": torch.zeros(3)})
     record_metadata_for_reloading(model)
     with pytest.raises(ValueError, match=r"use broadcast. .*layers.0.extra.weight: 0 of 3 numbers$"):
@@ -262,7 +264,7 @@ def test_a_stage_may_keep_a_norm_that_another_stage_computes_with() -> None:
         (ParallelConfig(), GenerationParallelConfig(pipeline=2)),
     )
     pieces = plan(shape, *layouts, 2**20)
-    for target, place in enumerate(engine_places(layouts[1], shape)):
+    for target, place in enumerate(engine_shards(layouts[1], shape)):
         model = model_of(vllm_parameters(shape, place) | {"model.norm.weight": torch.zeros(shape.hidden)})
         record_metadata_for_reloading(model)
         ModelWriter(model, torch.float32, shape, place, [pieces[pieces["target"] == target]])
@@ -295,7 +297,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 ) -> None:
     """Numbers times scales, as a checkpoint in FP8 is read, are vLLM's parameters but for the rounding of E4M3."""
     shape, (training, generation) = shape_of_config({**BLOCKED[family], "num_hidden_layers": 2}), layouts
-    sources, engine = training_places(training, shape), engine_places(generation, shape)
+    sources, engine = training_shards(training, shape), engine_shards(generation, shape)
     assert list(cut_blocks(shape, sources, engine)) == []
     dtypes = wire_dtypes(shape, "float32", fp8_blocks=True)
     scheduled = schedule(plan_pieces(shape, sources, engine, 1, dtypes, 2**15), 2**16)
@@ -304,8 +306,8 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
         expected = vllm_parameters(shape, place)
         read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         rounded = set()
-        for message in messages_of(scheduled[scheduled["target"] == target]):
-            laid, size = parcels(message.pieces, kinds)
+        for message in split_messages(scheduled[scheduled["target"] == target]):
+            laid, size = packed_pieces(message.pieces, kinds)
             buffer = torch.zeros(size, dtype=torch.uint8)
             for piece, parcel in zip(message.pieces, laid, strict=True):
                 parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
@@ -315,7 +317,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                     scales = parcel.scales(buffer).repeat_interleave(128, 0).repeat_interleave(128, 1)
                     values *= scales[: parcel.rows, : parcel.columns]
                 entry = weight_entries(shape)[piece["entry"]]
-                landing = landings(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+                landing = destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
                 parameter = read[landing.parameter]
                 parameter = parameter if landing.expert is None else parameter[landing.expert]
                 parameter = parameter if parameter.dim() == 2 else parameter[:, None]
@@ -336,7 +338,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
 def test_ranks_that_would_share_a_block_are_named() -> None:
     shape = shape_of_config({**BLOCKED["qwen2"], "num_key_value_heads": 1, "intermediate_size": 384})
     layouts = ParallelConfig(tensor=2), GenerationParallelConfig(tensor=4)
-    cuts = list(cut_blocks(shape, training_places(layouts[0], shape), engine_places(layouts[1], shape)))
+    cuts = list(cut_blocks(shape, training_shards(layouts[0], shape), engine_shards(layouts[1], shape)))
     assert "model.layers.0.mlp.gate_proj.weight on policy ranks: 0 to 192 of (384, 320)" in cuts
     assert "model.layers.0.mlp.down_proj.weight on rank 1 of an engine: 96 to 192 of (320, 384)" in cuts
     assert not any("q_proj" in cut for cut in cuts if "engine" in cut)

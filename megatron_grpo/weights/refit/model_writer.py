@@ -1,10 +1,14 @@
-"""Slices into vLLM's model: straight into the memory of a parameter where the layer computes with that, else into a
-plain copy of the layer's weights that vLLM then makes its own form of."""
+"""Runs in an engine's worker: writes the slices of a reshard refit into vLLM's model.
+
+A slice goes straight into the memory of a parameter where the layer computes with its plain weights, and otherwise into
+plain weights that vLLM converts when the last slice of the layer has come.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +16,9 @@ from torch import Tensor
 
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import is_per_layer
-from megatron_grpo.weights.layouts import BLOCK, Landing, Place, landings
+from megatron_grpo.weights.layouts import BLOCK, Destination, RankShard, destinations
 from megatron_grpo.weights.refit.engine_layers import (
     BlockedLayer,
-    LayerMemory,
     RebuiltLayer,
     finish_model,
     is_derived,
@@ -26,8 +29,8 @@ from megatron_grpo.weights.refit.plan import Pieces, blocks, box_of, keeps
 from megatron_grpo.weights.shape import ModelShape
 
 
-class _Destination(NamedTuple):
-    """Where a piece belongs."""
+class _Region(NamedTuple):
+    """The rows and columns of a parameter that a piece is written to."""
 
     module: str
     name: str
@@ -56,12 +59,12 @@ class ModelWriter:
         model: vLLM's.
         dtype: of its activations.
         shape: sizes of the whole model.
-        place: what the worker has of it.
+        shard: what the worker holds of it.
         messages: [pieces], PIECE, of each message of a refit.
         scaled: rows of the model's table whose tensors come in FP8, with scales.
 
     Raises:
-        ValueError: vLLM's model has parameters that the refit does not bring, or brings otherwise.
+        ValueError: vLLM's model has parameters that the refit does not fill, or fills with another number of values.
     """
 
     def __init__(
@@ -69,43 +72,34 @@ class ModelWriter:
         model: torch.nn.Module,
         dtype: torch.dtype,
         shape: ModelShape,
-        place: Place,
+        shard: RankShard,
         messages: Sequence[Pieces],
         scaled: Collection[int] = (),
     ) -> None:
         self._model, self._dtype = model, dtype
-        destinations = _Destinations(shape, place, scaled)
-        self._messages = [[destinations.of(piece) for piece in pieces] for pieces in messages]
-        numbers: Counter[str] = Counter()
-        self._expected: Counter[str] = Counter()
-        """By module, how many numbers a refit brings."""
-        for one in (one for message in self._messages for one in message):
-            numbers[f"{one.module}.{one.name}"] += one.size
-            self._expected[one.module] += one.size
-            if one.scaled:
-                rows, columns = one.blocks
-                scales = (rows.stop - rows.start) * (columns.stop - columns.start)
-                numbers[f"{one.module}.{scales_name(one.name)}"] += scales
+        self._messages = _regions(shape, shard, messages, scaled)
+        regions = [region for message in self._messages for region in message]
+        self._expected = Counter[str]()
+        """Numbers that a refit brings, by module."""
+        for region in regions:
+            self._expected[region.module] += region.size
         self._written: Counter[str] = Counter()
         self._layers: dict[str, Any] = {name: model.get_submodule(name) for name in self._expected}
-        blocked = self._blocked()
-        rebuilt = {name: layer for name, layer in self._layers.items() if name in blocked or is_derived(layer)}
-        self._memory = LayerMemory(list(rebuilt.values()))
+        in_fp8 = self._fp8_parameters(regions)
         self._rebuilt = {
-            name: BlockedLayer(layer, self._memory, blocked[name])
-            if name in blocked
-            else RebuiltLayer(layer, self._memory)
-            for name, layer in rebuilt.items()
+            name: BlockedLayer(layer, in_fp8[name]) if name in in_fp8 else RebuiltLayer(layer)
+            for name, layer in self._layers.items()
+            if name in in_fp8 or is_derived(layer)
         }
-        self._unused = _of_other_stages(shape, place)
-        self._require_all(numbers)
+        self._unused = _parameters_of_other_stages(shape, shard)
+        self._require_all(regions)
 
     def begin(self) -> None:
-        """Nothing of the next version is written yet."""
+        """Forget what was counted of an earlier version."""
         self._written.clear()
 
     def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:
-        """Put a piece where it belongs.
+        """Write a piece to its region.
 
         Args:
             message: number of its message.
@@ -115,7 +109,7 @@ class ModelWriter:
         """
         to = self._messages[message][position]
         rebuilt = self._rebuilt.get(to.module)
-        layer = self._layers[to.module] if rebuilt is None else rebuilt.opened()
+        layer = self._layers[to.module] if rebuilt is None else rebuilt.open()
         _matrix(layer, to.name, to.expert)[to.rows, to.columns].copy_(values)
         if scales is not None:
             _matrix(layer, scales_name(to.name), to.expert)[to.blocks].copy_(scales)
@@ -124,28 +118,36 @@ class ModelWriter:
             rebuilt.close()
 
     def finish(self) -> None:
-        """Let attention and tied heads make what they derive from weights of other layers."""
+        """Recompute what attention layers and tied heads derive from the weights of other layers."""
         assert self._written == self._expected, "every message has come"
-        finish_model(self._model, self._dtype, self._memory)
+        finish_model(self._model, self._dtype)
 
     def abandon(self) -> None:
-        """Put back what layers that are half written had before."""
+        """Restore the previous weights of incomplete layers."""
         for layer in self._rebuilt.values():
             layer.abandon()
 
-    def _blocked(self) -> dict[str, set[str]]:
-        """By module, the names of parameters that come in FP8."""
+    def _fp8_parameters(self, regions: Sequence[_Region]) -> dict[str, set[str]]:
+        """Names of the parameters that come in FP8, by module."""
         names: defaultdict[str, set[str]] = defaultdict(set)
-        for one in (one for message in self._messages for one in message if one.scaled):
-            names[one.module].add(one.name)
+        for region in regions:
+            if region.scaled:
+                names[region.module].add(region.name)
         others = [module for module in names if not keeps_blocks(self._layers[module])]
         if others:
             text = "refit.fp8_blocks=true, and these layers of vLLM's model have no blocks of 128x128 in FP8: "
             raise ValueError(text + ", ".join(sorted(others)))
         return names
 
-    def _require_all(self, numbers: Counter[str]) -> None:
-        """Compare what comes with what vLLM's model has."""
+    def _require_all(self, regions: Sequence[_Region]) -> None:
+        """Compare how many numbers come for each parameter with how many vLLM's model has."""
+        numbers: Counter[str] = Counter()
+        for one in regions:
+            numbers[f"{one.module}.{one.name}"] += one.size
+            if one.scaled:
+                rows, columns = one.blocks
+                scales = (rows.stop - rows.start) * (columns.stop - columns.start)
+                numbers[f"{one.module}.{scales_name(one.name)}"] += scales
         missing = []
         for name, wanted in _plain_sizes(self._model).items():
             if numbers[name] != wanted and not self._may_differ(name, numbers[name], wanted):
@@ -163,35 +165,36 @@ class ModelWriter:
         return found < wanted and isinstance(self._model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
 
 
-class _Destinations:
-    """Finds where pieces belong on a rank."""
+def _regions(
+    shape: ModelShape, shard: RankShard, messages: Sequence[Pieces], scaled: Collection[int]
+) -> list[list[_Region]]:
+    """The region of each piece of each message, on a rank that holds `shard`."""
+    entries = weight_entries(shape)
 
-    def __init__(self, shape: ModelShape, place: Place, scaled: Collection[int]) -> None:
-        self._shape, self._place, self._scaled = shape, place, scaled
-        self._entries = weight_entries(shape)
-        self._landings: dict[tuple[int, int, int], list[Landing]] = {}
+    @cache
+    def destinations_of(entry: int, layer: int, expert: int) -> list[Destination]:
+        return destinations(entries[entry], shape, shard, layer, expert)
 
-    def of(self, piece: Any) -> _Destination:
-        """Where a piece, PIECE, belongs."""
-        entry, layer, expert = key = int(piece["entry"]), int(piece["layer"]), int(piece["expert"])
-        if key not in self._landings:
-            self._landings[key] = landings(self._entries[entry], self._shape, self._place, layer, expert)
-        landing = self._landings[key][piece["tensor"]]
-        box = box_of(landing.part)
-        rows = (piece["rows"] - box.row + landing.row).tolist()
+    def region(piece: Any) -> _Region:
+        entry = int(piece["entry"])
+        destination = destinations_of(entry, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
+        box = box_of(destination.part)
+        rows = (piece["rows"] - box.row + destination.row).tolist()
         columns = (piece["columns"] - box.column).tolist()
-        module, _, name = landing.parameter.rpartition(".")
-        return _Destination(module, name, landing.expert, slice(*rows), slice(*columns), entry in self._scaled)
+        module, _, name = destination.parameter.rpartition(".")
+        return _Region(module, name, destination.expert, slice(*rows), slice(*columns), entry in scaled)
+
+    return [[region(piece) for piece in pieces] for pieces in messages]
 
 
-def _of_other_stages(shape: ModelShape, place: Place) -> set[str]:
-    """Names of vLLM's parameters that belong to no layer, and that other stages than the rank's compute with."""
+def _parameters_of_other_stages(shape: ModelShape, shard: RankShard) -> set[str]:
+    """vLLM's names of the parameters outside layers that only other pipeline stages compute with."""
     outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
-    return {one.parameter for entry in outside if not keeps(entry, place) for one in landings(entry, shape, place)}
+    return {one.parameter for entry in outside if not keeps(entry, shard) for one in destinations(entry, shape, shard)}
 
 
 def _in_blocks(side: slice) -> slice:
-    """Blocks that rows or columns are in; the first of these begins one."""
+    """Blocks that a range of rows or columns covers; it starts at the start of a block (`layouts.cut_blocks`)."""
     assert side.start % BLOCK == 0, f"{side} begins inside a block"
     return slice(side.start // BLOCK, blocks(side.stop))
 
@@ -205,7 +208,7 @@ def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
 
 
 def _plain_sizes(model: torch.nn.Module) -> dict[str, int]:
-    """How many numbers each parameter has before vLLM makes its own form of the layer."""
+    """How many numbers each parameter has before vLLM converts it."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return {
