@@ -35,8 +35,8 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.trainer import group as rank_group
-from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings, StepShare
+from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
+from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
 

@@ -18,7 +18,7 @@ from megatron_grpo.sampler.metrics import (
     rollout_metrics,
     task_metrics,
 )
-from megatron_grpo.trainer.group import PolicyInterface, TrainResult
+from megatron_grpo.trainer.group import MegatronPolicy, TrainResult
 from megatron_grpo.weights.refit.transport import RefitError, TransferReport
 
 
@@ -67,7 +67,7 @@ def report(
     learned: TrainResult | None,
     transfer: TransferReport | RefitError | None,
     *,
-    policy: PolicyInterface,
+    policy: MegatronPolicy,
     timing: Mapping[str, float],
 ) -> StepReport:
     """What the step did, for the loop around it.

@@ -27,11 +27,11 @@ from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_varian
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.trainer.group import (
+    MegatronPolicy,
+    MegatronValue,
     NonFiniteGradientError,
-    PolicyInterface,
-    TrainedModel,
+    RankGroup,
     TrainResult,
-    ValueInterface,
 )
 from megatron_grpo.weights.refit.transport import RefitError, TransferReport, WeightTransport
 
@@ -103,7 +103,7 @@ def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDA
 
 
 def add_logprobs(
-    config: Config, batch: StepBatch, policy: PolicyInterface, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
+    config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
 ) -> dict[str, float]:
     """Add what the step needs of prev_logprobs and reference_logprobs; leave inconsistent responses out of the loss.
 
@@ -154,7 +154,7 @@ def _judge_sequences(
 
 
 def learn(
-    config: Config, batch: StepBatch, policy: PolicyInterface, loss_fn: ClippedPGLossFn, guard: StepGuard
+    config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, guard: StepGuard
 ) -> TrainResult | None:
     """All optimizer steps of the policy on a batch, and the move of the reference policy if it is due.
 
@@ -174,7 +174,7 @@ def learn(
 
 
 def learn_values(
-    config: Config, batch: StepBatch, value: ValueInterface, loss_fn: MseValueLossFn, guard: StepGuard
+    config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, guard: StepGuard
 ) -> dict[str, float]:
     """All optimizer steps of the value model on a batch; its metrics, none without a token in the loss.
 
@@ -197,7 +197,7 @@ def learn_values(
 def _train(
     config: Config,
     batch: StepBatch,
-    model: TrainedModel,
+    model: RankGroup,
     loss_fn: LossFunction,
     minibatch: int | None,
     guard: StepGuard,
@@ -212,7 +212,7 @@ def _train(
 
 
 def train_in_minibatches(
-    model: TrainedModel, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
+    model: RankGroup, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
     """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
 

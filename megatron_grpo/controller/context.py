@@ -30,7 +30,7 @@ from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.trainer.group import PolicyInterface, RankGroup, TrainedModel, ValueInterface
+from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, RankGroup
 from megatron_grpo.weights.refit.transport import WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -164,11 +164,11 @@ class SamplingRun:
         ahead = self.samples.ahead
         return self.loader.state_dict() if ahead is None else ahead.position
 
-    def models_by_folder(self) -> dict[str, TrainedModel]:
+    def models_by_folder(self) -> dict[str, RankGroup]:
         """What is trained, by its folder in a checkpoint."""
         return {}
 
-    def models(self) -> list[TrainedModel]:
+    def models(self) -> list[RankGroup]:
         """What is trained."""
         return list(self.models_by_folder().values())
 
@@ -184,12 +184,12 @@ class SamplingRun:
 class GRPORun(SamplingRun):
     """A run of GRPO."""
 
-    policy: PolicyInterface
+    policy: MegatronPolicy
     transport: WeightTransport | None
     """How the policy's weights reach the engines; None: there are none."""
     loss_fn: ClippedPGLossFn
 
-    def models_by_folder(self) -> dict[str, TrainedModel]:
+    def models_by_folder(self) -> dict[str, RankGroup]:
         return {POLICY_FOLDER: self.policy}
 
 
@@ -197,8 +197,8 @@ class GRPORun(SamplingRun):
 class PPORun(GRPORun):
     """A run of PPO: one of GRPO with a value model."""
 
-    value: ValueInterface
+    value: MegatronValue
     value_loss_fn: MseValueLossFn
 
-    def models_by_folder(self) -> dict[str, TrainedModel]:
+    def models_by_folder(self) -> dict[str, RankGroup]:
         return {**super().models_by_folder(), VALUE_FOLDER: self.value}

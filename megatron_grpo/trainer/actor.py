@@ -62,6 +62,17 @@ class ForwardShare:
     """[sequences], bool: whether all numbers at sampled tokens are finite."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """The answer of one rank to an optimizer step."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
+    learning_rate: float
+    metrics: list[dict[str, float]] | None
+    """Loss and metrics of each microbatch of the rank; None on ranks without the loss."""
+
+
 class RankActor:
     """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
 

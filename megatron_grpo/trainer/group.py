@@ -1,10 +1,9 @@
-"""What the rest of the system knows of a model in training: an optimizer step, a checkpoint; and of the policy."""
+"""The driver's handle of a model in training: one Ray actor a rank, and the policy and the value model on top of it."""
 
 from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from megatron_grpo.trainer.actor import (
     RankActor,
     RankPlace,
     RankSettings,
+    StepShare,
     begin_profile,
     checkpoint_is_written,
     end_profile,
@@ -49,17 +49,6 @@ class TrainResult:
     """The loss function's metrics, reduced over all tokens of the step."""
     optimizer_steps: int = 1
     """Optimizer steps whose outcome this is."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShare:
-    """What one rank knows of an optimizer step."""
-
-    grad_norm: float
-    """Global L2 norm of the gradient; when it is not finite the optimizer step was not made."""
-    learning_rate: float
-    metrics: list[dict[str, float]] | None
-    """Loss and metrics of each microbatch of the rank; None unless it reports for its data-parallel replica."""
 
 
 class NonFiniteGradientError(RunError):
@@ -94,115 +83,11 @@ def cost_of(shape: ModelShape) -> Cost:
     return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
 
 
-class TrainedModel(ABC):
-    """A model in training, spread over many processes, that looks like one."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> ModelShape:
-        """Sizes of the model."""
-
-    @property
-    def cost(self) -> Cost:
-        """What a sequence costs to compute, in floating-point operations of a forward pass."""
-        return cost_of(self.shape)
-
-    @property
-    @abstractmethod
-    def device_name(self) -> str:
-        """What a rank runs on, as its vendor calls it; "cpu" without a GPU."""
-
-    @abstractmethod
-    def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
-        """One optimizer step, split over data-parallel ranks and microbatches.
-
-        Args:
-            batch: the step's batch, whose shards hold what the loss function reads.
-            sequences: [chosen], int64: numbers of the sequences to train on, ascending; one has a token in the loss.
-            loss_fn: loss function whose sum over all microbatches is the loss.
-
-        Raises:
-            NonFiniteGradientError: the weights are untouched.
-        """
-
-    @abstractmethod
-    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
-        """Write weights, optimizer, schedule and random state to an existing, empty folder.
-
-        Args:
-            background: only begin to, and return as soon as the model may change; `finish_checkpoint` has to follow.
-        """
-
-    @abstractmethod
-    def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not have to wait for a checkpoint that is written in the background."""
-
-    @abstractmethod
-    def finish_checkpoint(self) -> None:
-        """Complete a checkpoint that is written in the background.
-
-        Raises:
-            RunError: a rank could not write its part.
-        """
-
-    @abstractmethod
-    def load_checkpoint(self, folder: str) -> None:
-        """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
-
-    @abstractmethod
-    def begin_profile(self) -> None:
-        """Have every rank record its operators and its memory until `end_profile`."""
-
-    @abstractmethod
-    def end_profile(self, folder: str) -> None:
-        """Have every rank write what it recorded into an existing folder, into files of its own."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End every process; idempotent."""
-
-
-class PolicyInterface(TrainedModel):
-    """The policy. Its checkpoints hold the reference policy too once that has moved."""
-
-    @abstractmethod
-    def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.
-
-        Returns:
-            [sequences], bool: whether the numbers at all sampled tokens are finite.
-        """
-
-    @abstractmethod
-    def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add reference_logprobs to the batch: log-probabilities of every token under the frozen reference policy.
-
-        Returns:
-            [sequences], bool: whether the numbers at all sampled tokens are finite.
-        """
-
-    @abstractmethod
-    def sync_reference(self, alpha: float) -> None:
-        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-
-
-class ValueInterface(TrainedModel):
-    """The value model of PPO; it trains on returns and the values before the step."""
-
-    @abstractmethod
-    def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
-        """Add values to the batch: what is expected before every token under the current weights; 0 at first tokens.
-
-        Returns:
-            [sequences], bool: whether the numbers at all sampled tokens are finite.
-        """
-
-
 SETTLE_S = 3.0
 """Time in which the end of a rank becomes known, once one has failed."""
 
 
-class RankGroup(TrainedModel):
+class RankGroup:
     """A model spread over a Ray worker group, one actor per rank of tensor * pipeline * context * data.
 
     Args:
@@ -253,6 +138,16 @@ class RankGroup(TrainedModel):
         return [actor.run.remote(fn, *args) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
+        """One optimizer step, split over data-parallel ranks and microbatches.
+
+        Args:
+            batch: the step's batch, whose shards hold the entries that the loss function reads.
+            sequences: [chosen], int64: numbers of the sequences to train on, ascending; one has a token in the loss.
+            loss_fn: loss function whose sum over all microbatches is the loss.
+
+        Raises:
+            NonFiniteGradientError: the weights are untouched.
+        """
         counts = GlobalCounts.of(batch, sequences)
         chosen, works = self._works(batch, sequences, self._config.microbatch_tokens)
         refs = self._call("train", works, loss_fn, counts)
@@ -274,22 +169,39 @@ class RankGroup(TrainedModel):
 
     @property
     def shape(self) -> ModelShape:
+        """Sizes of the model."""
         return self.settings.shape
 
     @property
+    def cost(self) -> Cost:
+        """What a sequence costs to compute, in floating-point operations of a forward pass."""
+        return cost_of(self.shape)
+
+    @property
     def device_name(self) -> str:
+        """Name that the vendor gives the device of a rank; "cpu" without a GPU."""
         return self._places[0].device_name
 
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
+        """Write weights, optimizer, schedule and random state to an existing, empty folder.
+
+        Args:
+            folder: where.
+            background: only begin to write, and return as soon as the model may change; `finish_checkpoint` has to
+                follow.
+        """
         self._gather(self.submit(save_checkpoint, folder, background), "checkpoint")
 
     def checkpoint_is_written(self) -> bool:
+        """Whether `finish_checkpoint` would return without waiting."""
         return all(self._gather(self.submit(checkpoint_is_written), "looking after a checkpoint"))
 
     def finish_checkpoint(self) -> None:
+        """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
         self._gather(self.submit(finish_checkpoint), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
+        """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
         self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
 
     def devices(self) -> list[str]:
@@ -306,9 +218,11 @@ class RankGroup(TrainedModel):
         self._gather(self.submit(take_back_memory), "moving back from host memory")
 
     def begin_profile(self) -> None:
+        """Have every rank record its operators and its memory until `end_profile`."""
         self._gather(self.submit(begin_profile), "beginning a profile")
 
     def end_profile(self, folder: str) -> None:
+        """Have every rank write its recording into an existing folder, into files of its own."""
         written = [
             actor.run.remote(end_profile, folder, f"{self.label.replace(' ', '_')}_rank_{rank}")
             for rank, actor in enumerate(self.actors)
@@ -316,6 +230,7 @@ class RankGroup(TrainedModel):
         self._gather(written, "writing a profile")
 
     def shutdown(self) -> None:
+        """End every process; idempotent."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
@@ -455,19 +370,26 @@ class PolicySettings(RankSettings):
         )
 
 
-class MegatronPolicy(RankGroup, PolicyInterface):
-    """The policy. Its settings are `PolicySettings`."""
+class MegatronPolicy(RankGroup):
+    """The policy; its checkpoints hold the reference policy too once that has moved."""
 
     label = "policy"
     output_method = "logprobs"
 
     def add_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add prev_logprobs to the batch: log-probabilities of every token under the current weights.
+
+        Returns:
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        """
         return self._add_entry(batch, "prev_logprobs", "logprobs", "log-probabilities")
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """`add_logprobs` under the frozen reference policy, as reference_logprobs."""
         return self._add_entry(batch, "reference_logprobs", "reference_logprobs", "reference log-probabilities")
 
     def sync_reference(self, alpha: float) -> None:
+        """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
         self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
 
 
@@ -486,11 +408,16 @@ class ValueSettings(RankSettings):
         return ValueRank(self.config, self.shape, self.folder, decay_steps=self.decay_steps)
 
 
-class MegatronValue(RankGroup, ValueInterface):
-    """The value model. Its settings are `ValueSettings`."""
+class MegatronValue(RankGroup):
+    """The value model of PPO."""
 
     label = "value model"
     output_method = "values"
 
     def add_values(self, batch: StepBatch) -> NDArray[np.bool_]:
+        """Add values to the batch: the expected return before every token under the current weights; 0 at first tokens.
+
+        Returns:
+            [sequences], bool: whether the numbers at all sampled tokens are finite.
+        """
         return self._add_entry(batch, "values", "values", "values")

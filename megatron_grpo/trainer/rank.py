@@ -22,8 +22,8 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.actor import StepShare
 from megatron_grpo.trainer.checkpoint import BackgroundWrite
-from megatron_grpo.trainer.group import StepShare
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.trainer.model.build import build_model, build_value_model
 from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.data.batch import ReplicaWork, StepBatch, TokenBatch, TokenFields, given
+from megatron_grpo.data.packing import Cost
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
-from megatron_grpo.trainer.group import PolicyInterface, TrainedModel, TrainResult, ValueInterface
+from megatron_grpo.trainer.group import TrainResult, cost_of
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_rollouts import add_entry, by_sequence
 
@@ -33,7 +34,7 @@ class Lesson:
         return [piece.tolist() for piece in values.split(self.tokens.lengths)]
 
 
-class FakeModel(TrainedModel):
+class FakeModel(ABC):
     """A model of one process. Every call is written to a log that it may share with others."""
 
     device_name = "cpu"
@@ -49,6 +50,10 @@ class FakeModel(TrainedModel):
     def shape(self) -> ModelShape:
         return self._shape
 
+    @property
+    def cost(self) -> Cost:
+        return cost_of(self.shape)
+
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
         self.log.append(f"{self.name} learns")
         tokens = fetched(batch, sequences, loss_fn.reads)
@@ -62,27 +67,6 @@ class FakeModel(TrainedModel):
     def output(self, tokens: TokenFields) -> Tensor:
         """The model's number for every token of rectangles, [sequences, length]."""
 
-    def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
-        raise NotImplementedError
-
-    def checkpoint_is_written(self) -> bool:
-        raise NotImplementedError
-
-    def finish_checkpoint(self) -> None:
-        raise NotImplementedError
-
-    def load_checkpoint(self, folder: str) -> None:
-        raise NotImplementedError
-
-    def begin_profile(self) -> None:
-        raise AssertionError("nobody asked for a profile")
-
-    def end_profile(self, folder: str) -> None:
-        raise AssertionError("nobody asked for a profile")
-
-    def shutdown(self) -> None:
-        raise NotImplementedError
-
     def _add(self, batch: StepBatch, name: str, numbers: list[list[float]]) -> NDArray[np.bool_]:
         """Put a number for every token into the shards; whether those of sampled tokens are finite, by sequence."""
         add_entry(batch, name, np.array([value for row in numbers for value in row]))
@@ -93,7 +77,7 @@ class FakeModel(TrainedModel):
         return np.array(flags, dtype=np.bool_)
 
 
-class FakePolicy(FakeModel, PolicyInterface):
+class FakePolicy(FakeModel):
     """A policy whose log-probabilities are those of sampling, but for the sequences in `logprobs`."""
 
     name = "policy"
@@ -133,7 +117,7 @@ class FakePolicy(FakeModel, PolicyInterface):
         ]
 
 
-class FakeValue(FakeModel, ValueInterface):
+class FakeValue(FakeModel):
     """A value model that expects one number everywhere."""
 
     name = "value"

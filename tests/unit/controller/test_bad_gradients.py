@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.data.batch import ReplicaWork, StepBatch
-from megatron_grpo.trainer.actor import RankPlace
-from megatron_grpo.trainer.group import MegatronPolicy, StepShare
+from megatron_grpo.trainer.actor import RankPlace, StepShare
+from megatron_grpo.trainer.group import MegatronPolicy
 
 PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
     RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
