@@ -7,11 +7,11 @@ from typing import Any
 
 __all__ = ["Callback", "train"]
 
+_WHERE = {"train": "megatron_grpo.api", "Callback": "megatron_grpo.controller.user_objects"}
+
 
 def __getattr__(name: str) -> Any:
-    """`train` and `Callback`, imported when they are asked for."""
-    if name == "train":
-        return importlib.import_module("megatron_grpo.train")
-    if name == "Callback":
-        return importlib.import_module("megatron_grpo.controller.user_objects").Callback
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+    """`train` and `Callback`, imported when they are first used."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(_WHERE[name]), name)

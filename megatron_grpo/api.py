@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
+
+import numpy as np
 
 from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import compose_typed
@@ -15,17 +19,13 @@ from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.user_objects import Callback, Given
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
-from megatron_grpo.script import (
-    Overrides,
-    check_objects,
-    data_overrides,
-    environment_overrides,
-    reward_overrides,
-    written,
-)
 
 DATA_FOLDER = "data"
 """Folder of the run in which the datasets of a script are kept."""
+GIVEN = "given"
+"""Stands for the module in the names of reward functions that cannot be imported."""
+
+Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +141,244 @@ def _found(overrides: Sequence[str]) -> tuple[str, str]:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+_OF_A_TOKENIZER = ("__call__", "apply_chat_template", "decode", "eos_token_id")
+
+
+def check_objects(rewards: Any, environments: Any, tokenizer: Any, callbacks: Any) -> None:
+    """Look at what `train` was given, one reward function or callback already in a list of its own.
+
+    Raises:
+        ConfigError: some of it is of another kind than `train` takes.
+    """
+    problems = [
+        *_reward_problems(rewards),
+        *_environment_problems(environments),
+        *_tokenizer_problems(tokenizer),
+        *_callback_problems(callbacks),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _reward_problems(rewards: Any) -> Iterator[Problem]:
+    kinds = "a function, its import path (package.module.name) or the folder of a reward model"
+    if not isinstance(rewards, Sequence):
+        yield Problem("rewards", f"is {_kind(rewards)}; give a list, each {kinds}")
+        return
+    for number, reward in enumerate(rewards):
+        if not (isinstance(reward, str) or callable(reward)):
+            yield Problem(f"rewards[{number}]", f"is {_kind(reward)}; give {kinds}")
+
+
+def _environment_problems(environments: Any) -> Iterator[Problem]:
+    if not isinstance(environments, Mapping):
+        text = f"is {_kind(environments)}; give a mapping of task names to classes or types: {{'my_task': MyClass}}"
+        yield Problem("environments", text)
+        return
+    for task, kind in environments.items():
+        subject = f"environments[{task!r}]"
+        if not isinstance(kind, str | type):
+            name = type(kind).__name__
+            text = f"is an object of {name}; give the class, and what it is made with in env.{task}.options"
+            yield Problem(subject, text)
+        elif isinstance(kind, type) and (kind.__module__ == "__main__" or not kind.__qualname__.isidentifier()):
+            text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
+            yield Problem(subject, text)
+
+
+def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
+    if tokenizer is None:
+        return
+    lacking = [name for name in _OF_A_TOKENIZER if not hasattr(tokenizer, name)]
+    if lacking or inspect.isclass(tokenizer):
+        text = (
+            f"is {_kind(tokenizer)}; give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
+        )
+        yield Problem("tokenizer", text)
+
+
+def _callback_problems(callbacks: Any) -> Iterator[Problem]:
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        text = f"is {_kind(callbacks)}; give a list of objects of classes that extend megatron_grpo.Callback"
+        yield Problem("callbacks", text)
+        return
+    for number, callback in enumerate(callbacks):
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            text = f"is the class {callback.__name__}; give an object of it: {callback.__name__}()"
+            yield Problem(f"callbacks[{number}]", text)
+        elif not isinstance(callback, Callback):
+            text = f"is {_kind(callback)}; give an object of a class that extends megatron_grpo.Callback"
+            yield Problem(f"callbacks[{number}]", text)
+
+
+def _kind(value: Any) -> str:
+    """What a message calls a value."""
+    return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
+
+
+_FINE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*")
+
+
+def check_name(name: Any, argument: str, section: str) -> None:
+    """Refuse a name that no key of an override can have.
+
+    Args:
+        name: key of the mapping that was given.
+        argument: the mapping ("val_dataset").
+        section: the section of the configuration that gets the name ("data.val_sets").
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not _FINE.fullmatch(str(name)):
+        text = (
+            f"cannot be a name in {section}.NAME, whose keys have dots between their parts; use letters (a-z, A-Z), "
+            "digits, _ and -, and a letter or _ first (or digits alone)"
+        )
+        raise ConfigError([Problem(f"{argument}[{name!r}]", text)])
+
+
+def data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
+    """Where the datasets are, once those that are objects are written into the folder."""
+    written = []
+    columns: set[str] = set()
+    if training is not None:
+        path, columns = _kept(training, folder / "train", "train_dataset")
+        written.append(f"data.train_path={path}")
+    if isinstance(validation, Mapping):
+        for name, one in validation.items():
+            check_name(name, "val_dataset", "data.val_sets")
+            path, _ = _kept(one, folder / f"val_{name}", f"val_dataset[{name!r}]")
+            written.append(f"data.val_sets.{name}.path={path}")
+        written.append("data.val_path=null")
+    elif validation is not None:
+        written.append(f"data.val_path={_kept(validation, folder / 'val', 'val_dataset')[0]}")
+    elif training is not None:
+        written.append("data.val_path=null")  # the recipe's held-out rows are of its own task
+    if rewarded and columns and "answer" not in columns:
+        written.append("data.answer_key=null")
+    return written
+
+
+def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
+    """The path of a dataset, written there if it is an object, and the names of its columns as far as they are known.
+
+    Raises:
+        ConfigError: it is nothing that has rows, or a row is nothing that JSON can hold.
+    """
+    if isinstance(dataset, str | Path):
+        return str(dataset), set()
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        file = path.with_suffix(".jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = (_line(row, f"{subject}[{number}]") for number, row in enumerate(dataset))
+        file.write_text("".join(lines), encoding="utf-8")
+        return str(file), {str(column) for row in dataset for column in row}
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
+        text = (
+            f"is {type(dataset).__name__}; give a list of dicts, a datasets.Dataset, or a path or hub name (of a large "
+            "hub set with data.streaming=true)"
+        )
+        raise ConfigError([Problem(subject, text)])
+    file = path.with_suffix(".parquet")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dataset.to_parquet(str(file))
+    return str(file), set(dataset.column_names)
+
+
+def _line(row: dict[Any, Any], subject: str) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        text = f"cannot be kept as JSON: {error}; give numbers, texts, lists and dicts, or a datasets.Dataset"
+        raise ConfigError([Problem(subject, text)]) from None
+
+
+def written(config: Any) -> list[str]:
+    """Overrides as they stand on a command line; what is given for them may be anything.
+
+    Raises:
+        ConfigError: a value is nothing that a command line can hold, or there are no overrides in what was given.
+    """
+    if isinstance(config, str):
+        return [config]
+    if isinstance(config, Mapping):
+        return [f"{key}={_value(value, str(key))}" for key, value in config.items()]
+    if not isinstance(config, Sequence):
+        text = f"is {type(config).__name__}; give a list of overrides, a mapping of keys and values, or a Config"
+        raise ConfigError([Problem("config", text)])
+    for number, one in enumerate(config):
+        if not isinstance(one, str):
+            text = f"is {type(one).__name__}; give the text of an override: 'grpo.max_num_steps=3'"
+            raise ConfigError([Problem(f"config[{number}]", text)])
+    return list(config)
+
+
+def _value(value: Any, key: str) -> str:
+    """A value in Hydra's syntax; `key` is where it stands."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str | PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_value(one, f'{key}.{name}')}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_value(one, key) for one in value) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    text = f"is {type(value).__name__}; give a number, a text, a path, true or false, or a list or mapping of such"
+    raise ConfigError([Problem(key, text)])
+
+
+def reward_overrides(
+    task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
+) -> list[str]:
+    """The environment of reward functions; those that cannot be imported are added to `functions`."""
+    if not rewards:
+        return []
+    entries = []
+    for reward in rewards:
+        if isinstance(reward, str):
+            entries.append(reward)
+            continue
+        entry = _import_path(reward)
+        if entry is None:
+            entry = f"{GIVEN}.{_name(reward)}"
+            if entry in functions:
+                text = f"has two functions called {_name(reward)}; their rewards could not be told apart"
+                raise ConfigError([Problem("rewards", text)])
+            functions[entry] = reward
+        entries.append(entry)
+    quoted = ",".join(json.dumps(entry) for entry in entries)
+    return [f"env.{task}.type=reward_functions", f"env.{task}.reward_funcs=[{quoted}]"]
+
+
+def _import_path(function: Callable[..., Any]) -> str | None:
+    """The path that leads to a function from anywhere; None: it is of a notebook or script, or inside another one."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or not name.isidentifier():
+        return None
+    found = getattr(inspect.getmodule(function), name, None)
+    return f"{module}.{name}" if found is function else None
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What a function is called in metrics; of an object, what its class is."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
+
+
+def environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
+    """The types of the environments by task name.
+
+    Raises:
+        ConfigError: a name cannot stand in a key.
+    """
+    found = []
+    for task, kind in environments.items():
+        check_name(task, "environments", "env")
+        path = kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
+        found.append(f"env.{task}.type={path}")
+    return found

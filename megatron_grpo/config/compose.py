@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.config.job import Job, given_keys, keys_on, split_job
 from megatron_grpo.config.keys import known_key, leaves
-from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_foreign_to, is_shared, named_for, other_than
+from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_foreign_to, named_for, other_than
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
@@ -39,7 +38,7 @@ from megatron_grpo.config.typed import expand_homes, missing, typed
 
 
 def misplaced_keys(algorithm: str, given: Mapping[str, str], already: Collection[str]) -> Iterator[Problem]:
-    """Keys that the user gave and that the other algorithm reads, also those given at their defaults.
+    """Complaints about given keys that only the other algorithm reads, those given at their defaults among them.
 
     Args:
         algorithm: the one that runs.
@@ -52,7 +51,7 @@ def misplaced_keys(algorithm: str, given: Mapping[str, str], already: Collection
 
 
 def misplaced(key: str, algorithm: str) -> str:
-    """What to say of a key that only the algorithm reads that does not run."""
+    """The message about a key that only the algorithm reads that does not run."""
     advice = {
         "ppo.ppo_epochs": "; give grpo.num_iterations",
         "grpo.num_iterations": "; give ppo.ppo_epochs",
@@ -60,108 +59,71 @@ def misplaced(key: str, algorithm: str) -> str:
     return f"is for algorithm={other_than(algorithm)}, and this run has algorithm={algorithm}{advice}"
 
 
-@dataclass(slots=True)
-class United:
-    """The outcome."""
-
-    given_as: dict[str, str] = field(default_factory=dict)
-    """The name that a shared key was given under, where it is not that of the algorithm that runs."""
-    problems: list[Problem] = field(default_factory=list)
-
-
 def without_shared(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of the schema without those of shared keys, so that what is there after composing was given."""
-    own = {loop: {key: value for key, value in defaults[loop].items() if key not in SHARED} for loop in LOOPS}
-    return defaults | own
+    """Defaults of the schema without those of shared keys: a shared key of the composed values was given by someone."""
+    return defaults | {loop: _part(defaults[loop], shared=False) for loop in LOOPS}
 
 
 def unite(
     composed: DictConfig, algorithm: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]
-) -> United:
-    """Write one value of each shared key into both sections: the given one, else the default of the algorithm.
+) -> tuple[dict[str, str], list[Problem]]:
+    """Write one value of each shared key into both loop sections: the given one, else the algorithm's default.
+
+    A key may be given under both names, in different files or on the command line. Then the place that Hydra reads last
+    decides, as it does for any other key; two values in one place are a contradiction.
 
     Args:
-        composed: what Hydra made of defaults `without_shared`.
+        composed: values that Hydra composed over defaults `without_shared`.
         algorithm: the one that runs.
-        on_command_line: keys that stand there.
-        files: gives the paths in conf/ of what was composed, the one that counts most last; takes a tenth of a second.
+        on_command_line: keys of the command line.
+        files: returns the composed files of conf/, the last read last; takes a tenth of a second.
+
+    Returns:
+        The name that each shared key was given under, where that is the other algorithm's, and the contradictions.
     """
-    united = United()
+    other = other_than(algorithm)
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
-    if not all(isinstance(tree.get(loop), dict) for loop in LOOPS):
-        return united  # a recipe that has something else there is told so when the types are checked
-    given = {loop: {name: value for name, value in leaves(tree[loop]) if _known(name)} for loop in LOOPS}
-    values = _defaults(algorithm)
-    other = other_than(algorithm)
-    for name in given[algorithm] | given[other]:
-        winner = algorithm if name in given[algorithm] else other
-        if name in given[other] and winner == algorithm and given[other][name] != given[algorithm][name]:
-            decided = _said_last(name, on_command_line, files)
-            winner = decided or algorithm
-            if decided is None:
-                one, two = (f"{loop}.{name}={shown(given[loop][name])}" for loop in (algorithm, other))
-                united.problems.append(Problem(one, f"is the same setting as {two}; leave one of them out"))
-        values[name] = given[winner][name]
-        if winner == other:
-            united.given_as[f"{algorithm}.{name}"] = f"{other}.{name}"
+    if not all(isinstance(tree[loop], dict) for loop in LOOPS):
+        return {}, []  # a recipe that has a value in the place of a section is refused with the types
+    shared = {loop: _part(tree[loop], shared=True) for loop in LOOPS}
+    given = {loop: dict(leaves(shared[loop])) for loop in LOOPS}
+    defaults = _part(dataclasses.asdict(getattr(Config(), algorithm)), shared=True)
+    values = OmegaConf.merge(defaults, shared[other], shared[algorithm])
+    given_as = {f"{algorithm}.{name}": f"{other}.{name}" for name in given[other].keys() - given[algorithm].keys()}
+    problems = []
+    for name in given[algorithm]:
+        if given[other].get(name, given[algorithm][name]) == given[algorithm][name]:
+            continue
+        last = _last_given(name, on_command_line, files)
+        if last is None:
+            one, two = (f"{loop}.{name}={shown(given[loop][name])}" for loop in (algorithm, other))
+            problems.append(Problem(one, f"is the same setting as {two}; leave one of them out"))
+        elif last == other:
+            OmegaConf.update(values, name, given[other][name])
+            given_as[f"{algorithm}.{name}"] = f"{other}.{name}"
     for loop in LOOPS:
-        for name, value in values.items():
-            _put(tree[loop], name.split("."), value)
-        OmegaConf.update(composed, loop, tree[loop], merge=False)
-    return united
+        OmegaConf.update(composed, loop, OmegaConf.merge(_part(tree[loop], shared=False), values), merge=False)
+    return given_as, problems
 
 
-def drop_shared(values: dict[str, Any], algorithm: str) -> None:
-    """Take the shared keys out of the section of the algorithm that does not run, where nothing reads them."""
-    section = values.get(other_than(algorithm))
-    if isinstance(section, dict):
-        for name in [name for name, _ in leaves(section) if _known(name)]:
-            _take(section, name.split("."))
+def _part(section: Mapping[str, Any], shared: bool) -> dict[str, Any]:
+    """The shared keys of a loop section, or its other ones."""
+    return {key: value for key, value in section.items() if (key in SHARED) == shared}
 
 
-def _known(name: str) -> bool:
-    """Whether a name, without its section, is a shared key of the schema."""
-    return is_shared(f"{LOOPS[0]}.{name}") and known_key(f"{LOOPS[0]}.{name}") is not None
+def _last_given(name: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]) -> str | None:
+    """The algorithm under whose name the last place that sets a key sets it; None: that place uses both names."""
 
+    def places() -> Iterator[Collection[str]]:
+        yield on_command_line
+        yield from (settings_of(file) for file in reversed(files()))
 
-def _defaults(algorithm: str) -> dict[str, Any]:
-    section = dataclasses.asdict(getattr(Config(), algorithm))
-    return {name: value for name, value in leaves(section) if _known(name)}
-
-
-def _said_last(name: str, on_command_line: Collection[str], files: Callable[[], Sequence[str]]) -> str | None:
-    """The algorithm under whose name a key was set by what counts most; None: both were set in one place."""
-    for place in _places(on_command_line, files):
-        saying = [loop for loop in LOOPS if f"{loop}.{name}" in place]
-        if saying:
-            return saying[0] if len(saying) == 1 else None
+    for place in places():
+        used = [loop for loop in LOOPS if f"{loop}.{name}" in place]
+        if used:
+            return used[0] if len(used) == 1 else None
     return None
-
-
-def _places(on_command_line: Collection[str], files: Callable[[], Sequence[str]]) -> Iterator[Collection[str]]:
-    """The keys that each place sets, the one that counts most first."""
-    yield on_command_line
-    for file in reversed(files()):
-        yield settings_of(file)
-
-
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in nested mappings; what has no room for it is told when the types are checked."""
-    node: Any = tree
-    for part in path[:-1]:
-        node = node.setdefault(part, {}) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node[path[-1]] = copy.deepcopy(value)
-
-
-def _take(tree: dict[str, Any], path: Sequence[str]) -> None:
-    """Remove a value from nested mappings, and the mappings that it leaves empty."""
-    below = tree.get(path[0])
-    if len(path) > 1 and isinstance(below, dict):
-        _take(below, path[1:])
-    if len(path) == 1 or below == {}:
-        tree.pop(path[0], None)
 
 
 DEFAULT_ENVIRONMENT = {name: {"type": environment.type} for name, environment in Config().env.items()}
@@ -169,7 +131,7 @@ DEFAULT_ENVIRONMENT = {name: {"type": environment.type} for name, environment in
 
 
 def _fifth_of(length: Any) -> int:
-    """${fifth_of:${...}} in conf/: YAML cannot calculate. Of what is no length, which is told under its own key, 1."""
+    """${fifth_of:${...}} in conf/, because YAML cannot calculate; 1 for a wrong length, which is refused elsewhere."""
     return max(1, length // 5) if isinstance(length, int) else 1
 
 
@@ -178,32 +140,32 @@ OmegaConf.register_new_resolver("fifth_of", _fifth_of, replace=True)
 
 @dataclasses.dataclass(slots=True)
 class _Values:
-    """What a command line and its job say, before any of it is typed."""
+    """The values of a command line and its job, before they are typed."""
 
     plain: dict[str, Any]
     """Resolved, as plain containers; required keys may still be "???". Empty: nothing could be composed."""
     algorithm: str
     problems: list[Problem]
     overruled: list[Problem] = dataclasses.field(default_factory=list)
-    """What job and command line say differently."""
+    """Settings of the job that an option on the command line sets to another value."""
     given_as: dict[str, str] = dataclasses.field(default_factory=dict)
     """The name that a key of the algorithm was given under, where that is the other algorithm's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Composed:
-    """What a command line and its job make, before it is checked as a whole."""
+    """The typed configuration of a command line and its job, before it is checked as a whole."""
 
     config: Config | None
-    """None: nothing could be made of the values."""
+    """None: the values cannot be typed."""
     values: dict[str, Any]
-    """The values as they were given or are by default, resolved; empty when nothing could be composed."""
+    """Given and default values, resolved, wrong ones included; empty when nothing could be composed."""
     job: Job
     problems: list[Problem]
     already: set[str]
-    """Keys that the problems name; complaints about them, or against their defaults, would be about nothing."""
+    """Keys that the problems name; later checks say nothing more about them."""
     defaulted: set[str]
-    """Keys of the schema that stand at their default because what was given is wrong."""
+    """Keys of the schema that have their default because the given value is wrong."""
     given_as: dict[str, str]
     """The name that a key of the algorithm was given under, where that is the other algorithm's."""
 
@@ -215,11 +177,12 @@ class Composed:
         name = self.given_as.get(problem.key)
         if name is None:
             return problem
-        return Problem(name + problem.subject[len(problem.key) :], f"{problem.text} (it sets {problem.key})")
+        sets = f" (it sets {problem.key})" if known_key(name) else ""
+        return Problem(name + problem.subject[len(problem.key) :], f"{problem.text}{sets}")
 
 
 def compose_typed(overrides: Sequence[str]) -> Composed:
-    """The configuration of a command line: names, types and ranges checked, but not yet how its parts fit together."""
+    """The configuration of a command line, with names, types and ranges checked but not yet how its parts fit."""
     added, others, unfit = split_search_path(overrides)
     with searched(added):
         composed = _compose_typed(others, added)
@@ -258,12 +221,12 @@ def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
             problems = [*read.problems, *job.problems, _not_composed(read.accepted, error)]
             return _Values({}, "grpo", [*(unknown_key(name, "grpo") for name in read.unknown), *problems])
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
-        united = unite(
+        given_as, contradictions = unite(
             composed, algorithm, keys_on(arguments), lambda: _files([*hydra_override(added), *read.accepted])
         )
     problems = [*(unknown_key(name, algorithm) for name in read.unknown), *read.problems, *job.problems]
     overruled = list(_overruled(job, read.accepted, composed))
-    problems += united.problems
+    problems += contradictions
     problems += job.apply(composed, environments)
     problems += _unresolved(composed)
     values = OmegaConf.to_container(composed, resolve=True)
@@ -272,9 +235,11 @@ def _composed(job: Job, arguments: list[str], added: Sequence[Path]) -> _Values:
     if not any(argument.startswith("~env.") for argument in arguments):
         _add_default_environment(plain)
     _choose_training(plain, keys_on(arguments))
-    drop_shared(plain, algorithm)
+    other = other_than(algorithm)
+    if isinstance(plain[other], dict):  # no reader of the printed configuration shall find a shared key twice
+        plain[other] = _part(plain[other], shared=False)
     expand_homes(plain)
-    return _Values(plain, algorithm, problems, overruled, united.given_as)
+    return _Values(plain, algorithm, problems, overruled, given_as)
 
 
 def _add_default_environment(plain: dict[str, Any]) -> None:
@@ -285,14 +250,14 @@ def _add_default_environment(plain: dict[str, Any]) -> None:
 
 
 def _choose_training(plain: dict[str, Any], on_command_line: Collection[str]) -> None:
-    """Let training sets that are given on the command line take the place of the recipe's single set."""
+    """Drop the recipe's single training set when the command line gives several."""
     sets = any(name.startswith("data.train_sets") for name in on_command_line)
     if sets and "data.train_path" not in on_command_line:
         plain["data"]["train_path"] = MISSING
 
 
 def _files(accepted: Sequence[str]) -> list[str]:
-    """The files of conf/ that are composed for a command line, the one that counts most last. Within Hydra only."""
+    """The files of conf/ that Hydra composes for a command line, the last read last. Needs Hydra initialised."""
     loader = GlobalHydra.instance().config_loader()
     found = loader.compute_defaults_list("config", list(accepted), RunMode.RUN).defaults
     return [
@@ -301,9 +266,9 @@ def _files(accepted: Sequence[str]) -> list[str]:
 
 
 def _overruled(job: Job, accepted: list[str], composed: DictConfig) -> Iterator[Problem]:
-    """Settings of the job that a variant or another group on the command line sets too: half of a preset is none."""
+    """Settings of the job that an option on the command line sets to another value: half of a preset is no preset."""
     chosen = [one for one in accepted if one.partition("=")[0] in config_groups().keys() - {RECIPES, "env"}]
-    chosen.sort(key=lambda one: one.startswith(f"{VARIANTS}="))  # a variant has the last word among them
+    chosen.sort(key=lambda one: one.startswith(f"{VARIANTS}="))  # Hydra reads the variant last
     said_by: dict[str, str] = {}
     for one in chosen:
         said_by |= {named_for("grpo", key): one for key in settings_of(one.replace("=", "/", 1))}
@@ -326,7 +291,7 @@ def _store_defaults() -> None:
 
 
 def _not_composed(accepted: Sequence[str], error: Exception) -> Problem:
-    """What Hydra could not do: with one override, if its message names one, else with all of them."""
+    """Hydra's error as a problem of the override that its message names, else of all overrides."""
     culprit = next((one for one in reversed(accepted) if one in str(error)), " ".join(accepted) or "conf/")
     reason = error.__cause__ or error
     return Problem(shown(culprit.lstrip("+")), _one_line(reason))

@@ -12,11 +12,11 @@ from datasets import Dataset
 
 import megatron_grpo
 from megatron_grpo import api
+from megatron_grpo.api import environment_overrides, written
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.user_objects import Given
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.script import environment_overrides, written
 from tests.integration.example_rewards import right
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import megatron_grpo.__main__ as overview
-from megatron_grpo import evaluate, export, refit_plan, report, train, verify
+from megatron_grpo import command, evaluate, export, refit_plan, report, verify
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import COMMANDS
 from megatron_grpo.config.overrides import config_groups
@@ -48,7 +48,7 @@ def put_loop_in_place(
 
 
 def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--help"]) == 0
+    assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
     for group, options in config_groups().items():
         assert group in text
@@ -59,7 +59,7 @@ def test_help_names_every_recipe_and_group(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
 def test_cfg_prints_the_resolved_configuration(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["+exp=quickstart", "grpo.max_num_steps=3", *option]) == 0
+    assert command.main(["+exp=quickstart", "grpo.max_num_steps=3", *option]) == 0
     captured = capsys.readouterr()
     shown = yaml.safe_load(captured.out)
     assert shown["grpo"]["max_num_steps"] == 3
@@ -72,19 +72,19 @@ def test_cfg_prints_the_resolved_configuration(option: list[str], capsys: pytest
 def test_cfg_prints_and_says_when_files_are_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(["+exp=quickstart", "data.train_path=/nowhere.jsonl", "--cfg", "job"]) == 2
+    assert command.main(["+exp=quickstart", "data.train_path=/nowhere.jsonl", "--cfg", "job"]) == 2
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["data"]["train_path"] == "/nowhere.jsonl"
     assert "data.train_path=/nowhere.jsonl  no such file" in captured.err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert train.main(["+exp=qwen3_8b_8gpu", "--cfg", "job"]) == 2
+    assert command.main(["+exp=qwen3_8b_8gpu", "--cfg", "job"]) == 2
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["policy"]["model"]["path"] == "Qwen/Qwen3-8B"
     assert "this machine has no CUDA GPU" in captured.err
 
 
 def test_cfg_shows_what_was_given_also_where_it_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--cfg", "job", "grpo.max_num_steps=0", "nope=3"]) == 2
+    assert command.main(["--cfg", "job", "grpo.max_num_steps=0", "nope=3"]) == 2
     captured = capsys.readouterr()
     shown = yaml.safe_load(captured.out)
     assert shown["data"]["train_path"] == "???"
@@ -109,7 +109,7 @@ def test_a_mistake_exits_with_2_before_anything_starts(
     arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = put_loop_in_place(monkeypatch)
-    assert train.main(arguments) == 2
+    assert command.main(arguments) == 2
     captured = capsys.readouterr()
     assert started == []
     assert captured.out == ""
@@ -119,7 +119,7 @@ def test_a_mistake_exits_with_2_before_anything_starts(
 
 def test_the_quickstart_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     started = put_loop_in_place(monkeypatch)
-    assert train.main(["+exp=quickstart", "grpo.max_num_steps=3", "policy.parallel.tensor=2"]) == 0
+    assert command.main(["+exp=quickstart", "grpo.max_num_steps=3", "policy.parallel.tensor=2"]) == 0
     (config,) = started
     assert config.grpo.max_num_steps == 3
     assert (config.policy.parallel.tensor, config.policy.parallel.pipeline) == (2, 2)
@@ -141,7 +141,7 @@ def test_a_failed_run_prints_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     put_loop_in_place(monkeypatch, error)
-    assert train.main(["+exp=quickstart"]) == code
+    assert command.main(["+exp=quickstart"]) == code
     assert capsys.readouterr().err == text
 
 
@@ -150,7 +150,7 @@ def test_check_says_what_would_run_and_starts_nothing(
 ) -> None:
     started = put_loop_in_place(monkeypatch)
     run_dir = tmp_path / "outputs" / "run"
-    assert train.main(["+exp=quickstart", "--check", f"run_dir={run_dir}"]) == 0
+    assert command.main(["+exp=quickstart", "--check", f"run_dir={run_dir}"]) == 0
     assert capsys.readouterr().out == (
         "configuration is fine: quickstart, GRPO, up to 400 steps of 32 prompts x 8 samples; policy on 2 ranks (PP2), "
         f"1 engine of 2 ranks, on CPU; begins in {run_dir}\n"
@@ -158,7 +158,7 @@ def test_check_says_what_would_run_and_starts_nothing(
     assert started == []
     assert list(tmp_path.iterdir()) == [], "no folder is left behind"
     save(run_dir, 12, models=MODELS)
-    assert train.main(["+exp=quickstart_ppo", "--check", f"run_dir={run_dir}"]) == 0
+    assert command.main(["+exp=quickstart_ppo", "--check", f"run_dir={run_dir}"]) == 0
     out = capsys.readouterr().out
     assert "PPO, up to 400 steps of 256 prompts x 1 samples; policy on 2 ranks (PP2), value model on 1 rank, " in out
     assert out.endswith(f"goes on after step 12 in {run_dir}\n")
@@ -176,16 +176,16 @@ FUNCTIONS = ["+exp=quickstart", "env.addition.type=reward_functions", "checkpoin
     ],
 )
 def test_check_imports_the_reward_functions(function: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([*FUNCTIONS, f"env.addition.reward_funcs=[{function}]"]) == 2
+    assert command.main([*FUNCTIONS, f"env.addition.reward_funcs=[{function}]"]) == 2
     captured = capsys.readouterr()
     assert text in captured.err
     assert "configuration is fine" not in captured.out
-    assert train.main([*FUNCTIONS, "env.addition.reward_funcs=[tests.integration.example_rewards.right]"]) == 0
+    assert command.main([*FUNCTIONS, "env.addition.reward_funcs=[tests.integration.example_rewards.right]"]) == 0
 
 
 def test_check_sees_that_another_run_holds_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with claimed_run_directory(str(tmp_path)):
-        assert train.main(["+exp=quickstart", "--check", f"run_dir={tmp_path}"]) == 2
+        assert command.main(["+exp=quickstart", "--check", f"run_dir={tmp_path}"]) == 2
     assert "is in use by another run that is still alive" in capsys.readouterr().err
 
 
@@ -193,18 +193,17 @@ def test_remarks_come_before_the_run(monkeypatch: pytest.MonkeyPatch, capsys: py
     seen: list[str] = []
     put_loop_in_place(monkeypatch, also=lambda: seen.append(capsys.readouterr().out))
     given = ["+exp=quickstart", "generation.temperature=0", "grpo.early_stop.threshold=0.9"]
-    assert train.main(given) == 0
+    assert command.main(given) == 0
     (before,) = seen
     assert "generation.temperature=0 is greedy" in before
     assert "grpo.early_stop.threshold=0.9 changes nothing in this run: needs grpo.early_stop.enabled=true" in before
-    assert train.main([*given, "--check"]) == 0
+    assert command.main([*given, "--check"]) == 0
     assert "generation.temperature=0 is greedy" in capsys.readouterr().out
 
 
 def test_the_version_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (train, overview, evaluate, export, refit_plan, report, verify):
-        command = module.main
-        assert command(["--version"]) == 0
+    for module in (command, overview, evaluate, export, refit_plan, report, verify):
+        assert module.main(["--version"]) == 0
         assert re.fullmatch(r"megatron_grpo \d+\.\d+\.\d+\n", capsys.readouterr().out)
     assert overview.main([]) == overview.main(["--help"]) == 0
     out = capsys.readouterr().out
@@ -224,3 +223,10 @@ def test_a_mistake_is_answered_within_a_second_of_work() -> None:
     assert done.returncode == 2
     assert "TRL's learning_rate is policy.optimizer.lr here" in done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_the_documented_name_is_a_function() -> None:
+    """In a process of its own: importing the module of the command would take its name."""
+    code = "import megatron_grpo; megatron_grpo.train(['+exp=quickstart', 'grpo.max_num_step=3'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "did you mean grpo.max_num_steps?" in done.stderr

@@ -68,10 +68,13 @@ def test_the_wheel_carries_the_configuration_and_works_in_any_folder(tmp_path: P
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     assets = (ROOT / "megatron_grpo" / "observability" / "page" / "assets").iterdir()
-    for file in (*(ROOT / "megatron_grpo").rglob("*.py"), *assets):
+    names = ROOT / "megatron_grpo" / "config" / "foreign_names.yaml"
+    for file in (*(ROOT / "megatron_grpo").rglob("*.py"), *assets, names):
         assert (installed / file.relative_to(ROOT)).is_file(), file
     assert (installed / "megatron_grpo_kernels" / "__init__.py").is_file()
-    code = "from megatron_grpo import train; print(train.__file__); train.main(['+exp=quickstart', '--cfg', 'job'])"
+    code = (
+        "from megatron_grpo import command; print(command.__file__); command.main(['+exp=quickstart', '--cfg', 'job'])"
+    )
     env = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -147,9 +147,9 @@ def test_of_two_recipes_the_later_one_counts(
     )
     tree = without_shared(dataclasses.asdict(Config()))
     composed = OmegaConf.merge(OmegaConf.create(tree), *files.values())
-    united = unite(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
+    _, contradictions = unite(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
     assert composed.ppo.seed == composed.grpo.seed == seed
-    assert len(united.problems) == problems
+    assert len(contradictions) == problems
 
 
 def test_a_users_recipe_may_use_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""The command line of `python -m megatron_grpo.train`: options, checks, the run, and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from megatron_grpo.algorithms.start import start
+from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.config.help import answered, help_text
+from megatron_grpo.config.overrides import OPTION
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
+from megatron_grpo.controller.directory import in_use
+from megatron_grpo.environments.registry import columns_known
+from megatron_grpo.preflight.load import check_overrides, outlook
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+"""Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
+
+Task = Literal["train", "check", "show"]
+
+_OF_HYDRA = {
+    "--info": "--cfg job prints the configuration, --check says what would run",
+    "--multirun": "a run takes one value of each key; start one for each",
+    "--config-name": "+exp=NAME chooses a recipe",
+    "--config-path": "recipes lie in conf/exp; +exp=NAME chooses one",
+    "--resolve": "--cfg job prints resolved values",
+    "-m": "a run takes one value of each key; start one for each",
+}
+"""What to do instead of options that Hydra has."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code."""
+    try:
+        if {"-h", "--help", "--version"} & set(arguments):
+            answered(arguments, help_text())
+            return 0
+        return _run_or_tell(*_read_options(arguments))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    except RunError as error:
+        print(f"run failed: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
+    """Train, check or print the configuration; returns the exit code."""
+    checked = check_overrides(overrides)
+    if task == "show" and checked.values:
+        print(yaml.safe_dump(checked.values, sort_keys=False, allow_unicode=True), end="")
+    config = checked.require()
+    start_from = _check_start(config) if task == "check" else None
+    if task != "show":
+        for remark in checked.remarks:
+            print(f"{remark.subject} {remark.text}", flush=True)
+    if task == "check":
+        print(f"configuration is fine: {outlook(config, start_from)}")
+    elif task == "train":
+        start(config)
+    return 0
+
+
+def _check_start(config: Config) -> Path | None:
+    """Check what a start checks beyond the configuration; returns the checkpoint that it would begin with.
+
+    Raises:
+        ConfigError: an environment cannot be made, another run holds the folder, or the checkpoint to begin with is
+            damaged.
+    """
+    if config.generates:
+        from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
+
+        check_environments(config)
+    if config.generates and any(environment.reward_funcs for environment in config.env.values()):
+        from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
+
+        check_reward_functions(config.env, columns_known(config))
+    if in_use(config.run_dir):
+        raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
+    return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)
+
+
+def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
+    """The overrides of a command line, and what its options ask for."""
+    overrides: list[str] = []
+    task: Task = "train"
+    rest = iter(arguments)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name in ("--cfg", "-c"):
+            value = value or next(rest, "")
+            if value != "job":
+                raise ConfigError([Problem(f"{name} {value}".strip(), "shows one thing only: --cfg job")])
+            task = "show"
+        elif argument == "--check":
+            task = "check"
+        elif name == OPTION:
+            overrides.append(f"{OPTION}={value or next(rest, '')}")
+        elif argument.startswith("-"):
+            advice = _OF_HYDRA.get(name, "--help shows what there is")
+            raise ConfigError([Problem(argument, f"no such option; {advice}")])
+        else:
+            overrides.append(argument)
+    return overrides, task
