@@ -9,6 +9,7 @@ setup(
     package_dir={"megatron_grpo.conf": "conf", "megatron_grpo_kernels": "kernels"},
     package_data={
         "megatron_grpo.observability.page": ["assets/*"],
+        "megatron_grpo.platform": ["hooks.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],
         "megatron_grpo.config": ["foreign_names.yaml"],
         "megatron_grpo_kernels": ["**/*.cu", "**/*.cuh", "**/*.cpp"],

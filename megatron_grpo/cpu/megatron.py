@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_grpo.cpu.torch_stand_in import compiling_nothing, cpu_torch
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.hooks import check_hooks, hooks
 
 MODULE = "megatron.core.tensor_parallel.mappings"
 
@@ -81,85 +82,8 @@ class ResultsFile:
         return pickle.loads(content)  # of a process that this one forked
 
 
-CUDA_MODULES = {
-    "megatron.core.dist_checkpointing.exchange_utils": 'device="cuda" for shards that ranks exchange',
-    "megatron.core.dist_checkpointing.strategies.async_utils": "current_device for the votes of asynchronous saves",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize before tensors are written",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize after shards are exchanged",
-    "megatron.core.dist_checkpointing.strategies.state_dict_saver": 'device="cuda" for the votes of a save',
-    "megatron.core.distributed.distributed_data_parallel": "current_device and Stream for gradient buffers",
-    "megatron.core.distributed.param_and_grad_buffer": "current_device of parameter and gradient buffers",
-    "megatron.core.models.common.embeddings.rotary_pos_embedding": "current_device of the rotary frequencies",
-    "megatron.core.models.gpt.gpt_model": "current_device of zero-sized activations",
-    "megatron.core.optimizer.clip_grads": 'device="cuda" for the gradient norm',
-    "megatron.core.optimizer.distrib_optimizer": "current_device of optimizer state that is loaded",
-    "megatron.core.optimizer.grad_scaler": 'device="cuda" for the loss scale',
-    "megatron.core.optimizer.optimizer": 'device="cuda" for the loss scale and overflow flags',
-    "megatron.core.parallel_state": "current_device for barriers",
-    "megatron.core.pipeline_parallel.p2p_communication": "current_device and synchronize around sends and receives",
-    "megatron.core.pipeline_parallel.schedules": 'device="cuda" for the token count',
-    "megatron.core.tensor_parallel.data": 'device="cuda" for broadcast batches',
-    "megatron.core.tensor_parallel.layers": "current_device of weights and activations",
-    "megatron.core.tensor_parallel.mappings": "current_device of gathered activations",
-    "megatron.core.tensor_parallel.random": "get_rng_state, set_rng_state and manual_seed of the RNG tracker",
-    "megatron.core.tensor_parallel.utils": "current_device of gathered activations",
-    "megatron.core.transformer.dot_product_attention": "current_device of softmax offsets",
-    "megatron.core.transformer.module": "current_device of weights created on the meta device",
-    "megatron.core.transformer.moe.experts": "current_device of expert weights",
-    "megatron.core.transformer.moe.moe_utils": 'device="cuda" for the logged auxiliary losses',
-    "megatron.core.transformer.moe.router": "current_device of the router's weight and counters",
-    "megatron.core.transformer.moe.shared_experts": "Stream that shared experts overlap on",
-    "megatron.core.transformer.moe.token_dispatcher": "Stream that split sizes are copied on",
-    "megatron.core.transformer.utils": 'device="cuda" for attention masks',
-    "megatron.core.utils": 'device="cuda" for norms and current_device of buffers',
-}
-"""Modules that get their own `torch`, and what they would otherwise ask of a GPU."""
-
-PATCHED_NAMES = (
-    ("torch", "Tensor.cuda", "language_module, optimizer and exchange_utils move tensors with .cuda()"),
-    ("torch", "Tensor.type", 'the optimizers compare it with "torch.cuda.FloatTensor" and its bf16 sibling'),
-    ("megatron.core.dist_checkpointing.mapping", "ShardedTensor.init_data", 'exchange_utils calls it with "cuda"'),
-    ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "reads torch.cuda's generator"),
-    ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "writes torch.cuda's generator"),
-    (
-        "megatron.core.dist_checkpointing.strategies.filesystem_async",
-        "_get_write_results_queue",
-        "starts a manager process that imports everything anew and outlives a killed rank",
-    ),
-    (
-        "megatron.core.transformer.moe.token_dispatcher",
-        "maybe_move_tensor_to_cpu",
-        "turns only CUDA tensors into numpy",
-    ),
-    (
-        "megatron.core.transformer.moe.router",
-        "TopKRouter._apply_expert_bias",
-        "torch.compile of three tensor operations",
-    ),
-    ("megatron.core.transformer.moe.experts", "jit_fuser", "torch.compile of two tensor operations"),
-    (
-        "megatron.core.tensor_parallel.mappings",
-        "_gather_along_first_dim",
-        "gloo gathers parts of equal length alone (cpu/megatron.py)",
-    ),
-    ("megatron.core.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", "as above, the other way"),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "loading fails on the step count that torch's AdamW keeps per parameter, unlike the fused ones",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.load_state_dict",
-        "gives all parameters one step count tensor, which torch's AdamW then advances once per parameter",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.state_dict",
-        "reads torch's step count, which is not there before the first step, as when a checkpoint is loaded",
-    ),
-)
-"""(module, name in it, why) of everything else that is replaced."""
+CUDA_MODULES = [hook.module for hook in hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
+"""Modules that get their own `torch`."""
 
 _patched = False
 
@@ -172,8 +96,10 @@ def apply_patches() -> None:
     _patched = True
     overlay = cpu_torch()
     with compiling_nothing():
-        for name in CUDA_MODULES:
-            _module(name).torch = overlay
+        modules = [_module(name) for name in CUDA_MODULES]
+    check_hooks("cpu")
+    for module in modules:
+        module.torch = overlay
     _patch_tensor_methods()
     _patch_random_state()
     _patch_optimizer_loading()

@@ -19,6 +19,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
+from megatron_grpo.platform.hooks import untried_versions
 from megatron_grpo.preflight.data_files import check_prompt_files, check_recording
 from megatron_grpo.preflight.engines import engine_problems, sequence_problems
 from megatron_grpo.preflight.layout import engine_layout_problems
@@ -132,7 +133,12 @@ def examine_machine(config: Config) -> MachineReport:
         *files,
         *folder_problems(config),
     ]
-    return MachineReport(problems, remarks)
+    return MachineReport(problems, [*remarks, *_untried_versions()])
+
+
+def _untried_versions() -> Iterator[Problem]:
+    for name, version, tried in untried_versions():
+        yield Problem(f"{name} {version}", f"is not among the versions that megatron_grpo was tried with, {tried}")
 
 
 def cluster_problems(config: Config) -> list[Problem]:

