@@ -1,4 +1,4 @@
-"""The registry of hooks into third-party libraries: names that this package replaces, or uses although they are private.
+"""The registry of hooks into libraries: third-party names that this package replaces, or uses though they are private.
 
 Such a name may change with any release of its library. So each has a row in hooks.yaml, a process checks at its start
 that the names are there, and a run says when a version is installed that was not tried.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -128,7 +128,7 @@ def untried_versions() -> Iterator[tuple[str, str, str]]:
             yield (*found, library.tried)
 
 
-def _has_file(roots: Iterator[str], module: str) -> bool:
+def _has_file(roots: Iterable[str], module: str) -> bool:
     """Whether a package, whose folders these are, has the file or folder of a module."""
     places = [Path(root, *module.strip(".").split(".")) for root in roots]
     return any(place.is_dir() or any(place.parent.glob(f"{place.name}.*")) for place in places)
