@@ -35,7 +35,7 @@ from megatron_grpo.config.schema import (
     PolicyConfig,
     RefitConfig,
 )
-from megatron_grpo.controller.startup import transport_between
+from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
@@ -211,7 +211,7 @@ def _measure(policy: MegatronPolicy, generation: VllmGeneration, mode: str, opti
     pids |= {f"worker {number}": pid for number, pid in enumerate(pid for engine in engines for pid in engine)}
     memory = {name: Memory(pid) for name, pid in pids.items()}
     config = RefitConfig(**{"bucket_mib": options.bucket_mib, "timeout_s": 60.0, **MODES[mode]})
-    transport = transport_between(policy, generation, config, run_dir=Path())  # nothing is written there
+    transport = make_transport(policy, generation, config, run_dir=Path())  # nothing is written there
     transport.connect()
     print(f"{mode}: connected, {time.strftime('%X')}", file=sys.stderr, flush=True)
     reports = [transport.publish(version) for version in range(1, options.warmup + options.repeats + 1)]

@@ -17,7 +17,7 @@ from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.compose import compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.user_objects import Callback, Given
+from megatron_grpo.controller.user_objects import Callback, UserObjects
 from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 
 DATA_FOLDER = "data"
@@ -92,7 +92,7 @@ def train(
     settled = checked.require()
     for remark in checked.remarks:
         print(f"{remark.subject} {remark.text}", flush=True)
-    start(settled, Given(rewards=functions, tokenizer=tokenizer, callbacks=callbacks))
+    start(settled, UserObjects(rewards=functions, tokenizer=tokenizer, callbacks=callbacks))
     return FinishedRun(Path(settled.run_dir))
 
 

@@ -12,7 +12,7 @@ from megatron_grpo.algorithms.stages import add_logprobs, learn, publish, refit_
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.context import GRPORun
 from megatron_grpo.controller.failures import StepGuard
-from megatron_grpo.controller.lifetime import Opening
+from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.controller.loop import StepReport, train_steps
 from megatron_grpo.controller.save_state import GRPOSaveState
 from megatron_grpo.controller.setup import setup
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 
-def run(config: Config, opening: Opening | None = None) -> None:
+def run(config: Config, startup: Startup | None = None) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
     train = async_grpo_train if config.grpo.async_grpo.enabled else grpo_train
-    with setup(config, opening) as grpo_run:
+    with setup(config, startup) as grpo_run:
         train(grpo_run)
         grpo_run.logger.finish()
 
 
 def grpo_train(run: GRPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
-    train_steps(run, lambda batches: grpo_step(run, batches))
+    train_steps(run, grpo_step)
 
 
 def async_grpo_train(run: GRPORun) -> None:
@@ -73,11 +73,11 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
-    run.placement.turn_to_sampling(timer)
+    run.placement.wake_engines(timer)
     samples = sample(run.samples, batches, timer)
     if samples is None:
         return None
-    run.placement.turn_to_training(timer)
+    run.placement.offload_engines(timer)
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)

@@ -12,7 +12,7 @@ from megatron_grpo.algorithms.stages import add_logprobs, learn, learn_values, p
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.context import PPORun
 from megatron_grpo.controller.failures import StepGuard
-from megatron_grpo.controller.lifetime import Opening
+from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.controller.loop import StepReport, train_steps
 from megatron_grpo.controller.save_state import PPOSaveState
 from megatron_grpo.controller.setup import setup
@@ -23,9 +23,9 @@ from megatron_grpo.observability.timing import StepTimer
 __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train", "run", "setup", "validate"]
 
 
-def run(config: Config, opening: Opening | None = None) -> None:
+def run(config: Config, startup: Startup | None = None) -> None:
     """One PPO run from start (or resume) to end; ends every process it started, however it ends."""
-    with setup(config, opening) as ppo_run:
+    with setup(config, startup) as ppo_run:
         assert isinstance(ppo_run, PPORun)
         ppo_train(ppo_run)
         ppo_run.logger.finish()
@@ -33,7 +33,7 @@ def run(config: Config, opening: Opening | None = None) -> None:
 
 def ppo_train(run: PPORun) -> None:
     """Train until a limit is reached or early stopping ends it, validating and saving on the way."""
-    train_steps(run, lambda batches: ppo_step(run, batches))
+    train_steps(run, ppo_step)
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
@@ -48,11 +48,11 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
-    run.placement.turn_to_sampling(timer)
+    run.placement.wake_engines(timer)
     samples = sample(run.samples, batches, timer)
     if samples is None:
         return None
-    run.placement.turn_to_training(timer)
+    run.placement.offload_engines(timer)
     guard = StepGuard(run.guard, samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)

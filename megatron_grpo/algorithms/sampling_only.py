@@ -10,17 +10,17 @@ from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.algorithms.stages import without_tokens
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.context import SamplingRun
-from megatron_grpo.controller.lifetime import Opening
+from megatron_grpo.controller.lifetime import Startup
 from megatron_grpo.controller.loop import StepReport, train_steps
 from megatron_grpo.controller.setup import setup_sampling
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer, processed
 
 
-def run(config: Config, opening: Opening | None = None) -> None:
+def run(config: Config, startup: Startup | None = None) -> None:
     """One run from start to end; ends every process it started, however it ends."""
-    with setup_sampling(config, opening) as sampling_run:
-        train_steps(sampling_run, lambda batches: sampling_step(sampling_run, batches))
+    with setup_sampling(config, startup) as sampling_run:
+        train_steps(sampling_run, sampling_step)
         sampling_run.logger.finish()
 
 

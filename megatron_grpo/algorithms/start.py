@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.user_objects import Given
+from megatron_grpo.controller.user_objects import UserObjects
 
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
 """The module of each; imported only when it is to run, since torch and Ray take seconds to import."""
@@ -17,7 +17,7 @@ _SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only"
 
 
 def run_of(name: str, *, train: bool = True) -> Callable[..., None]:
-    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Opening`.
+    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Startup`.
 
     Args:
         name: the algorithm's name in the configuration.
@@ -27,12 +27,12 @@ def run_of(name: str, *, train: bool = True) -> Callable[..., None]:
     return run
 
 
-def start(config: Config, given: Given | None = None) -> None:
+def start(config: Config, user_objects: UserObjects | None = None) -> None:
     """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts.
 
     Args:
         config: checked.
-        given: what a script hands over beside it; None: nothing.
+        user_objects: objects of a script that a configuration cannot name; None: none.
 
     Raises:
         ConfigError: the run cannot start from where it is told to.
@@ -41,11 +41,11 @@ def start(config: Config, given: Given | None = None) -> None:
     if config.cluster.ray_address is None:
         prepare_ray_environment()
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
-    from megatron_grpo.controller.lifetime import opened  # after the checks: Ray takes long to import
+    from megatron_grpo.controller.lifetime import started  # after the checks: Ray takes long to import
 
     with ThreadPoolExecutor(1, "import") as importer:
         algorithm = importer.submit(run_of, config.algorithm, train=config.debug.train)
-        with opened(config, given) as opening:
-            with opening.parts.part("imports"):
+        with started(config, user_objects) as startup:
+            with startup.parts.part("imports"):
                 run = algorithm.result()
-            run(config, opening)
+            run(config, startup)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from megatron_grpo.cluster.overdue import report_hanging, report_late
+from megatron_grpo.cluster.overdue import report_hanging, report_overdue
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import EngineLostError, RunError
 
@@ -91,7 +91,7 @@ def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Seq
         deadline_s: seconds that they had.
         processes: the names under which they log; None: as `workers` says.
     """
-    where = report_late(what, list(dict.fromkeys(processes or workers)))
+    where = report_overdue(what, list(dict.fromkeys(processes or workers)))
     return RunError(f"{what}: no answer from {listed(workers)} within {round(deadline_s, 1):g} s{where}")
 
 

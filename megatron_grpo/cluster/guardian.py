@@ -106,7 +106,7 @@ def _children() -> defaultdict[int, list[psutil.Process]]:
 
 
 @contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """Let SIGTERM (Slurm's preemption, `kill`) unwind like Ctrl-C, so that every process is ended."""
 
     def interrupt(*_: Any) -> None:
@@ -120,7 +120,7 @@ def terminated_like_interrupted() -> Iterator[None]:
 
 
 @contextmanager
-def own_sigterm_handler_kept() -> Iterator[None]:
+def keep_sigterm_handler() -> Iterator[None]:
     """Put back this process's answer to SIGTERM after the body: `ray.init` replaces it by one that ends Ray first."""
     handler = signal.getsignal(signal.SIGTERM)
     try:

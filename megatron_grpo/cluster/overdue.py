@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class ProcessStatus:
     """Where a process is."""
 
     heartbeat: Heartbeat
@@ -107,7 +107,7 @@ def _entered(phase: Phase, now: float) -> str:
     return f"'{phase.name}' ({age})" if phase.count == 1 else f"'{phase.name}' ({phase.count} times, the first {age})"
 
 
-def report_late(what: str, processes: Sequence[str]) -> str:
+def report_overdue(what: str, processes: Sequence[str]) -> str:
     """Where late processes are, having asked them for their stacks and logged where everybody else is.
 
     Args:
@@ -120,7 +120,7 @@ def report_late(what: str, processes: Sequence[str]) -> str:
     log = current_log()
     if log is None:
         return ""
-    everybody = whereabouts(log)
+    everybody = process_statuses(log)
     late = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
     silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in late)]
     logger.error("%s is overdue; where the processes are:\n%s", what, _table(everybody))
@@ -140,24 +140,24 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
     log = current_log()
     if log is None:
         return ""
-    hanging = [one for one in whereabouts(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
+    hanging = [one for one in process_statuses(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
     if hanging and overdue is not None:
         ask_for_stacks(log, overdue, hanging)
     return "".join(f"; {part}" for part in _described(hanging))
 
 
-def whereabouts(log: ProcessLog) -> list[Whereabouts]:
+def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
     """Where every process is that has a heartbeat, this one left out."""
     machine, now = this_machine(), time.time()
     beats = read_heartbeats(log.folder / FOLDER).values()
     return [
-        Whereabouts(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
+        ProcessStatus(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
         for beat in beats
         if beat.name != log.name
     ]
 
 
-def _table(everybody: Sequence[Whereabouts]) -> str:
+def _table(everybody: Sequence[ProcessStatus]) -> str:
     """A line for each, those in trouble first."""
     return "\n".join(f"  {one}" for one in sorted(everybody, key=lambda one: not one.hangs))
 
@@ -166,7 +166,7 @@ def _belongs(name: str, processes: Iterable[str]) -> bool:
     return any(name == process or name.startswith(f"{process} ") for process in processes)
 
 
-def _described(found: Sequence[Whereabouts]) -> list[str]:
+def _described(found: Sequence[ProcessStatus]) -> list[str]:
     """What is known of late processes, those in trouble first, and no more than fit a message."""
     ordered = sorted(found, key=lambda one: not one.hangs)
     parts = [str(one) for one in ordered[:DESCRIBED]]
@@ -189,7 +189,7 @@ def _state(beat: Heartbeat, machine: str) -> str:
     return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else known.get(status, ALIVE)
 
 
-def ask_for_stacks(log: ProcessLog, what: str, late: Sequence[Whereabouts]) -> None:
+def ask_for_stacks(log: ProcessLog, what: str, late: Sequence[ProcessStatus]) -> None:
     """Get the stacks of these processes into their logs, as far as that is possible, and give them time for it."""
     stopped = [one.heartbeat for one in late if one.state in (STOPPED, TRACED)]
     wait_s = 0.0

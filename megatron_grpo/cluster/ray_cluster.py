@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_grpo.cluster.guardian import own_sigterm_handler_kept
+from megatron_grpo.cluster.guardian import keep_sigterm_handler
 from megatron_grpo.cluster.machines import malformed, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
@@ -39,7 +37,7 @@ class RayCluster:
         Raises:
             RunError: no cluster answers there, it has too few GPUs, or Ray does not start here.
         """
-        with own_sigterm_handler_kept():
+        with keep_sigterm_handler():
             self._start()
 
     def _start(self) -> None:
@@ -58,13 +56,12 @@ class RayCluster:
                 raise RunError(missing)
             return
         try:
-            with _without_monitors():
-                ray.init(
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=None if self.config.gpus else OBJECT_STORE_BYTES,
-                )
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=None if self.config.gpus else OBJECT_STORE_BYTES,
+            )
         except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
             raise RunError(f"Ray does not start on this machine: {error}") from error
 
@@ -115,7 +112,7 @@ class RayCluster:
         self._shared, self._ranks_per_engine = devices, ranks_per_engine
 
     def _await(self, groups: list[PlacementGroup], needs: dict[str, int]) -> None:
-        """Return when groups have their GPUs; a message says with `needs` how many who wants.
+        """Return when groups have their GPUs; `needs`: GPUs that each component asks for, for the error message.
 
         Raises:
             RunError: the cluster has not enough free GPUs.
@@ -181,27 +178,6 @@ class RayCluster:
         """End what the run started; idempotent."""
         if ray.is_initialized():
             ray.shutdown()
-
-
-@contextmanager
-def _without_monitors() -> Iterator[None]:
-    """Let ray.init leave out two processes: one would start more nodes, the other shows logs that are switched off.
-
-    Each takes about a second of a core to start, and ray.init has no arguments for them.
-    """
-    parameters = ray._private.parameter
-    original = parameters.RayParams
-
-    def fewer(*args: Any, **kwargs: Any) -> Any:
-        chosen = original(*args, **kwargs)
-        chosen.no_monitor, chosen.include_log_monitor = True, False
-        return chosen
-
-    parameters.RayParams = fewer
-    try:
-        yield
-    finally:
-        parameters.RayParams = original
 
 
 def _whole_nodes(ranks: int, per_node: int) -> PlacementGroup:

@@ -20,10 +20,10 @@ from megatron_grpo.controller.directory import POLICY_FOLDER
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
-_SEAL = "xxh3_128"
+CHECKSUM_KEY = "xxh3_128"
 """Key of a digest, in the manifest and as the first of a sealed file. The hash is fast and finds accidents; it keeps
 nobody from forging."""
-_SEAL_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
+_CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 _READ_BYTES = 8 * 2**20
 _THREADS = 8
 """Files that are read at a time. One thread hashes faster than a disk reads; many readers are what a file system over a
@@ -48,8 +48,8 @@ def write_manifest(folder: Path, step: int, sealed: Collection[str]) -> None:
     Args:
         folder: a checkpoint that is complete but for the manifest.
         step: training steps before the checkpoint.
-        sealed: names of files that `write_sealed` wrote: they carry their own digest, so that they may be replaced
-            later without touching the manifest. They have to be there, too.
+        sealed: names of files that `write_with_checksum` wrote. They carry their own digest, so that they may be
+            replaced later without touching the manifest.
     """
     entries = sorted(folder.rglob("*"))
     files = [path for path in entries if path.is_file() and path.relative_to(folder).as_posix() not in sealed]
@@ -63,7 +63,7 @@ def write_manifest(folder: Path, step: int, sealed: Collection[str]) -> None:
         sync(inner)
     by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
     manifest = {"format": _FORMAT, "step": step, "sealed": sorted(sealed), "files": by_name}
-    write_sealed(folder / MANIFEST_FILE, manifest)
+    write_with_checksum(folder / MANIFEST_FILE, manifest)
 
 
 def verify_manifest(folder: Path, stop: Event | None = None) -> int:
@@ -78,7 +78,7 @@ def verify_manifest(folder: Path, stop: Event | None = None) -> int:
         LaterFormatError: the manifest is of a format that this version does not know.
         OSError: a file is there and cannot be read.
     """
-    manifest = read_sealed(folder / MANIFEST_FILE)
+    manifest = read_with_checksum(folder / MANIFEST_FILE)
     if manifest["format"] != _FORMAT:
         text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
         raise LaterFormatError(f"{folder} {text}")
@@ -86,7 +86,7 @@ def verify_manifest(folder: Path, stop: Event | None = None) -> int:
     for name, record in files.items():  # sizes first: they cost nothing
         _require_size(folder / name, record["bytes"])
     for name in manifest["sealed"]:
-        read_sealed(folder / name)
+        read_with_checksum(folder / name)
     expected = {folder / name: record for name, record in files.items()}
 
     def compare(path: Path, cancelled: Cancelled) -> None:
@@ -97,7 +97,7 @@ def verify_manifest(folder: Path, stop: Event | None = None) -> int:
     return int(manifest["step"])
 
 
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object whose first entry is the digest of the rest; readers see the old or the new file.
 
     Args:
@@ -106,7 +106,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
-    write_in_one_piece(path, f'{{"{_SEAL}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
+    write_in_one_piece(path, f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
 
 
 def write_in_one_piece(path: Path, content: bytes) -> None:
@@ -118,8 +118,8 @@ def write_in_one_piece(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The content that `write_sealed` was given.
+def read_with_checksum(path: Path) -> dict[str, Any]:
+    """The content that `write_with_checksum` was given.
 
     Raises:
         CheckpointError: the file is missing, or one of its bytes is not as it was written.
@@ -127,17 +127,17 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """
     with missing_is_an_error(path):
         written = path.read_bytes()
-    line = _SEAL_LINE.match(written)
+    line = _CHECKSUM_LINE.match(written)
     if line is None or xxh3_128(written[line.end() :]).hexdigest().encode() != line[1]:
         raise CheckpointError(_changed(path))
     content: dict[str, Any] = json.loads(written)
-    del content[_SEAL]
+    del content[CHECKSUM_KEY]
     return content
 
 
-def is_sealed(content: Mapping[str, Any]) -> bool:
-    """Whether this was read from a file that `write_sealed` wrote."""
-    return _SEAL in content
+def has_checksum(content: Mapping[str, Any]) -> bool:
+    """Whether this was read from a file that `write_with_checksum` wrote."""
+    return CHECKSUM_KEY in content
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
                 raise CancelledError
             digest.update(buffer[:count])
             size += count
-    return {"bytes": size, _SEAL: digest.hexdigest()}
+    return {"bytes": size, CHECKSUM_KEY: digest.hexdigest()}
 
 
 def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
@@ -230,7 +230,7 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
     import torch  # not above: a command that only verifies a checkpoint answers at once
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
-    write_sealed(folder / STATE_FILE, state)
+    write_with_checksum(folder / STATE_FILE, state)
     write_manifest(folder, step, sealed=[STATE_FILE])
 
 
@@ -241,7 +241,7 @@ def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
     digest would say that the manifest is missing.
     """
     if (folder / MANIFEST_FILE).exists():
-        write_sealed(folder / STATE_FILE, state)
+        write_with_checksum(folder / STATE_FILE, state)
     else:
         write_in_one_piece(folder / STATE_FILE, json.dumps(dict(state)).encode())
 
@@ -279,12 +279,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     if (folder / MANIFEST_FILE).exists():
-        return read_sealed(path)
+        return read_with_checksum(path)
     with missing_is_an_error(path):
         content = path.read_bytes()
     try:
         state = json.loads(content)
-        if is_sealed(state):
+        if has_checksum(state):
             raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
         if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):
             raise TypeError("steps or metrics are of another type")

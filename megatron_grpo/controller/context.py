@@ -17,7 +17,7 @@ from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER
 from megatron_grpo.controller.failures import FiniteGuard
 from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps
-from megatron_grpo.controller.sample_buffer import SamplingAhead
+from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.controller.save_state import GRPOSaveState
 from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.loader import Batches
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 class Placement:
     """Engines and models have devices of their own: whoever has something to do does it."""
 
-    def turn_to_sampling(self, timer: StepTimer) -> None:
-        """From here on engines sample, until `turn_to_training`; the timer counts what that takes."""
+    def wake_engines(self, timer: StepTimer) -> None:
+        """From here on engines sample, until `offload_engines`; the timer counts what that takes."""
 
-    def turn_to_training(self, timer: StepTimer) -> None:
-        """From here on models compute and are saved, until `turn_to_sampling` or a refit."""
+    def offload_engines(self, timer: StepTimer) -> None:
+        """From here on models compute and are saved, until `wake_engines` or a refit."""
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
@@ -68,13 +68,13 @@ class Colocated(Placement):
         self._unsettled = False
         """In a refit, or since something failed: engines may be half awake, or not answer."""
 
-    def turn_to_sampling(self, timer: StepTimer) -> None:
+    def wake_engines(self, timer: StepTimer) -> None:
         """Without a refit in between the engines have the weights that they had before, from host memory."""
         if not self._sampling:
             with self.refit(timer):
                 pass
 
-    def turn_to_training(self, timer: StepTimer) -> None:
+    def offload_engines(self, timer: StepTimer) -> None:
         """Let engines sleep and bring the models back to the devices.
 
         Raises:
@@ -126,7 +126,7 @@ class SampleSource:
     """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
-    ahead: SamplingAhead | Oversampling | None = None
+    ahead: SampleBuffer | Oversampling | None = None
     """What samples while steps train; None: a step samples when it asks."""
     recorded: RecordedSteps | None = None
     """What an earlier run sampled, which is taken instead; None: sampling."""
@@ -174,7 +174,7 @@ class SamplingRun:
 
     def save_models(self, folder: Path, *, background: bool = False) -> None:
         """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
-        self.placement.turn_to_training(StepTimer())
+        self.placement.offload_engines(StepTimer())
         for name, model in self.models_by_folder().items():
             (folder / name).mkdir()
             model.save_checkpoint(str(folder / name), background=background)

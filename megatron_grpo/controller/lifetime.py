@@ -1,4 +1,7 @@
-"""The beginning of a run, up to Ray: it needs neither torch nor Megatron-Core, so that they are imported meanwhile."""
+"""Start-up and end of a run: its folder, its logs and Ray, and the summary and report that are written however it ends.
+
+This file imports neither torch nor Megatron-Core: a thread imports them while the calls here start Ray.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,41 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
 import psutil
 
-from megatron_grpo.cluster.guardian import guarded, terminated_like_interrupted
+from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
-from megatron_grpo.controller.user_objects import Given
+from megatron_grpo.controller.user_objects import UserObjects
 from megatron_grpo.environments.registry import check_environments, check_reward_functions, columns_known
-from megatron_grpo.observability.summary import SUMMARY_FILE, Ending, killed_run_command, write_summary
+from megatron_grpo.observability.summary import SUMMARY_FILE, RunEnd, killed_run_command, write_summary
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AT_ONCE_S = 10.0
+"""Seconds that the start-up waits for the checkpoint search before it starts Ray: enough to read some 10 GB, and most
+mistakes show within them."""
 
 
 class StartupParts:
-    """Seconds of each part of a start-up, by name. Parts go on side by side, so that their sum is not the whole."""
+    """Seconds of each part of a start-up, by name. Parts overlap, so their sum is more than the whole."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time the body; one that comes again under its name is added."""
+        """Time the body, and add it to the seconds of this name."""
         began = time.monotonic()
         try:
             yield
@@ -42,7 +52,7 @@ class StartupParts:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def add_slowest(self, kind: str, reports: Iterable[Mapping[str, float]]) -> None:
-        """Take over what processes of one kind report, of each part the slowest process.
+        """Record, for each part that processes of one kind report, the seconds of the slowest process.
 
         Args:
             kind: what the processes are, "policy" for one; a part "model" is then called "policy_model".
@@ -58,14 +68,9 @@ def since_command() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-T = TypeVar("T")
-AT_ONCE_S = 10.0
-"""Seconds that are waited before anything else starts: time to read some 10 GB, and to find most that can be wrong."""
-
-
 @contextmanager
 def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
-    """Begin `work` and yield its result to come. What it raises soon is raised here, before the body begins.
+    """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
 
     Args:
         work: called with an event that is set when the body ends, which it should look at now and then.
@@ -82,127 +87,108 @@ def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> I
             stop.set()
 
 
-logger = logging.getLogger(__name__)
-
-WriteSummary = Callable[[Ending], Any]
-"""Writes summary.json of a run that ended like this."""
-
-
-class SummaryOnFailure:
-    """What is known of a run that has begun to start; see `summary_on_failure`."""
-
-    def __init__(self, run_dir: Path, samples_per_step: int) -> None:
-        """
-        Args:
-            run_dir: the run's folder.
-            samples_per_step: prompts times generations of one step.
-        """
-        self.write: WriteSummary = lambda ending: write_summary(
-            run_dir, samples_per_step=samples_per_step, ending=ending
-        )
-        """Until the run is up and its logger knows more."""
-
-
-@contextmanager
-def summary_on_failure(run_dir: Path, samples_per_step: int) -> Iterator[SummaryOnFailure]:
-    """Write summary.json if the body raises: as "interrupted" after Ctrl-C or SIGTERM, else as "failed".
-
-    Args:
-        run_dir: the run's folder; the summary of an earlier start in it is removed first.
-        samples_per_step: prompts times generations of one step.
-    """
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    known = SummaryOnFailure(run_dir, samples_per_step)
-    try:
-        yield known
-    except (KeyboardInterrupt, SystemExit) as error:  # Ray raises the latter when SIGTERM comes while it starts
-        reason = str(error) or "Ctrl-C"
-        _write(known, Ending("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
-        raise
-    except Exception as error:  # however a run fails, its summary says so
-        in_words = isinstance(error, RunError | ConfigError)
-        _write(known, Ending("failed", str(error) if in_words else f"{type(error).__name__}: {error}"))
-        logger.error("the run failed", exc_info=error)
-        raise
-
-
-@contextmanager
-def report_at_end(run_dir: Path, wanted: bool) -> Iterator[None]:
-    """Write report.html after the body, however it ends; that it cannot be written is told, and changes nothing else.
-
-    Args:
-        run_dir: the run's folder.
-        wanted: false: do nothing.
-    """
-    try:
-        yield
-    finally:
-        if wanted and (run_dir / CONFIG_FILE).exists():  # else there was no run
-            from megatron_grpo.observability.page.write import try_to_write_report  # here: at the end there is time
-
-            page = try_to_write_report(run_dir)
-            text = f"report in {page}" if page else "report.html could not be written; the log says why"
-            logger.info("%s", text)
-            print(text, flush=True)
-
-
-def _write(known: SummaryOnFailure, ending: Ending) -> None:
-    """The summary; a disk that is full, for one, must not hide why the run ended."""
-    logger.info("%s: %s", ending.outcome, ending.reason)
-    try:
-        known.write(ending)
-    except OSError as error:
-        logger.error("summary.json could not be written: %s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """A run that has its folder and its Ray."""
+@dataclass(slots=True)
+class Startup:
+    """A run that has its folder and its Ray cluster, while its processes start."""
 
     run_dir: Path
     checkpointer: Checkpointer
     start_from: Future[Path | None]
-    """The checkpoint to start from, once it is found; None: there is none."""
+    """The checkpoint to start from, when it has been found and verified; None: the run begins anew."""
     changes: list[str]
-    """How the configuration differs from the one that the folder's run had before, a line each."""
+    """Differences from the configuration of the previous start in this folder, a line each."""
     cluster: RayCluster
-    known: SummaryOnFailure
     parts: StartupParts
-    given: Given = field(default_factory=Given)
+    user_objects: UserObjects
+    write_summary: Callable[[RunEnd], Any]
+    """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
 
 
 @contextmanager
-def opened(config: Config, given: Given | None = None) -> Iterator[Opening]:
+def started(config: Config, user_objects: UserObjects | None = None) -> Iterator[Startup]:
     """Hold the run's folder and keep Ray running; on leaving, however that is, all of Ray's processes end.
 
     Args:
         config: the run's configuration, checked.
-        given: what a script hands over beside it; None: nothing.
+        user_objects: objects of a script that a configuration cannot name; None: none.
 
     Raises:
         ConfigError: the run cannot start from where it is told to.
         RunError: Ray did not come up, or the folder is in use; the message says what.
     """
-    given, parts = given or Given(), StartupParts()
+    user_objects, parts = user_objects or UserObjects(), StartupParts()
     parts.seconds["command_line"] = since_command()
     with ExitStack() as stack:
-        stack.enter_context(terminated_like_interrupted())
+        stack.enter_context(sigterm_interrupts())
         if config.generates:
             check_environments(config)  # before processes are started
-            check_reward_functions(config.env, columns_known(config), given.rewards)
+            check_reward_functions(config.env, columns_known(config), user_objects.rewards)
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)
         stack.enter_context(driver_log(run_dir, config.logger.level))
         search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
-        stack.enter_context(report_at_end(run_dir, config.logger.report))
-        known = stack.enter_context(summary_on_failure(run_dir, config.samples_per_step))
-        if config.cluster.ray_address is None:
-            report = config.logger.report
-            if_killed = killed_run_command(run_dir, config.samples_per_step, report=report)
-            stack.enter_context(guarded(if_killed=if_killed))
         cluster = RayCluster(config.cluster)
+        samples, report = config.samples_per_step, config.logger.report
+        startup = Startup(
+            run_dir=run_dir,
+            checkpointer=checkpointer,
+            start_from=search,
+            changes=changes,
+            cluster=cluster,
+            parts=parts,
+            user_objects=user_objects,
+            write_summary=lambda end: write_summary(run_dir, samples_per_step=samples, end=end),
+        )
+        stack.enter_context(end_recorded(startup, report=report))
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
         stack.callback(cluster.shutdown)
         with parts.part("ray"):
             cluster.start()
-        yield Opening(run_dir, checkpointer, search, changes, cluster, known, parts, given)
+        yield startup
+
+
+@contextmanager
+def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
+    """Write summary.json if the body fails, and report.html however the body ends.
+
+    Errors of this writing are logged and raise nothing, so that they do not hide why the run ended. The summary of an
+    earlier start in the folder is removed first.
+
+    Args:
+        startup: the run's folder, and how its summary is written by the time of its end.
+        report: whether to write report.html.
+    """
+    (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:  # Ray raises SystemExit when SIGTERM comes while it starts
+        reason = str(error) or "Ctrl-C"
+        _write_failure(startup, RunEnd("interrupted", reason if isinstance(error, KeyboardInterrupt) else "SIGTERM"))
+        raise
+    except Exception as error:
+        explained = isinstance(error, RunError | ConfigError)
+        _write_failure(startup, RunEnd("failed", str(error) if explained else f"{type(error).__name__}: {error}"))
+        logger.error("the run failed", exc_info=error)
+        raise
+    finally:
+        if report and (startup.run_dir / CONFIG_FILE).exists():  # without it the run did not begin
+            _write_report(startup.run_dir)
+
+
+def _write_failure(startup: Startup, end: RunEnd) -> None:
+    logger.info("%s: %s", end.outcome, end.reason)
+    try:
+        startup.write_summary(end)
+    except (OSError, ValueError) as error:  # a full disk, or a damaged line in metrics.jsonl
+        logger.error("summary.json could not be written: %s", error)
+
+
+def _write_report(run_dir: Path) -> None:
+    from megatron_grpo.observability.page.write import try_to_write_report  # a start-up does not need it
+
+    page = try_to_write_report(run_dir)
+    text = f"report in {page}" if page else "report.html could not be written; the log says why"
+    logger.info("%s", text)
+    print(text, flush=True)

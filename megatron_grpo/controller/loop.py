@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
@@ -18,7 +18,7 @@ from megatron_grpo.controller.saving import (
     finish_saving,
     save_checkpoint,
     save_validation,
-    snapshot_of,
+    take_snapshot,
 )
 from megatron_grpo.controller.validation import validate
 from megatron_grpo.data.loader import prompt_batches
@@ -29,27 +29,6 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.plan import reasons
 
 PROFILES_FOLDER = "profiles"
-
-
-@contextmanager
-def profiled(run: SamplingRun, step: int) -> Iterator[None]:
-    """Record what the ranks of every model do in the body, if this step is to be profiled; it takes longer for that.
-
-    Args:
-        run: whose models are profiled.
-        step: number of the step that the body makes.
-    """
-    if step not in run.config.logger.profile_steps:
-        yield
-        return
-    for model in run.models():
-        model.begin_profile()
-    yield
-    folder = run.logger.run_dir / PROFILES_FOLDER / f"step_{step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for model in run.models():
-        model.end_profile(str(folder))
-    run.logger.note(f"step {step}: profiles in {folder}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +46,12 @@ class StepReport:
     """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""
 
 
-StepFunction = Callable[[Iterator[list[DatumSpec]]], StepReport | None]
-"""One step of an algorithm on the next prompts; None: there are none left."""
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)
+StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
+"""One step of an algorithm on the next prompts; None: the prompts are used up."""
 
 
-def train_steps(run: SamplingRun, step: StepFunction) -> None:
+def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     """Train until a limit is reached, early stopping ends it or the prompts are used up.
 
     Raises:
@@ -92,23 +72,24 @@ def train_steps(run: SamplingRun, step: StepFunction) -> None:
         raise
 
 
-def _train_steps(run: SamplingRun, step: StepFunction) -> None:
+def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     limits, state = run.config.loop, run.state
     run.rollouts.trainer_state = trainer_state(run)
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        before = snapshot_of(run)
+        before = take_snapshot(run)
         run.rollouts.trainer_state = trainer_state(run)
         try:
-            with profiled(run, state["total_steps"] + 1):
-                report = step(batches)
+            _begin_profile(run, state["total_steps"] + 1)
+            report = step(run, batches)
+            _end_profile(run, state["total_steps"] + 1)
         except SamplingError:
             _save_finished_steps(run, metrics, before)
             raise
         if report is None:
-            run.logger.ends_early("data_used_up", run.samples.used_up)
+            run.logger.end_early("data_used_up", run.samples.used_up)
             run.logger.note(run.samples.used_up)
             break
         _advance(run, report)
@@ -116,6 +97,23 @@ def _train_steps(run: SamplingRun, step: StepFunction) -> None:
         advance_saving(run)
     _finish_training(run, metrics)
     run.callbacks.on_end(state["total_steps"])
+
+
+def _begin_profile(run: SamplingRun, step: int) -> None:
+    """Record the kernels of every model's ranks during this step, if logger.profile_steps has it; that costs time."""
+    if step in run.config.logger.profile_steps:
+        for model in run.models():
+            model.begin_profile()
+
+
+def _end_profile(run: SamplingRun, step: int) -> None:
+    if step not in run.config.logger.profile_steps:
+        return
+    folder = run.logger.run_dir / PROFILES_FOLDER / f"step_{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in run.models():
+        model.end_profile(str(folder))
+    run.logger.note(f"step {step}: profiles in {folder}")
 
 
 def trainer_state(run: SamplingRun) -> TrainerState:
@@ -145,7 +143,7 @@ def _stopped_early(run: SamplingRun) -> bool:
     if reason is None and run.callbacks.stop:
         reason = "a callback of the script says so"
     if reason is not None:
-        run.logger.ends_early("early_stop", reason)
+        run.logger.end_early("early_stop", reason)
         run.logger.note(f"training ends after step {run.state['total_steps']}: {reason}")
     return reason is not None
 
@@ -190,10 +188,10 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         if not isinstance(failure, ModelLostError):
-            _save_finished_steps(run, metrics, snapshot_of(run))
+            _save_finished_steps(run, metrics, take_snapshot(run))
         raise failure
     if run.config.saves and step % run.config.checkpointing.save_period == 0:
-        save_checkpoint(run, metrics, snapshot_of(run))
+        save_checkpoint(run, metrics, take_snapshot(run))
     return metrics
 
 
@@ -277,12 +275,12 @@ def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
         try:
             validated = _validated(run)
         except SamplingError:
-            _save_finished_steps(run, metrics, snapshot_of(run))
+            _save_finished_steps(run, metrics, take_snapshot(run))
             raise
     if not run.config.saves:
         return
     if step not in saved:
-        save_checkpoint(run, {**metrics, **validated}, snapshot_of(run))
+        save_checkpoint(run, {**metrics, **validated}, take_snapshot(run))
         finish_saving(run)
     elif validated:
         save_validation(run, validated)

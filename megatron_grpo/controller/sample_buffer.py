@@ -97,7 +97,7 @@ class _Begun:
     """State of the loader after the prompts of this batch."""
 
 
-class SamplingAhead:
+class SampleBuffer:
     """Generation batches in the order of the data, of which the next ones are under way while a step trains."""
 
     def __init__(

@@ -60,7 +60,7 @@ def advance_saving(run: SamplingRun) -> None:
         return
     if pending.sealing is None:
         if all(model.checkpoint_is_written() for model in run.models()):
-            _begin_sealing(run, pending)
+            _write_driver_files(run, pending)
     elif pending.sealing.done():
         finish_saving(run)
 
@@ -77,7 +77,7 @@ def finish_saving(run: SamplingRun) -> None:
     try:
         with _told(run, pending.step):
             if pending.sealing is None:
-                _begin_sealing(run, pending)
+                _write_driver_files(run, pending)
             assert pending.sealing is not None
             pending.sealing.result()
             run.checkpointer.publish(pending.step, pending.folder)
@@ -87,7 +87,7 @@ def finish_saving(run: SamplingRun) -> None:
     run.logger.note(f"saved {run.checkpointer.path(pending.step)} beside training, {seconds:.1f} s after it began")
 
 
-def _begin_sealing(run: SamplingRun, pending: PendingSave) -> None:
+def _write_driver_files(run: SamplingRun, pending: PendingSave) -> None:
     """End the ranks' part, all of which are asked in one order, and read the files for the digests in a thread."""
     try:
         for model in run.models():
@@ -122,7 +122,7 @@ class Snapshot:
     """Groups that dynamic sampling keeps for the next step."""
 
 
-def snapshot_of(run: SamplingRun) -> Snapshot:
+def take_snapshot(run: SamplingRun) -> Snapshot:
     """A copy of the driver's part of a checkpoint, which later steps do not change."""
     return Snapshot(
         state=copy.deepcopy(run.state),

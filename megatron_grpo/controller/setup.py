@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer
 from megatron_grpo.controller.context import Colocated, GRPORun, Placement, PPORun, SampleSource, SamplingRun
 from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
 from megatron_grpo.controller.failures import FiniteGuard
-from megatron_grpo.controller.lifetime import Opening, StartupParts, opened, since_command
+from megatron_grpo.controller.lifetime import Startup, StartupParts, since_command, started
 from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps, run_facts
-from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
 from megatron_grpo.controller.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.controller.startup import (
     Models,
-    replaced_by,
+    make_transport,
+    restore_from_folder,
     start_engines,
     start_models,
-    start_readers,
+    start_recording_workers,
     start_rollouts,
-    transport_between,
 )
 from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
@@ -43,72 +42,71 @@ from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder
 
-SomeRun = TypeVar("SomeRun", bound=SamplingRun)
-
 
 @contextmanager
-def setup(config: Config, opening: Opening | None = None) -> Iterator[GRPORun]:
+def setup(config: Config, startup: Startup | None = None) -> Iterator[GRPORun]:
     """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
 
     Args:
         config: the run's configuration, checked.
-        opening: the run's beginning if it was made already, by `opened`, which then ends Ray as well.
+        startup: the start-up of `lifetime.started`, which then ends Ray as well; None: this function starts Ray.
 
     Raises:
         ConfigError: the run cannot start from where it is told to.
         RunError: something did not come up; the message says what.
     """
-    with _up(config, opening, _bring_up) as run:
-        yield run
-
-
-@contextmanager
-def setup_sampling(config: Config, opening: Opening | None = None) -> Iterator[SamplingRun]:
-    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
-    with _up(config, opening, _bring_up_sampling) as run:
-        yield run
-
-
-@contextmanager
-def _up(
-    config: Config, opening: Opening | None, bring_up: Callable[[Config, Opening, ExitStack], SomeRun]
-) -> Iterator[SomeRun]:
     with ExitStack() as stack:
-        opening = opening or stack.enter_context(opened(config))
-        run = bring_up(config, opening, stack)
-        opening.known.write = run.logger.write_summary
-        record_start(opening.run_dir, config)  # not before: a start that failed on a mistake leaves nobody's folder
-        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
-        stack.callback(gc.unfreeze)
-        run.logger.started(startup_s=since_command(), parts=opening.parts.seconds, changes=opening.changes)
+        startup = startup or stack.enter_context(started(config))
+        run = _bring_up(config, startup, stack)
+        _complete_startup(run, startup, stack)
         yield run
 
 
-def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
+@contextmanager
+def setup_sampling(config: Config, startup: Startup | None = None) -> Iterator[SamplingRun]:
+    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+    with ExitStack() as stack:
+        startup = startup or stack.enter_context(started(config))
+        run = _bring_up_sampling(config, startup, stack)
+        _complete_startup(run, startup, stack)
+        yield run
+
+
+def _complete_startup(run: SamplingRun, startup: Startup, stack: ExitStack) -> None:
+    """Record a start in the run's folder, now that nothing of it can fail on a mistake."""
+    startup.write_summary = run.logger.write_summary
+    record_start(startup.run_dir, run.config)
+    # Everything made so far stays until the end, and scanning it takes the collector a third of a second each time.
+    gc.freeze()
+    stack.callback(gc.unfreeze)
+    run.logger.started(startup_s=since_command(), parts=startup.parts.seconds, changes=startup.changes)
+
+
+def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
     """Start everything, load the checkpoint to start from, and give generation its first weights."""
-    parts, given, folder = opening.parts, opening.given, _model(config, opening.parts)
-    models = start_models(config, folder, opening.cluster, stack)
+    parts, folder = startup.parts, _model(config, startup.parts)
+    models = start_models(config, folder, startup.cluster, stack)
     transport: WeightTransport | None = None
     if models.generation is None:
-        rollouts = start_readers(config, stack)
+        rollouts = start_recording_workers(config, stack)
     else:
-        transport = transport_between(models.policy, models.generation, config.refit, opening.run_dir)
+        transport = make_transport(models.policy, models.generation, config.refit, startup.run_dir)
         stack.callback(transport.close)
         rollouts = start_rollouts(
-            config, folder, models.generation, stack, rewards=given.rewards, restore=transport.restore
+            config, folder, models.generation, stack, rewards=startup.user_objects.rewards, restore=transport.restore
         )
-    data = _prompts(config, folder, opening)
+    data = _prompts(config, folder, startup)
     _wait_ready(parts, rollouts, models)
     if transport is not None:
         with parts.part("refit"):
             transport.connect()
-    start_from = _checkpoint(opening)
+    start_from = _checkpoint(startup)
     progress = _resume(start_from, config, models, data.loader)
     placement = _placement(config, models)
     if transport is not None:
         with parts.part("refit"), placement.refit(StepTimer()):
             transport.publish(progress.state["total_steps"])
-    sampling = _sampling_run(config, opening, folder, rollouts, placement, data, progress, stack)
+    sampling = _sampling_run(config, startup, folder, rollouts, placement, data, progress, stack)
     loss_fn = ClippedPGLossFn(config.loss_fn)
     run = GRPORun(**vars(sampling), policy=models.policy, transport=transport, loss_fn=loss_fn)
     if models.value is None:
@@ -116,19 +114,19 @@ def _bring_up(config: Config, opening: Opening, stack: ExitStack) -> GRPORun:
     return PPORun(**vars(run), value=models.value, value_loss_fn=MseValueLossFn(config.value_loss_fn))
 
 
-def _bring_up_sampling(config: Config, opening: Opening, stack: ExitStack) -> SamplingRun:
+def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
     """Start engines, which have the weights of the model folder, and what asks and scores them."""
-    folder = _model(config, opening.parts)
-    generation = start_engines(config, folder, opening.cluster, stack)
-    restore = replaced_by(generation)
-    rollouts = start_rollouts(config, folder, generation, stack, rewards=opening.given.rewards, restore=restore)
-    data = _prompts(config, folder, opening)
-    with opening.parts.part("waiting"):
+    folder = _model(config, startup.parts)
+    generation = start_engines(config, folder, startup.cluster, stack)
+    restore = restore_from_folder(generation)
+    rollouts = start_rollouts(config, folder, generation, stack, rewards=startup.user_objects.rewards, restore=restore)
+    data = _prompts(config, folder, startup)
+    with startup.parts.part("waiting"):
         generation.wait_ready()
         rollouts.wait_ready()
-    opening.parts.add_slowest("engine", generation.startup_s)
+    startup.parts.add_slowest("engine", generation.startup_s)
     progress = _Progress(None, default_grpo_save_state(), [])
-    return _sampling_run(config, opening, folder, rollouts, Placement(), data, progress, stack)
+    return _sampling_run(config, startup, folder, rollouts, Placement(), data, progress, stack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +149,11 @@ def _model(config: Config, parts: StartupParts) -> Path:
     return model_folder(config.policy.model.path)
 
 
-def _prompts(config: Config, folder: Path, opening: Opening) -> PromptData:
+def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
     """The prompts of the run, or a recording in their place."""
-    with opening.parts.part("prompts"):
+    with startup.parts.part("prompts"):
         if config.debug.rollouts_from is None:
-            return load_prompt_data(config, folder, opening.given.tokenizer)
+            return load_prompt_data(config, folder, startup.user_objects.tokenizer)
         recorded = RecordedSteps(config.debug.rollouts_from, config.prompts_per_generation_batch)
         return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
 
@@ -170,20 +168,20 @@ def _wait_ready(parts: StartupParts, rollouts: RolloutPool, models: Models) -> N
             parts.add_slowest(kind, model.startup_s)
 
 
-def _checkpoint(opening: Opening) -> Path | None:
+def _checkpoint(startup: Startup) -> Path | None:
     """The checkpoint to start from, once all of it is read; what earlier writes left behind is removed."""
-    if not opening.start_from.done():
+    if not startup.start_from.done():
         print(
             "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
         )
-    start_from = opening.start_from.result()
-    opening.checkpointer.remove_leftovers()
+    start_from = startup.start_from.result()
+    startup.checkpointer.remove_leftovers()
     return start_from
 
 
 def _sampling_run(
     config: Config,
-    opening: Opening,
+    startup: Startup,
     folder: Path,
     rollouts: RolloutPool,
     placement: Placement,
@@ -194,14 +192,14 @@ def _sampling_run(
     """What all runs have, made of processes that are up."""
     state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
     logger = RunLogger(
-        opening.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]
+        startup.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]
     )
     stack.callback(logger.close)
     for note in data.notes:
         logger.note(note)
-    guard = FiniteGuard(opening.run_dir, rollouts.fetch)
-    callbacks = Callbacks(opening.given.callbacks)
-    opening.checkpointer.on_publish = callbacks.on_checkpoint
+    guard = FiniteGuard(startup.run_dir, rollouts.fetch)
+    callbacks = Callbacks(startup.user_objects.callbacks)
+    startup.checkpointer.on_publish = callbacks.on_checkpoint
     return SamplingRun(
         config=config,
         placement=placement,
@@ -216,12 +214,12 @@ def _sampling_run(
             ahead=_ahead(config, rollouts, settings, data.loader, state),
             recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
         ),
-        dumps=RolloutDumps(rollouts, config.logger, opening.run_dir, run_facts(config, folder)),
+        dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, run_facts(config, folder)),
         guard=guard,
         loader=data.loader,
         val_prompts=data.val_prompts,
         logger=logger,
-        checkpointer=opening.checkpointer,
+        checkpointer=startup.checkpointer,
         state=state,
         callbacks=callbacks,
     )
@@ -255,12 +253,12 @@ def _placement(config: Config, models: Models) -> Placement:
 
 def _ahead(
     config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
-) -> SamplingAhead | Oversampling | None:
+) -> SampleBuffer | Oversampling | None:
     """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
     loop = config.loop
     if not loop.async_grpo.enabled:
         return None
-    kind = SamplingAhead if loop.async_grpo.oversampling_factor is None else Oversampling
+    kind = SampleBuffer if loop.async_grpo.oversampling_factor is None else Oversampling
     coming = ComingSteps(
         samples_per_prompt=loop.num_generations_per_prompt,
         settings=settings,

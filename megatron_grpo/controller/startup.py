@@ -178,7 +178,7 @@ def start_rollouts(
     return rollouts
 
 
-def start_readers(config: Config, stack: ExitStack) -> RolloutPool:
+def start_recording_workers(config: Config, stack: ExitStack) -> RolloutPool:
     """Begin to start rollout workers that sample nothing: they read a recording, compute on its tokens and write."""
     rollouts = RolloutPool(
         config.rollouts,
@@ -192,7 +192,7 @@ def start_readers(config: Config, stack: ExitStack) -> RolloutPool:
     return rollouts
 
 
-def replaced_by(generation: VllmGeneration) -> Restore:
+def restore_from_folder(generation: VllmGeneration) -> Restore:
     """What replaces lost engines whose weights are those of the model folder."""
 
     def restore(lost: Mapping[int, str]) -> None:
@@ -204,7 +204,7 @@ def replaced_by(generation: VllmGeneration) -> Restore:
     return restore
 
 
-def transport_between(
+def make_transport(
     policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path
 ) -> WeightTransport:
     """The way of the policy's weights into generation, not yet connected.

@@ -1,4 +1,4 @@
-"""What a script hands to a run as objects, where a command line can only name things."""
+"""Objects that a script passes to a run: reward functions, a tokenizer, callbacks."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Callbacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Nothing, for a run of the command line."""
+class UserObjects:
+    """Objects of a script; the defaults are those of the command line, which has none."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """By their entry in reward_funcs, functions that are not imported."""
+    """Reward functions that cannot be imported, by their entry in reward_funcs."""
     tokenizer: Any = None
     """Tokenizer of the prompts; None: that of the model's folder."""
     callbacks: Sequence[Callback] = ()

@@ -32,7 +32,7 @@ def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
     """
     if not run.val_prompts:
         return {}
-    run.placement.turn_to_sampling(timer)
+    run.placement.wake_engines(timer)
     loop = run.config.loop
     settings = replace(run.samples.settings, temperature=loop.val_temperature)
     batches = respond(run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_grpo.cluster.guardian import guarded, terminated_like_interrupted
+from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.data_schema import DatasetConfig
@@ -53,7 +53,7 @@ def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool
         RunError: something did not come up; the message says what.
     """
     with ExitStack() as stack:
-        stack.enter_context(terminated_like_interrupted())
+        stack.enter_context(sigterm_interrupts())
         stack.enter_context(driver_log(output, config.logger.level))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded())

@@ -17,7 +17,7 @@ from megatron_grpo.observability.page.trajectories import TokenBytes, token_byte
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.progress import Progress, format_duration
 from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles, read_lines
-from megatron_grpo.observability.summary import COMPLETED, Ending, write_summary
+from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
 from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
 
@@ -104,7 +104,7 @@ class RunLogger:
         self._logging_s = 0.0
         self._startup_s: float | None = None
         self._startup_parts_s: Mapping[str, float] = {}
-        self._ending = COMPLETED
+        self._end = COMPLETED
         self._started = time.monotonic()
         earlier = read_lines(self.run_dir / METRICS_FILE)
         self._earlier_s = sum(step["timing"][TOTAL] for step in earlier)
@@ -221,16 +221,16 @@ class RunLogger:
             self._noted.add(kind)
             self.note(text)
 
-    def ends_early(self, outcome: Literal["early_stop", "data_used_up"], reason: str) -> None:
+    def end_early(self, outcome: Literal["early_stop", "data_used_up"], reason: str) -> None:
         """Training ends well, though not at its last step; `finish` writes the reason into summary.json."""
-        self._ending = Ending(outcome, reason)
+        self._end = RunEnd(outcome, reason)
 
-    def write_summary(self, ending: Ending) -> dict[str, Any]:
+    def write_summary(self, end: RunEnd) -> dict[str, Any]:
         """Write summary.json of a run that ends like this; its contents."""
         return write_summary(
             self.run_dir,
             samples_per_step=self.config.samples_per_step,
-            ending=ending,
+            end=end,
             startup_s=self._startup_s,
             train_s=self._earlier_s + time.monotonic() - self._started,
             startup_parts_s=self._startup_parts_s,
@@ -238,7 +238,7 @@ class RunLogger:
 
     def finish(self) -> None:
         """Training is over: write summary.json and the plot, and print the outcome."""
-        summary = self.write_summary(self._ending)
+        summary = self.write_summary(self._end)
         plot = plot_run(self.run_dir)
         before, after = summary["accuracy_before"], summary["accuracy_after"]
         known = before is not None and after is not None

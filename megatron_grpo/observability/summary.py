@@ -17,7 +17,7 @@ WORK_PHASES = ("generation", "logprobs", "values", "train_value", "train", "refi
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnd:
     """How a run ended."""
 
     outcome: Literal["completed", "early_stop", "data_used_up", "failed", "interrupted"]
@@ -26,14 +26,14 @@ class Ending:
     """Why it ended before its last step, for people; None: it did not."""
 
 
-COMPLETED = Ending("completed")
+COMPLETED = RunEnd("completed")
 
 
 def write_summary(
     run_dir: str | Path,
     *,
     samples_per_step: int,
-    ending: Ending = COMPLETED,
+    end: RunEnd = COMPLETED,
     startup_s: float | None = None,
     train_s: float | None = None,
     startup_parts_s: Mapping[str, float] | None = None,
@@ -43,7 +43,7 @@ def write_summary(
     Args:
         run_dir: the run's folder, with metrics.jsonl and validation.jsonl if the run came so far.
         samples_per_step: samples of one training step: prompts times generations of each.
-        ending: how the run ended.
+        end: how the run ended.
         startup_s: seconds until all processes were up; None: they never were.
         train_s: seconds after that, validations and checkpoints included; None: not known.
         startup_parts_s: seconds of each part of the start-up, by name of the part.
@@ -63,7 +63,7 @@ def write_summary(
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     validations = read_lines(folder / VALIDATION_FILE)
-    summary: dict[str, Any] = {"outcome": ending.outcome, "reason": ending.reason}
+    summary: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason}
     summary |= {"steps": len(steps), "samples": len(steps) * samples_per_step}
     summary |= _accuracy(validations)
     summary |= {"startup_s": startup_s, "startup_parts_s": dict(startup_parts_s or {}), "train_s": train_s}
@@ -130,7 +130,7 @@ def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
     """Write what is missing; nothing if the driver was killed after the end of its run."""
     if (run_dir / SUMMARY_FILE).exists():
         return
-    write_summary(run_dir, samples_per_step=samples_per_step, ending=Ending("failed", _REASON))
+    write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", _REASON))
     if report:
         from megatron_grpo.observability.page.write import try_to_write_report  # not in every driver that starts
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import RefitMode, ServerConfig
 from megatron_grpo.config.schema import GenerationConfig, ParallelConfig, RefitConfig
-from megatron_grpo.controller.startup import transport_between
+from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engine_group import VllmGeneration
@@ -42,7 +42,7 @@ def test_a_server_serves_what_the_policy_is_however_weights_come_and_after_it_wa
             _sample(generation)
         modes: tuple[RefitMode, ...] = ("broadcast", "reshard", "files")
         for version, mode in enumerate(modes, start=1):
-            transport = transport_between(policy, generation, replace(REFIT, mode=mode), tmp_path / "run")
+            transport = make_transport(policy, generation, replace(REFIT, mode=mode), tmp_path / "run")
             transport.connect()
             assert transport.publish(version).version == version
             assert_serves(generation, oracle, version)

@@ -39,12 +39,12 @@ class Run:
         self.logged: list[str] = []
         self.notes: dict[str, str] = {}
         """Told once, by what they are about."""
-        self.endings: list[tuple[str, str]] = []
+        self.ends: list[tuple[str, str]] = []
         self.refit_fails: dict[int, RefitError] = {}
         """By the step whose weights are not published."""
         self.logger = SimpleNamespace(
             note=self.logged.append,
-            ends_early=lambda outcome, reason: self.endings.append((outcome, reason)),
+            end_early=lambda outcome, reason: self.ends.append((outcome, reason)),
             note_once=lambda about, text: self.notes.setdefault(about, text),
             log_step=lambda step, *_: self.logged.append(f"step {step}"),
             log_validation=lambda step, *_: self.logged.append(f"validation {step}"),
@@ -66,7 +66,7 @@ class Run:
     def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
         """So many steps, then one that samples and fails; without an error the data is used up there."""
 
-        def step(_: object) -> StepReport | None:
+        def step(_: object, __: object) -> StepReport | None:
             self.used += 1
             if self.state["total_steps"] < steps:
                 number = self.state["total_steps"] + 1

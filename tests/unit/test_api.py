@@ -15,7 +15,7 @@ from megatron_grpo import api
 from megatron_grpo.api import environment_overrides, written
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.user_objects import Given
+from megatron_grpo.controller.user_objects import UserObjects
 from megatron_grpo.preflight.load import compose_config
 from tests.integration.example_rewards import right
 
@@ -23,14 +23,14 @@ ROWS = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n:03d}"} for n in range(10, 74)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, Given]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, UserObjects]]:
     """Configurations that would have been run, each with what was given beside it."""
-    seen: list[tuple[Config, Given]] = []
+    seen: list[tuple[Config, UserObjects]] = []
     monkeypatch.setattr(api, "start", lambda config, given: seen.append((config, given)))
     return seen
 
 
-def test_a_mapping_is_a_command_line(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
+def test_a_mapping_is_a_command_line(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
     run = megatron_grpo.train(
         {"+exp": "quickstart", "run_dir": str(tmp_path / "r"), "generation.stop_token_ids": [1, 2]}
     )
@@ -38,12 +38,12 @@ def test_a_mapping_is_a_command_line(started: list[tuple[Config, Given]], tmp_pa
     assert run.run_dir == tmp_path / "r"
     expected = compose_config(["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "generation.stop_token_ids=[1,2]"])
     assert config == expected
-    assert given == Given(rewards={}, callbacks=())
+    assert given == UserObjects(rewards={}, callbacks=())
     assert run.metrics == []
 
 
 @pytest.mark.parametrize("form", ["list", "dataset", "path"])
-def test_datasets_and_rewards(started: list[tuple[Config, Given]], tmp_path: Path, form: str) -> None:
+def test_datasets_and_rewards(started: list[tuple[Config, UserObjects]], tmp_path: Path, form: str) -> None:
     def mine(completions: list[str], **_: Any) -> list[float]:
         return [0.0] * len(completions)
 
@@ -66,7 +66,7 @@ def test_datasets_and_rewards(started: list[tuple[Config, Given]], tmp_path: Pat
     assert config.grpo.max_num_steps == 400
 
 
-def test_a_dataset_without_answers_has_none(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
+def test_a_dataset_without_answers_has_none(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
     rows = [{"prompt": row["prompt"]} for row in ROWS]
     base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}", "checkpointing=none"]
     megatron_grpo.train(base, train_dataset=rows, rewards=[right])
@@ -74,7 +74,7 @@ def test_a_dataset_without_answers_has_none(started: list[tuple[Config, Given]],
     assert started[0][0].data.validation == {}
 
 
-def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
+def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
     base = ["+exp=quickstart", f"run_dir={tmp_path / 'r'}"]
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": {3}}]
     with pytest.raises(ConfigError, match=r"val_dataset\[1\] +cannot be kept as JSON: .* set .*; give numbers, texts"):
@@ -92,7 +92,7 @@ def test_mistakes_are_told_and_leave_nothing(started: list[tuple[Config, Given]]
     assert started == []
 
 
-def test_one_of_several_needs_no_list(started: list[tuple[Config, Given]], tmp_path: Path) -> None:
+def test_one_of_several_needs_no_list(started: list[tuple[Config, UserObjects]], tmp_path: Path) -> None:
     watcher = megatron_grpo.Callback()
     megatron_grpo.train("+exp=quickstart", rewards=right, callbacks=watcher)
     megatron_grpo.train("+exp=quickstart", rewards="tests.integration.example_rewards.right")
@@ -123,16 +123,19 @@ def test_values_of_a_mapping() -> None:
         ({"callbacks": [megatron_grpo.Callback]}, r"callbacks\[0\] +is the class Callback; .* Callback\(\)"),
         ({"callbacks": megatron_grpo.Callback}, r"callbacks +is the class Callback; give a list of objects"),
         ({"tokenizer": "model"}, r"tokenizer +is str; give a tokenizer that is loaded"),
-        ({"environments": {"addition": Given()}}, r"environments\['addition'\] +is an object of Given; give the class"),
-        ({"environments": [Given]}, r"environments +is list; give a mapping of task names to classes"),
-        ({"environments": {"my task": Given}}, r"environments\['my task'\] +cannot be a name in env.NAME"),
+        (
+            {"environments": {"addition": UserObjects()}},
+            r"environments\['addition'\] +is an object of UserObjects; give the class",
+        ),
+        ({"environments": [UserObjects]}, r"environments +is list; give a mapping of task names to classes"),
+        ({"environments": {"my task": UserObjects}}, r"environments\['my task'\] +cannot be a name in env.NAME"),
         ({"val_dataset": {"a b": ROWS}}, r"val_dataset\['a b'\] +cannot be a name .*; use letters .*, digits, _ and -"),
         ({"val_dataset": {"v1.5": ROWS}}, r"val_dataset\['v1.5'\] +cannot be a name in data.val_sets.NAME"),
         ({"val_dataset": {"5a": ROWS}}, r"a letter or _ first"),
     ],
 )
 def test_objects_of_another_kind(
-    started: list[tuple[Config, Given]], tmp_path: Path, given: dict[str, Any], message: str
+    started: list[tuple[Config, UserObjects]], tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], **given)
@@ -142,14 +145,14 @@ def test_objects_of_another_kind(
 
 
 @pytest.mark.parametrize("name", ["easy_2", "gsm-8k", "_x", "2024", 3])
-def test_names_of_validation_sets(started: list[tuple[Config, Given]], tmp_path: Path, name: Any) -> None:
+def test_names_of_validation_sets(started: list[tuple[Config, UserObjects]], tmp_path: Path, name: Any) -> None:
     megatron_grpo.train(["+exp=quickstart", f"run_dir={tmp_path / 'r'}"], val_dataset={name: ROWS})
     assert list(started[0][0].data.validation) == [f"data.val_sets.{name}.path"]
 
 
 def test_environments_are_named_by_where_they_are(tmp_path: Path) -> None:
-    found = environment_overrides({"math": "math", "mine": Given})
-    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.controller.user_objects:Given"]
+    found = environment_overrides({"math": "math", "mine": UserObjects})
+    assert found == ["env.math.type=math", "env.mine.type=megatron_grpo.controller.user_objects:UserObjects"]
     local = type("Local", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="cannot be imported by the processes of the run"):
         megatron_grpo.train("+exp=quickstart", environments={"mine": local})

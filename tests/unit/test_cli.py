@@ -41,9 +41,9 @@ def put_loop_in_place(
     loop = ModuleType("megatron_grpo.algorithms.grpo")
     loop.run = run  # type: ignore[attr-defined]  # a module made by hand
     monkeypatch.setitem(sys.modules, "megatron_grpo.algorithms.grpo", loop)
-    opening = ModuleType("megatron_grpo.controller.lifetime")
-    opening.opened = lambda *_: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_grpo.controller.lifetime", opening)
+    lifetime = ModuleType("megatron_grpo.controller.lifetime")
+    lifetime.started = lambda *_: nullcontext(SimpleNamespace(parts=StartupParts()))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron_grpo.controller.lifetime", lifetime)
     return started
 
 

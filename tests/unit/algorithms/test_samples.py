@@ -17,7 +17,7 @@ from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
 from megatron_grpo.controller.context import SampleSource
-from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -200,7 +200,7 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
     seed = source.config.loop.seed
     coming = ComingSteps(samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=seed, begun=0, max_num_steps=9)
-    source.ahead = SamplingAhead(pool, loader, options, coming)
+    source.ahead = SampleBuffer(pool, loader, options, coming)
     prompts, in_turn = batches(*rows), batches(*rows)
     expected, taken = drawn(plain, in_turn), drawn(source, prompts)
     assert taken.outcomes == expected.outcomes

@@ -50,7 +50,7 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
         ("checkpoint", 3),
         ("end", 3),
     ]
-    assert run.endings == [("early_stop", "a callback of the script says so")]
+    assert run.ends == [("early_stop", "a callback of the script says so")]
 
 
 def test_a_callback_that_fails_ends_the_run_under_its_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.controller import checkpoints as checkpointer_module
-from megatron_grpo.controller.checkpoint_files import read_sealed, write_sealed
+from megatron_grpo.controller.checkpoint_files import read_with_checksum, write_with_checksum
 from megatron_grpo.controller.checkpoints import Checkpointer
 from tests.support.checkpoints import save
 from tests.support.damage import DAMAGES, delete, every_kill, files_of, flip
@@ -135,7 +135,7 @@ def test_folders_with_other_names_are_not_looked_at(tmp_path: Path) -> None:
 def test_a_later_version_is_not_set_aside(tmp_path: Path) -> None:
     checkpointer = save(tmp_path, 2, 4)
     file = checkpointer.path(4) / "manifest.json"
-    write_sealed(file, read_sealed(file) | {"format": 7})
+    write_with_checksum(file, read_with_checksum(file) | {"format": 7})
     with pytest.raises(RunError, match="was written by a later version"):
         checkpointer.find()
     assert names(checkpointer) == ["step_2", "step_4"]

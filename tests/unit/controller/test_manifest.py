@@ -19,10 +19,10 @@ from megatron_grpo.controller.checkpoint_files import (
     MANIFEST_FILE,
     CheckpointError,
     LaterFormatError,
-    read_sealed,
+    read_with_checksum,
     verify_manifest,
     write_manifest,
-    write_sealed,
+    write_with_checksum,
 )
 from tests.support.damage import DAMAGES, files_of, flip
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "megatron" / "deeper").mkdir(parents=True)
     for name, size in {"a": 0, "megatron/.metadata": 1, "megatron/b": 5000, "megatron/deeper/c": 70_001}.items():
         (folder / name).write_bytes(os.urandom(size))
-    write_sealed(folder / "state.json", STATE)
+    write_with_checksum(folder / "state.json", STATE)
     write_manifest(folder, 3, sealed=["state.json"])
     return folder
 
@@ -99,15 +99,15 @@ def test_a_file_that_is_not_listed_does_no_harm(folder: Path) -> None:
 
 
 def test_sealed_files_are_json_and_give_back_what_was_written(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "state.json", STATE)
-    assert read_sealed(tmp_path / "state.json") == STATE
+    write_with_checksum(tmp_path / "state.json", STATE)
+    assert read_with_checksum(tmp_path / "state.json") == STATE
     assert json.loads((tmp_path / "state.json").read_text())["metrics"] == STATE["metrics"]
     assert files_of(tmp_path) == ["state.json"]
 
 
 def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
-    content = read_sealed(folder / MANIFEST_FILE) | {"format": 2}
-    write_sealed(folder / MANIFEST_FILE, content)
+    content = read_with_checksum(folder / MANIFEST_FILE) | {"format": 2}
+    write_with_checksum(folder / MANIFEST_FILE, content)
     with pytest.raises(LaterFormatError, match="was written by a later version"):
         verify_manifest(folder)
 

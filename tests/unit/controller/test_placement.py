@@ -70,26 +70,26 @@ def test_a_run_in_turns() -> None:
     placement, timer = colocated(events), StepTimer()
     assert publish_with(placement, events) == 7
     assert events.taken() == REFIT, "the start"
-    placement.turn_to_sampling(timer)
+    placement.wake_engines(timer)
     assert events.taken() == []
-    placement.turn_to_training(timer)
+    placement.offload_engines(timer)
     assert events.taken() == TO_TRAINING
-    placement.turn_to_training(timer)
+    placement.offload_engines(timer)
     assert events.taken() == []
     assert publish_with(placement, events, timer) == 7
     assert events.taken() == REFIT
     assert timer.seconds.keys() == {"sleep", "onload", "offload", "wake", "refit", "total"}
-    placement.turn_to_training(StepTimer())  # a checkpoint
+    placement.offload_engines(StepTimer())  # a checkpoint
     assert events.taken() == TO_TRAINING
-    placement.turn_to_sampling(StepTimer())
+    placement.wake_engines(StepTimer())
     assert events.taken() == [event for event in REFIT if event != "refit"], "the weights are the engines' own"
 
 
 def test_apart_nothing_happens_but_the_refit() -> None:
     events, timer = Events(), StepTimer()
     placement = Placement()
-    placement.turn_to_sampling(timer)
-    placement.turn_to_training(timer)
+    placement.wake_engines(timer)
+    placement.offload_engines(timer)
     assert publish_with(placement, events, timer) == 7
     assert events.taken() == ["refit"]
     assert timer.seconds.keys() == {"refit", "total"}
@@ -105,7 +105,7 @@ def test_what_was_learnt_can_be_saved_after_a_refit_that_failed(fails: str) -> N
     assert f"{fails}: failed" in str(failure)
     assert events.taken()[-1] == fails
     events.fails = "engines sleep"
-    placement.turn_to_training(StepTimer())
+    placement.offload_engines(StepTimer())
     assert events.taken() == TO_TRAINING
 
 
@@ -116,9 +116,9 @@ def test_finished_steps_can_be_saved_when_an_engine_does_not_go_to_sleep() -> No
     events.taken()
     events.fails = "engines sleep"
     with pytest.raises(SamplingError, match="engines sleep: failed"):
-        placement.turn_to_training(StepTimer())
+        placement.offload_engines(StepTimer())
     assert events.taken() == TO_TRAINING[:1]
-    placement.turn_to_training(StepTimer())  # the loop saves
+    placement.offload_engines(StepTimer())  # the loop saves
     assert events.taken() == TO_TRAINING
 
 
@@ -135,5 +135,5 @@ def test_what_was_learnt_can_be_saved_when_an_engine_has_died() -> None:
     publish_with(placement, events)
     events.taken()
     events.fails, events.cause = "engines sleep", ActorDiedError()
-    placement.turn_to_training(StepTimer())
+    placement.offload_engines(StepTimer())
     assert events.taken() == TO_TRAINING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,41 +11,43 @@ import pytest
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.controller.loop import profiled
 from megatron_grpo.controller.recordings import RolloutDumps
 from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from tests.support.fake_rollouts import FakeRollouts
+from tests.support.loop_run import LIMITS, Run
 from tests.support.recording import RUN
 from tests.support.trajectories import make_trajectory, with_learnt
 
 
-def make_run(folder: Path, steps: list[int]) -> tuple[Any, list[str]]:
-    told: list[str] = []
+def make_run(folder: Path, steps: list[int]) -> tuple[Run, list[str]]:
+    run = Run(folder, replace(LIMITS, max_num_steps=3))
     model = SimpleNamespace(
-        begin_profile=lambda: told.append("begin"), end_profile=lambda where: told.append(f"end in {Path(where).name}")
+        begin_profile=lambda: run.logged.append("begin"),
+        end_profile=lambda where: run.logged.append(f"end in {Path(where).name}"),
+        checkpoint_is_written=lambda: True,
     )
-    logger = SimpleNamespace(run_dir=folder, note=told.append)
-    config = SimpleNamespace(logger=LoggerConfig(profile_steps=steps))
-    return SimpleNamespace(config=config, logger=logger, models=lambda: [model]), told
+    run.config.logger.profile_steps = steps
+    run.logger.run_dir = folder
+    run.models = lambda *_: [model]  # type: ignore[assignment]
+    return run, run.logged
 
 
 def test_only_chosen_steps_are_profiled(tmp_path: Path) -> None:
     run, told = make_run(tmp_path, [2])
-    for step in (1, 2, 3):
-        with profiled(run, step):
-            told.append(f"step {step}")
-    assert told == [
-        *["step 1", "begin", "step 2", "end in step_2"],
+    run.train()
+    about_profiles = [text for text in told if text.startswith(("begin", "end in", "dump", "step 2: profiles"))]
+    assert about_profiles == [
+        *["dump 1 begins", "dump 1 is there", "begin", "dump 2 begins", "end in step_2"],
         f"step 2: profiles in {tmp_path / 'profiles' / 'step_2'}",
-        "step 3",
+        *["dump 2 is there", "dump 3 begins", "dump 3 is there"],
     ]
 
 
 def test_a_step_that_fails_is_not_hidden_by_its_profile(tmp_path: Path) -> None:
     run, told = make_run(tmp_path, [1])
-    with pytest.raises(RunError, match="the engine died"), profiled(run, 1):
-        raise RunError("the engine died")
-    assert told == ["begin"]
+    with pytest.raises(RunError, match="the engine died"):
+        run.train(steps=0, error=RunError("the engine died"))
+    assert [text for text in told if text.startswith(("begin", "end in"))] == ["begin"]
 
 
 def test_some_rollouts_of_a_step(tmp_path: Path) -> None:

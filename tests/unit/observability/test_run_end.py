@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.observability.run_logger import RunLogger
-from megatron_grpo.observability.summary import Ending
+from megatron_grpo.observability.summary import RunEnd
 
 TIMING = {"generation": 0.2, "train": 0.1, "total": 0.4}
 
@@ -28,7 +28,7 @@ def logger(tmp_path: Path) -> Iterator[RunLogger]:
 
 
 def test_a_run_that_ends_early_says_why(logger: RunLogger, tmp_path: Path) -> None:
-    logger.ends_early("early_stop", "val_accuracy is 0.9")
+    logger.end_early("early_stop", "val_accuracy is 0.9")
     logger.finish()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["outcome"], summary["reason"]) == ("early_stop", "val_accuracy is 0.9")
@@ -42,7 +42,7 @@ def test_a_run_that_makes_all_its_steps_has_no_reason(logger: RunLogger, tmp_pat
 
 
 def test_a_failure_is_written_with_all_that_is_known(logger: RunLogger, tmp_path: Path) -> None:
-    logger.write_summary(Ending("failed", "the engine died"))
+    logger.write_summary(RunEnd("failed", "the engine died"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["outcome"], summary["reason"], summary["steps"]) == ("failed", "the engine died", 2)
     assert summary["startup_s"] == 2.5

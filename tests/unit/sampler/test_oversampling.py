@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.data.trajectory import SampledGroup
 from tests.support import sampling_ahead
-from tests.support.sampling_ahead import Prompts, course
+from tests.support.sample_buffers import Prompts, course
 
 DATA = Prompts(rows=14, per_batch=4, epochs=2)
 ORDERS = st.lists(st.integers(0, 99), min_size=1, max_size=40)

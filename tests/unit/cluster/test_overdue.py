@@ -14,7 +14,7 @@ import pytest
 
 from megatron_grpo.cluster import overdue as late
 from megatron_grpo.cluster.heartbeat import FOLDER, Heartbeat
-from megatron_grpo.cluster.overdue import DESCRIBED, Whereabouts, doing, report_hanging, report_late
+from megatron_grpo.cluster.overdue import DESCRIBED, ProcessStatus, doing, report_hanging, report_overdue
 from megatron_grpo.cluster.phases import Phase
 from megatron_grpo.cluster.process_log import driver_log, log_file
 from tests.support.logged_processes import (
@@ -41,7 +41,7 @@ def test_a_stopped_process_is_told_from_one_that_waits_for_it(folder: Path) -> N
     with logged_processes(folder, {"policy rank 0": SLEEPS, "policy rank 1": SLEEPS}) as processes:
         stop(processes["policy rank 1"])
         time.sleep(2.5)
-        text = report_late("training step", ["policy rank 0", "policy rank 1"])
+        text = report_overdue("training step", ["policy rank 0", "policy rank 1"])
         pids = {name: process.pid for name, process in processes.items()}
     first, second = text.removeprefix("; ").split("; ")[:2]
     assert first.startswith(f"policy rank 1 (pid {pids['policy rank 1']} on ")
@@ -65,7 +65,7 @@ def test_a_process_that_holds_its_interpreter_is_found_and_writes_its_stacks(
     monkeypatch.setattr(late, "SILENT_S", 1.5)
     with logged_processes(folder, {"policy rank 0": HOLDS_THE_INTERPRETER}):
         time.sleep(2.5)
-        text = report_late("training step", ["policy rank 0"])
+        text = report_overdue("training step", ["policy rank 0"])
     assert "is in phase 'train'" in text
     assert ": its interpreter is held" in text
     assert 'File "<string>"' in log_file(folder, "policy rank 0").read_text()
@@ -83,7 +83,7 @@ def test_a_process_that_is_gone_and_one_that_never_came(folder: Path) -> None:
     with logged_processes(folder, {"generation engine 0 core": SLEEPS}) as processes:
         processes["generation engine 0 core"].kill()
         processes["generation engine 0 core"].wait()
-        text = report_late("generation start", ["generation engine 0", "generation engine 1"])
+        text = report_overdue("generation start", ["generation engine 0", "generation engine 1"])
     assert "generation engine 0 core (pid" in text
     assert ": its process is gone" in text
     assert "; generation engine 1 has not begun: it has no log" in text
@@ -105,7 +105,7 @@ def test_only_those_in_trouble_are_named_beside_another_s_failure(folder: Path) 
 def test_a_process_of_another_machine_is_asked_through_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with logged_processes(folder, {"policy rank 0": SLEEPS}):
         monkeypatch.setattr(late, "this_machine", lambda: "another one")
-        text = report_late("training step", ["policy rank 0"])
+        text = report_overdue("training step", ["policy rank 0"])
         monkeypatch.undo()
         log = log_file(folder, "policy rank 0").read_text()
     assert "is in phase 'train'" in text
@@ -119,7 +119,7 @@ def test_a_pid_that_was_given_to_another_process_is_left_alone(folder: Path) -> 
         record = json.loads(path.read_text())
         stop(processes["policy rank 0"])
         path.write_text(json.dumps({**record, "beat": record["beat"] - 3600.0}))
-        assert ": its process is gone" in report_late("training step", ["policy rank 0"])
+        assert ": its process is gone" in report_overdue("training step", ["policy rank 0"])
         assert "SIGSTOP" not in log_file(folder, "policy rank 0").read_text()
 
 
@@ -130,7 +130,7 @@ def test_a_message_about_many_stays_short(folder: Path) -> None:
         beat = time.time() - (40 if rank == 300 else 1)
         record = {"name": name, "beat": beat, "idle_since": beat, **template}
         (folder / FOLDER / f"policy_rank_{rank}.json").write_text(json.dumps(record))
-    text = report_late("training step", names)
+    text = report_overdue("training step", names)
     first, *_ = text.removeprefix("; ").split("; ")
     does = r"waits for work, for 4\d s after phase 'train', last heartbeat 4\d s ago"
     assert re.fullmatch(rf"policy rank 300 \(pid 4194305 on node7\) {does}: its process or its machine hangs", first)
@@ -140,7 +140,7 @@ def test_a_message_about_many_stays_short(folder: Path) -> None:
 
 
 def test_without_a_log_nothing_is_known() -> None:
-    assert report_late("training step", ["policy rank 0"]) == ""
+    assert report_overdue("training step", ["policy rank 0"]) == ""
     assert report_hanging(["policy rank 0"]) == ""
 
 
@@ -167,7 +167,7 @@ def test_what_a_process_does_in_words(phases: list[Phase], text: str, monkeypatc
 )
 def test_who_hangs(state: str, silence_s: float, hangs: bool) -> None:
     """The clock of another machine may be off, so it gets more time."""
-    assert Whereabouts(heartbeat([]), state, silence_s).hangs == hangs
+    assert ProcessStatus(heartbeat([]), state, silence_s).hangs == hangs
 
 
 def heartbeat(phases: list[Phase]) -> Heartbeat:

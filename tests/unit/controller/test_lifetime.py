@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_grpo.cluster.guardian import own_sigterm_handler_kept, terminated_like_interrupted
+from megatron_grpo.cluster.guardian import keep_sigterm_handler, sigterm_interrupts
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.controller.lifetime import report_at_end, summary_on_failure
-from megatron_grpo.observability.summary import Ending
+from megatron_grpo.controller.lifetime import end_recorded
+from megatron_grpo.observability.summary import RunEnd, write_summary
 
 ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "throughput": {}}
 
@@ -24,6 +25,15 @@ ROW = {"step": 1, "reward": 0.5, "timing": {"generation": 0.5, "total": 1.0}, "t
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
+
+
+def recorded(folder: Path, *, report: bool = False, write: Any = None) -> AbstractContextManager[None]:
+    """The end of a run in this folder, of four samples a step; `write` replaces the writer of the summary."""
+    startup: Any = SimpleNamespace(
+        run_dir=folder,
+        write_summary=write or (lambda end: write_summary(folder, samples_per_step=4, end=end)),
+    )
+    return end_recorded(startup, report=report)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +49,7 @@ def summary(folder: Path) -> dict[str, Any]:
     ids=repr,
 )
 def test_a_start_that_fails_says_why(error: BaseException, outcome: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(type(error)), summary_on_failure(tmp_path, samples_per_step=4):
+    with pytest.raises(type(error)), recorded(tmp_path):
         raise error
     written = summary(tmp_path)
     assert written["outcome"] == outcome
@@ -50,22 +60,10 @@ def test_a_start_that_fails_says_why(error: BaseException, outcome: str, reason:
 
 def test_the_steps_that_were_made_are_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" + '{"step": 2, "rew')
-    with pytest.raises(RunError), summary_on_failure(tmp_path, samples_per_step=4):
+    with pytest.raises(RunError), recorded(tmp_path):
         raise RunError("the engine died")
     assert (summary(tmp_path)["steps"], summary(tmp_path)["samples"]) == (1, 4)
     assert summary(tmp_path)["overhead_fraction"] == 0.5
-
-
-def fail_with(write: Callable[[Ending], Any], folder: Path) -> None:
-    """A run that is up, whose logger writes its summary so, and that fails."""
-
-    def run() -> None:
-        with summary_on_failure(folder, samples_per_step=4) as known:
-            known.write = write
-            raise RunError("the engine died")
-
-    with pytest.raises(RunError, match="the engine died"):
-        run()
 
 
 @pytest.mark.parametrize("ending", [None, RunError("the engine died"), KeyboardInterrupt()])
@@ -73,7 +71,7 @@ def test_every_end_has_a_report(
     ending: BaseException | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run() -> None:
-        with report_at_end(tmp_path, wanted=True), summary_on_failure(tmp_path, samples_per_step=4):
+        with recorded(tmp_path, report=True):
             (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
             if ending is not None:
                 raise ending
@@ -91,38 +89,40 @@ def test_every_end_has_a_report(
 def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
     (tmp_path / "metrics.jsonl").write_text("damaged\n")
-    with pytest.raises(RunError, match="the engine died"), report_at_end(tmp_path, wanted=True):
+    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, report=True):
         raise RunError("the engine died")
     assert "report.html could not be written" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_gets_no_report(tmp_path: Path) -> None:
-    with report_at_end(tmp_path, wanted=True):
+    with recorded(tmp_path, report=True):
         pass
     (tmp_path / "config.yaml").write_text("algorithm: grpo\n")
-    with report_at_end(tmp_path, wanted=False):
+    with recorded(tmp_path):
         pass
     assert not (tmp_path / "report.html").exists()
 
 
 def test_once_a_run_is_up_its_logger_writes(tmp_path: Path) -> None:
-    endings: list[Ending] = []
-    fail_with(endings.append, tmp_path)
-    assert endings == [Ending("failed", "the engine died")]
+    ends: list[RunEnd] = []
+    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=ends.append):
+        raise RunError("the engine died")
+    assert ends == [RunEnd("failed", "the engine died")]
 
 
 def test_the_summary_of_an_earlier_start_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
-    with summary_on_failure(tmp_path, samples_per_step=4):
+    with recorded(tmp_path):
         assert not (tmp_path / "summary.json").exists()
     assert not (tmp_path / "summary.json").exists(), "a run that ends well writes it itself"
 
 
 def test_a_full_disk_does_not_hide_why_a_run_ended(tmp_path: Path) -> None:
-    def fail(_: Ending) -> None:
+    def fail(_: RunEnd) -> None:
         raise OSError("no space left on device")
 
-    fail_with(fail, tmp_path)
+    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=fail):
+        raise RunError("the engine died")
 
 
 KILLED = """
@@ -162,8 +162,8 @@ def test_the_guardian_writes_for_a_driver_that_was_killed(killed: bool, tmp_path
 
 
 def test_sigterm_interrupts_whatever_a_library_made_of_it() -> None:
-    with terminated_like_interrupted():
-        with own_sigterm_handler_kept():
+    with sigterm_interrupts():
+        with keep_sigterm_handler():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)

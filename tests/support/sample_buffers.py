@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.controller.oversampling import Oversampling
-from megatron_grpo.controller.sample_buffer import ComingSteps, SamplingAhead
+from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
 from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -54,7 +54,7 @@ class Process:
 
     def __init__(
         self,
-        sampler: type[SamplingAhead] | type[Oversampling],
+        sampler: type[SampleBuffer] | type[Oversampling],
         prompts: Prompts,
         config: AsyncGRPOConfig,
         *,
