@@ -11,6 +11,7 @@ from typing import Any
 from megatron_grpo.cluster.machines import find_gpus
 from megatron_grpo.config.checks import config_problems
 from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, ParallelConfig
@@ -25,7 +26,6 @@ from megatron_grpo.preflight.engines import (
 from megatron_grpo.preflight.layout import layout_problems
 from megatron_grpo.preflight.machine import MachineReport, examine_machine
 from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
-from megatron_grpo.preflight.passthrough import megatron_field_problems, vllm_argument_problems
 from megatron_grpo.weights.source import known_shape
 
 
@@ -208,10 +208,9 @@ def _problems(config: Config) -> list[Problem]:
         *quantization_problems(config, shape),
         *config_problems(config),
         *training_problems(config, shape),
-        *megatron_field_problems(config),
+        *owned_problems(passed_fields(config)),
         *engine_problems(config),
         *recorded_routing_problems(config),
-        *vllm_argument_problems(config),
         *refit_problems(config, shape),
         *placement_problems(config),
     ]

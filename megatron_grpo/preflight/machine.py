@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.cluster.machines import find_gpus, malformed, unreachable, visible_gpus
+from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
 from megatron_grpo.config.checks.rewards import environment_problems, scorer_problems, system_prompt_problems
 from megatron_grpo.config.checks.sampling import request_problems, server_problems
 from megatron_grpo.config.data_schema import EnvironmentConfig
-from megatron_grpo.config.errors import ConfigError, Problem
+from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.paths import unlistable, unwritable
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
@@ -25,7 +30,6 @@ from megatron_grpo.preflight.engines import engine_problems, sequence_problems
 from megatron_grpo.preflight.layout import engine_layout_problems
 from megatron_grpo.preflight.model import fp8_machine_problems, quantization_machine_problems
 from megatron_grpo.preflight.model_files import model_problems
-from megatron_grpo.preflight.passthrough import vllm_argument_problems
 from megatron_grpo.weights.source import known_shape
 
 
@@ -130,6 +134,7 @@ def examine_machine(config: Config) -> MachineReport:
         *quantization_machine_problems(config),
         *(sandbox_problems(config) if config.generates else ()),
         *model_problems(config),
+        *passed_field_problems(passed_fields(config)),
         *files,
         *folder_problems(config),
     ]
@@ -223,6 +228,54 @@ def _packages(config: Config) -> Iterator[Problem]:
         yield Problem("logger.mlflow.enabled=True", "needs the mlflow package: pip install mlflow, or set it to false")
 
 
+_LIBRARIES = {
+    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_fields"),
+    "generation.": ("vLLM", "vllm", "megatron_grpo.sampler.arguments"),
+}
+"""By beginning of the section's key: the library that fields are passed on to, its package, and our module that checks
+them against the library's classes."""
+_CHECK = """
+import dataclasses, json, sys
+from {module} import passed_field_problems
+print()
+print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json.load(sys.stdin))]))
+"""
+"""The program of the process that imports a library. Other lines that the import may print come before the last."""
+
+
+def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """Fields passed on that the installed library does not have, or whose values are of another type.
+
+    Each library is imported in a process of its own: that takes seconds, brings torch, and changes the environment of
+    the process.
+
+    Args:
+        sections: the fields by section of the configuration; a library without any is not imported.
+    """
+    for beginning, (library, package, module) in _LIBRARIES.items():
+        passed = {section: dict(values) for section, values in sections.items() if section.startswith(beginning)}
+        if not any(passed.values()):
+            continue
+        reason = None if _is_installed(package) else f"{library} is not installed here"
+        if reason is None:
+            command, sent = [sys.executable, "-c", _CHECK.format(module=module)], json.dumps(passed, default=str)
+            done = subprocess.run(command, input=sent, capture_output=True, text=True)
+            if done.returncode == 0:
+                yield from (Problem(*one) for one in json.loads(done.stdout.splitlines()[-1]))
+                continue
+            reason = f"{library} cannot be imported here: {(done.stderr.splitlines() or ['no reason'])[-1]}"
+        for section, values in passed.items():
+            for name, value in values.items():
+                yield Problem(f"{section}.{name}={shown(value)}", f"cannot be checked: {reason}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it is not there
+        return False
+
+
 def evaluation_problems(config: Config) -> list[Problem]:
     """What keeps engines from answering prompts here, or environments from scoring them.
 
@@ -231,6 +284,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
     """
     find_gpus(config.cluster)
     shape = known_shape(config)
+    arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
     problems = [
         *engine_layout_problems(config, shape),
         *sequence_problems(config, shape),
@@ -240,7 +294,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
         *server_problems(config),
         *environment_problems(config),
         *engine_problems(config),
-        *vllm_argument_problems(config),
+        *owned_problems(arguments),
         *spec_problems(config.data),
     ]
-    return problems or [*cluster_problems(config), *sandbox_problems(config)]
+    return problems or [*cluster_problems(config), *sandbox_problems(config), *passed_field_problems(arguments)]

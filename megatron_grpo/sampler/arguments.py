@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_grpo.config.checks.passthrough import library_problems
+from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
@@ -145,6 +147,19 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     arguments |= on_device | {name: value for name, value in given.items() if value is not None}
     return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
+
+
+def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Arguments that users pass on and the installed vLLM does not have, or has with another type.
+
+    Args:
+        sections: the arguments by section of the configuration: generation.engine_args.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
+    what = "argument of the installed vLLM"
+    return [one for section, values in sections.items() for one in library_problems(section, values, kinds, what)]
 
 
 def _made(name: str, value: Any) -> Any:

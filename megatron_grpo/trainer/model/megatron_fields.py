@@ -11,13 +11,37 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.checks.passthrough import library_problems
+from megatron_grpo.config.errors import Problem, RunError
 from megatron_grpo.config.schema import Fp8Config, PolicyConfig
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.weights.shape import ModelShape
 
 T = TypeVar("T")
+
+
+def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Fields that users pass on and the installed Megatron-Core does not have, or has with another type.
+
+    Args:
+        sections: the fields by section of the configuration: policy.megatron, policy.ddp, policy.megatron_optimizer.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    kinds: dict[str, type] = {
+        "policy.megatron": TransformerConfig,
+        "policy.ddp": DistributedDataParallelConfig,
+        "policy.megatron_optimizer": OptimizerConfig,
+    }
+    problems: list[Problem] = []
+    for section, values in sections.items():
+        kind = kinds[section]
+        what = f"field of Megatron-Core's {kind.__name__}"
+        problems += library_problems(section, values, typing.get_type_hints(kind), what)
+    return problems
 
 
 def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
