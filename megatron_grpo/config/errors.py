@@ -1,4 +1,4 @@
-"""What a command line turns into a message without a traceback: mistakes in the configuration, and failed runs."""
+"""Errors that a command line reports without a traceback, mistakes in the configuration among them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class RunError(RuntimeError):
 
 
 class SamplingError(RunError):
-    """Responses could not be sampled or scored; what is trained is as it was before."""
+    """Responses could not be sampled or scored; the models in training are unchanged and can be saved."""
 
 
 class ModelLostError(RunError):
-    """A rank of a model in training is gone or hangs, and with it its share of the model: nothing can be saved."""
+    """A rank of a model in training is gone or hangs; without its share of the model nothing can be saved."""
 
 
 class EngineLostError(RuntimeError):
-    """A generation engine has ended or does not answer; only another one in its place will."""
+    """A generation engine has ended or does not answer, and has to be replaced."""
 
 
 def format_problems(problems: Sequence[Problem]) -> str:

@@ -1,4 +1,4 @@
-"""The text that --help prints, from the schema and from what lies in conf/."""
+"""The texts of --help and the reference page docs/configuration.md, made from the schema and conf/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = {
     "refit_plan": "tell what a refit of a recipe moves, before a GPU is asked for: +exp=qwen3_8b_8gpu",
     "serve": "start a vLLM server that runs can train against: MODEL",
 }
-"""Modules that are run, with what they do."""
+"""The commands and what each does."""
 
 _COMMON = (
     "run_dir",
@@ -82,7 +82,7 @@ def version() -> str:
 
 
 def answered(arguments: Sequence[str], usage: str) -> bool:
-    """Whether a command line only asks for the usage or the version, which is printed then."""
+    """Print the usage or the version if a command line asks for it; returns whether it did."""
     if {"-h", "--help"} & set(arguments):
         print(usage, end="")
     elif "--version" in arguments:
@@ -140,24 +140,12 @@ taken as they are written, and `~` at the beginning of a path is the home folder
 
 
 def markdown() -> str:
-    """The whole page."""
-    return "\n".join(
-        [_INTRODUCTION, *_recipes(), *_options(), *(line for group in groups() for line in _section(group))]
-    )
-
-
-def _recipes() -> Iterator[str]:
-    yield "## Recipes\n"
-    yield from (f"- `+exp={name}`: {recipe_summary(name)}" for name in config_groups()[RECIPES])
-    yield ""
-
-
-def _options() -> Iterator[str]:
-    yield "## Groups\n"
-    for name, options in config_groups().items():
-        if name != RECIPES:
-            yield f"- `{name}`: " + ", ".join(f"`{name}={option}`" for option in options)
-    yield ""
+    """The page docs/configuration.md."""
+    options = config_groups()
+    recipes = [f"- `+exp={name}`: {recipe_summary(name)}" for name in options.pop(RECIPES)]
+    chosen = [f"- `{name}`: " + ", ".join(f"`{name}={one}`" for one in found) for name, found in options.items()]
+    sections = [line for group in groups() for line in _section(group)]
+    return "\n".join([_INTRODUCTION, "## Recipes\n", *recipes, "", "## Groups\n", *chosen, "", *sections])
 
 
 def _section(group: Group) -> Iterator[str]:
@@ -175,7 +163,7 @@ def _section(group: Group) -> Iterator[str]:
 
 
 def _title(group: Group) -> str:
-    """GRPO and PPO have a section of their own each beside those that they share."""
+    """Heading of a section; shared loop sections have both names."""
     if group.name in LOOPS and not group.shared:
         return f"Only in {group.name}"
     return " and ".join(group.names) or "Top level"

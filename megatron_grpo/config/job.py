@@ -1,4 +1,4 @@
-"""Flat jobs: `job=FILE` on the command line, a YAML of GrpoParameters' field names, each of which is a setting here."""
+"""Jobs: `job=FILE` on the command line, a flat YAML file with the fields of GrpoParameters, each of them a key here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_grpo.config.loop_schema import LOOPS, VALIDATION_PREFIX, named_for
 from megatron_grpo.config.overrides import DEEPEST, depth
 
 MOST_BYTES = 2**20
-_DEEPEST = 20
+"""Largest job file."""
 
 
 def read_job_file(path: str) -> dict[Hashable, Any]:
-    """The fields of a job.
+    """The fields of a job file.
 
     Raises:
-        ValueError: the file cannot be read, or is no YAML mapping of fields; the text says why, without its name.
+        ValueError: the file cannot be read, or is no YAML mapping of fields; the text does not name the file.
     """
     file = Path(os.path.expanduser(path))
     try:
@@ -52,8 +52,7 @@ def read_job_file(path: str) -> dict[Hashable, Any]:
 
 
 class _JobLoader(yaml.SafeLoader):
-    """Plain YAML: no aliases, with which a few lines can stand for gigabytes or hold themselves; no deep nesting; and
-    no field twice, of which only the last would count."""
+    """Plain YAML, without aliases (a few lines of which can expand to gigabytes), deep nesting, or a field twice."""
 
     _depth = 0
 
@@ -63,8 +62,8 @@ class _JobLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(
                 None, None, "has anchors or aliases (&, *); write it out", event.start_mark
             )
-        if self._depth > _DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"is nested more than {_DEEPEST} deep", event.start_mark)
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"is nested more than {DEEPEST} deep", event.start_mark)
         self._depth += 1
         try:
             return super().compose_node(parent, index)
@@ -101,7 +100,7 @@ SETTING_OF_FIELD = {
     "use_rloo": "grpo.use_leave_one_out_baseline",
 }
 ENVIRONMENT = "environment"
-"""The field that says what is trained on and what scores it: a name, or a mapping of the fields below."""
+"""The field for data and scoring: the name of an environment, or a mapping of the fields below."""
 
 DATA_OF_FIELD = {
     "dataset": "data.train_path",
@@ -109,37 +108,37 @@ DATA_OF_FIELD = {
     "prompt_key": "data.prompt_key",
     "answer_key": "data.answer_key",
 }
-"""Fields of the environment about its data; its other fields are the keys of env.<name>."""
+"""Fields of the environment that set keys of its data; its other fields are keys of env.<name>."""
 
 
 @dataclass(slots=True)
 class Job:
-    """What a job file sets."""
+    """The content of a job file."""
 
     file: str = ""
     environment: str | None = None
     """Task name; None: as the recipe says."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Values by key; those that GRPO and PPO share under GRPO's name."""
+    """Values by key; shared loop keys have GRPO's name."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each setting came from."""
     unvalidated: bool = False
-    """Whether it brings data of its own without held-out prompts."""
+    """Whether the job has its own training data but no held-out prompts."""
     only_named: bool = False
     """Whether the environment is given by its name alone."""
     overruled: set[str] = field(default_factory=set)
-    """Keys that stand on the command line itself."""
+    """Keys of the command line, which win over the job."""
     problems: list[Problem] = field(default_factory=list)
 
     def environment_override(self, options: Sequence[str]) -> list[str]:
-        """How the environment is chosen on a command line, when it is one of the options in conf/env."""
+        """The override that chooses the job's environment, when it is an option of conf/env."""
         return [f"env={self.environment}"] if self._is_option(options) else []
 
     def apply(self, composed: DictConfig, options: Sequence[str]) -> list[Problem]:
-        """Write the job's settings into a composed configuration; returns what is wrong with that.
+        """Write the job's settings into a composed configuration; returns problems of its environment.
 
         Args:
-            options: the environments in conf/env; another one takes the place of those that the recipe has.
+            options: the environments in conf/env; any other one replaces those of the recipe.
         """
         if self.environment is not None and not self._is_option(options):
             if self.only_named and self.environment not in composed.env:
@@ -154,7 +153,7 @@ class Job:
         return []
 
     def _without_validation(self, composed: DictConfig) -> dict[str, Any]:
-        """What takes the place of the recipe's held-out prompts, which are of another task."""
+        """Settings that switch off the recipe's validation, whose prompts belong to another task."""
         if not self.unvalidated or "data.val_path" in self.overruled:
             return {}
         by_validation = composed.checkpointing.metric_name.startswith(VALIDATION_PREFIX)
@@ -165,21 +164,20 @@ class Job:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
     def named(self, problems: Sequence[Problem]) -> list[Problem]:
-        """The problems, those with a setting of this job under the job's own name for it."""
-        return [self._named(problem) for problem in problems]
-
-    def _named(self, problem: Problem) -> Problem:
-        name = self.fields.get(named_for("grpo", problem.key))
-        if name is None:
-            return problem
-        value = problem.subject[len(problem.key) :]
-        return Problem(f"{self.file}: {name}{value}", f"{problem.text} (it sets {problem.key})")
+        """The problems; those of settings of this job under the names of its fields."""
+        found = []
+        for problem in problems:
+            if name := self.fields.get(named_for("grpo", problem.key)):
+                value = problem.subject[len(problem.key) :]
+                problem = Problem(f"{self.file}: {name}{value}", f"{problem.text} (it sets {problem.key})")
+            found.append(problem)
+        return found
 
 
 def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
-    """The job among the arguments of a command line, an empty one without, and the other arguments.
+    """The job of a command line (an empty one if there is none), and the other arguments.
 
-    A key that stands on the command line itself, under either name if it has two, is left out of the job's settings.
+    A key of the command line, under either name if it has two, is left out of the job's settings.
     """
     given = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
     others = [argument for argument in arguments if argument not in given]
@@ -203,7 +201,7 @@ def given_keys(job: Job, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def keys_on(arguments: Sequence[str]) -> dict[str, str]:
-    """Keys and values of a command line; a section that is given whole, as {...}, counts as each of its keys."""
+    """Keys and values of a command line; a section given as {...} counts as each of its keys."""
     found: dict[str, str] = {}
     for argument in arguments:
         name, _, text = argument.lstrip("+~").partition("=")
@@ -214,7 +212,7 @@ def keys_on(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _section(name: str, text: str) -> dict[str, Any]:
-    """A section in Hydra's syntax; empty when it is not understood, which is told elsewhere."""
+    """The content of a section in Hydra's syntax; empty when it cannot be parsed, which `read_overrides` reports."""
     try:
         value = OverridesParser.create().parse_override(f"{name}={text}").value()
     except (HydraException, ValueError, RecursionError):

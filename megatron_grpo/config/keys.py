@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import textwrap
 import types
@@ -21,7 +22,7 @@ from megatron_grpo.config.schema import MISSING, Config, LoopConfig, PPOConfig
 from megatron_grpo.config.section import EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments
 
 FREE_TYPE = "true or false, number, text, list or mapping"
-"""Type of a key that is passed on to Megatron-Core, vLLM or an environment, whose own type is checked there."""
+"""Type of pass-through fields, which Megatron-Core, vLLM or an environment checks."""
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -30,8 +31,8 @@ class Key:
     """One leaf of the configuration."""
 
     name: str
-    """Dotted; a part in angle brackets stands for a name that the user chooses. Of a key that GRPO and PPO share, the
-    name in GRPO."""
+    """Dotted; a part in angle brackets stands for a name that the user chooses. A key that GRPO and PPO share has
+    GRPO's name."""
     type: str
     """Type in words for people: "int > 0", "one of linear, cosine", "text or null"."""
     default: Any
@@ -57,7 +58,7 @@ class Group:
     """One section of the configuration."""
 
     name: str
-    """Dotted; empty for the top level. Of one that GRPO and PPO share, the name in GRPO."""
+    """Dotted; empty for the top level. A section that GRPO and PPO share has GRPO's name."""
     doc: str
     keys: tuple[Key, ...]
     """Keys of the section itself, without those of the sections below it."""
@@ -85,7 +86,7 @@ def keys() -> dict[str, Key]:
 
 @functools.cache
 def _patterns() -> tuple[str, ...]:
-    """Names of leaves of which the user chooses a part: "env.<name>.type"."""
+    """Names of leaves with a part that the user chooses: "env.<name>.type"."""
     return tuple(name for name in keys() if "<" in name)
 
 
@@ -115,10 +116,10 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
 
     Args:
         section: dataclass of the section.
-        prefix: what the names of the section's keys begin with, its dot included; empty for the top level.
+        prefix: beginning of the names of the section's keys, dot included; empty for the top level.
         doc: one sentence that says what the section is.
-        defaults: the section with its default values, as the section around it makes it.
-        among: names of the section's fields that are looked at; None: all.
+        defaults: the section with its default values.
+        among: names of the fields to include; None: all.
     """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
@@ -147,7 +148,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
 
 
 def _walk_loop(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
-    """The groups of an algorithm's loop; those that the algorithms share come first, and once."""
+    """The groups of an algorithm's loop section; those that both algorithms share are listed with the first one."""
     own = frozenset(field.name for field in dataclasses.fields(section)) - SHARED
     alone = _walk(section, prefix, doc, defaults, own)
     if prefix != f"{LOOPS[0]}.":
@@ -157,7 +158,7 @@ def _walk_loop(section: type, prefix: str, doc: str, defaults: Any) -> list[Grou
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Docstrings under the fields of a class and of those it inherits from, which Python itself throws away."""
+    """Docstrings below the fields of a class and of its bases, by field; Python itself does not keep them."""
     docs: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if dataclasses.is_dataclass(base):
@@ -169,16 +170,11 @@ def _own_field_docs(section: type) -> dict[str, str]:
     (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(class_def, ast.ClassDef)
     docs = {}
-    for statement, following in zip(class_def.body, class_def.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = following.value.value if _is_text(following) else None
-            if isinstance(text, str):
-                docs[statement.target.id] = inspect.cleandoc(text)
+    for statement, following in itertools.pairwise(class_def.body):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
     return docs
-
-
-def _is_text(statement: ast.stmt) -> typing.TypeGuard[Any]:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _describe(hint: Any) -> str:
@@ -207,15 +203,15 @@ def _written(value: Any) -> str:
 
 
 def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:
-    """Leaves of a section that are not at their defaults, with their values."""
+    """Dotted name and value of every leaf of a section that differs from its default."""
     defaults = dict(leaves(dataclasses.asdict(getattr(Config(), section)), f"{section}."))
     for key, value in leaves(dataclasses.asdict(getattr(config, section)), f"{section}."):
-        if key not in defaults or value != defaults[key]:  # fields that are passed on have no default here
+        if key not in defaults or value != defaults[key]:  # pass-through fields have no default here
             yield key, value
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in nested mappings that is no mapping itself."""
+    """Dotted name and value of every leaf of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What every algorithm's training loop can be told: sizes, limits, validation, rewards, dynamic sampling."""
+"""The keys of the training loop: those that GRPO and PPO share under two names, and those that only PPO has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_grpo.config.section import (
 VALIDATION_PREFIX = "val_"
 """Metrics that only validation produces begin with this."""
 VALIDATION_METRICS = ("accuracy", "reward", "response_length", "truncation_rate")
-"""What it produces, after the prefix."""
+"""Metrics of a validation, without the prefix."""
 
 
 @dataclass(kw_only=True)
@@ -270,9 +270,9 @@ class MseValueLossConfig(Section):
 LOOPS = ("grpo", "ppo")
 """The algorithms, and the sections of their names."""
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
-"""First parts of the shared keys, after the section."""
+"""Shared keys and sections of such keys: `grpo.NAME` and `ppo.NAME` are aliases for each of these names."""
 READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
-"""The sections that an algorithm alone reads, their shared keys apart."""
+"""Sections that only one algorithm reads, apart from the shared keys in them."""
 
 
 def is_shared(name: str) -> bool:

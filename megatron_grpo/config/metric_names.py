@@ -1,4 +1,4 @@
-"""Names of the metrics of a step, as far as the configuration decides which of them there are."""
+"""Names of the metrics of a step, and the settings that each of them needs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ALWAYS = """
 """
 
 TASK_METRICS = ("reward", "accuracy", "response_length")
-"""What is told of each environment, when there are several: task_NAME/TASK."""
+"""Metrics of single environments, when there are several: task_NAME/TASK."""
 
 _Condition = tuple[str, Callable[[Config], bool], str]
-"""Names, whether a run has them, and what they need."""
+"""Names of metrics, whether a run has them, and what they need in words."""
 
 _SOMETIMES: tuple[_Condition, ...] = (
     (
@@ -102,11 +102,11 @@ _SOMETIMES: tuple[_Condition, ...] = (
 ALL_STEP_METRICS: dict[str, str] = dict.fromkeys(_ALWAYS.split(), "") | {
     name: needs for names, _, needs in _SOMETIMES for name in names.split()
 }
-"""Every metric of a step, those of single reward functions apart, with what it needs."""
+"""Every metric of a step except those of single reward functions and tasks, with what it needs in words."""
 
 
 def step_metrics(config: Config) -> set[str]:
-    """The metrics that steps of this run have, all or some of them."""
+    """Metrics that all or some steps of this run have."""
     names = set(_ALWAYS.split())
     for some, has_them, _ in _SOMETIMES:
         if has_them(config):
@@ -115,7 +115,7 @@ def step_metrics(config: Config) -> set[str]:
 
 
 def sometimes_absent(config: Config) -> set[str]:
-    """Metrics that some steps of this run have and others may not: nothing in such a step says what they are."""
+    """Metrics that a step of this run may lack, because it had nothing to compute them from."""
     functions = _of_functions(config)
     names = functions | _of_tasks(config) | ({"reward_std"} if functions else set())
     if any(one.on_reward_error == "none" for one in config.env.values()):

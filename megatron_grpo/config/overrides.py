@@ -1,4 +1,7 @@
-"""Reads the overrides of a command line one by one, so that each mistake among them gets its own message."""
+"""Reads the overrides of a command line, and the folders of recipes and options that it adds to conf/.
+
+Overrides are parsed one by one, so that each mistake among them gets its own message.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,30 @@ from megatron_grpo.config.keys import FREE_TYPE, groups, keys, known_key, known_
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
 OPTION = "--config-dir"
-"""Adds a folder."""
+"""Adds a folder of recipes and options: --config-dir=FOLDER."""
 SEARCH_KEY = "hydra.searchpath"
-"""Adds several: hydra.searchpath=[FOLDER,...]."""
+"""Adds several folders: hydra.searchpath=[FOLDER,...]."""
+RECIPES = "exp"
+"""The group whose options are whole recipes."""
+VARIANTS = "variant"
+"""The group whose options are published variants of an algorithm; Hydra reads it after all others."""
+DEEPEST = 20
+"""Most brackets within brackets; Hydra's parser takes seconds for thousands."""
 _FILE = "file://"
+_TEXT = ("text", "text or null")
+"""Types of keys whose values are taken literally, whatever characters they contain."""
 
 _added: ContextVar[tuple[Path, ...]] = ContextVar("added", default=())
 
 
-def folders() -> list[Traversable]:
-    """The folders of groups, conf/ first."""
+def _folders() -> list[Traversable]:
+    """The folders that hold groups of options, conf/ first."""
     return [resources.files(CONF_MODULE), *_added.get()]
 
 
 @contextlib.contextmanager
 def searched(added: Sequence[Path]) -> Iterator[None]:
-    """Look for options in these folders, too."""
+    """Within this context options are looked for in these folders too."""
     token = _added.set(tuple(added))
     try:
         yield
@@ -48,7 +59,7 @@ def searched(added: Sequence[Path]) -> Iterator[None]:
 
 
 def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], list[Problem]]:
-    """The folders that a command line adds, its other arguments, and what is wrong with the folders."""
+    """The folders that a command line adds, its other arguments, and problems of the folders."""
     added: list[Path] = []
     others: list[str] = []
     problems: list[Problem] = []
@@ -73,7 +84,7 @@ def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], 
 
 
 def hydra_override(added: Sequence[Path]) -> list[str]:
-    """What tells Hydra of the folders."""
+    """The override with which Hydra searches the folders."""
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
@@ -86,7 +97,7 @@ def _listed(value: str) -> list[str]:
 
 
 def _unfit(folder: Path) -> str | None:
-    """Why nothing can be chosen from a folder; None: something can."""
+    """Why a folder cannot be added, or None."""
     if not folder.is_dir():
         return "no such folder"
     own = resources.files(CONF_MODULE)
@@ -100,31 +111,21 @@ def _unfit(folder: Path) -> str | None:
     return None
 
 
-RECIPES = "exp"
-"""The group whose options are whole recipes."""
-VARIANTS = "variant"
-"""The group whose options are published variants; it comes after all others."""
-_TEXT = ("text", "text or null")
-"""Types whose values are taken as they are written, whatever signs are in them."""
-DEEPEST = 20
-"""Brackets within brackets; the parser takes seconds for thousands."""
-
-
 @dataclass(slots=True)
 class Overrides:
-    """What stands on a command line."""
+    """The overrides of a command line, sorted."""
 
     accepted: list[str] = field(default_factory=list)
-    """What can be given to Hydra."""
+    """Overrides in a form that Hydra takes."""
     unknown: list[str] = field(default_factory=list)
     """Keys that the schema does not have."""
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong with the rest."""
+    """Mistakes in the other overrides."""
 
 
 def config_groups() -> dict[str, list[str]]:
-    """The groups of conf/ and the options of each, those of added folders among them, sorted."""
-    own, *added = folders()
+    """The groups of conf/ and the options of each, added folders included, sorted."""
+    own, *added = _folders()
     options = {folder.name: _options(folder) for folder in own.iterdir() if folder.is_dir()}
     for folder in added:
         for name, found in options.items():
@@ -134,8 +135,8 @@ def config_groups() -> dict[str, list[str]]:
 
 
 def settings_of(path: str) -> dict[str, Any]:
-    """The keys that a file of conf/ ("variant/dapo") sets itself, with their values as they are written there."""
-    file = next(file for folder in folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
+    """Keys and values that a file of conf/ ("variant/dapo") sets itself, without those of its defaults list."""
+    file = next(file for folder in _folders() if (file := folder.joinpath(f"{path}.yaml")).is_file())
     text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
     return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
@@ -146,7 +147,7 @@ def _options(folder: Traversable) -> list[str]:
 
 
 def read_overrides(overrides: Sequence[str]) -> Overrides:
-    """Sort what stands on a command line into what Hydra takes, unknown keys and mistakes."""
+    """Sort the overrides of a command line into those that Hydra takes, unknown keys and mistakes."""
     read, options = Overrides(), config_groups()
     parser = OverridesParser.create()
     for text in overrides:
@@ -158,7 +159,7 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
 
 
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """What is wrong with an argument that is no KEY=VALUE at all."""
+    """The problem of an argument that is no KEY=VALUE, or None."""
     name, equals, value = text.lstrip("+~").partition("=")
     if text.startswith("~"):
         return None
@@ -177,7 +178,10 @@ def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | Non
 
 
 def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """Add an argument to what was read, in the form that Hydra accepts whatever sign the user put before it."""
+    """Add an argument to the accepted or unknown ones, or return its problem.
+
+    Keys are accepted as `++key=value`, whatever sign the user put before them: Hydra then overrides or adds the key.
+    """
     name, _, value = text.lstrip("+~").partition("=")
     key = known_key(name)
     if text.startswith("~"):
@@ -196,7 +200,8 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         read.accepted.append(f"{name}={given}")
     elif known_key(name) or (known_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
-    elif matches("env.<name>", name) and (key := name.replace("env.", "env.NAME.", 1)) in _of_environments():
+    elif matches("env.<name>", name) and name.replace("env.", "env.<name>.", 1) in keys():
+        key = name.replace("env.", "env.NAME.", 1)
         return Problem(text, f"is {key}; NAME is an environment's, such as the one that data.task_name names")
     elif known_section(name):
         return Problem(text, f"{name} is a section; set one of its keys: {', '.join(_members(name))}")
@@ -206,7 +211,7 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
 
 
 def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> Override | Problem | None:
-    """An argument as Hydra reads it, or what is wrong with it; None: a text that is to be taken as it is written."""
+    """The argument as Hydra parses it, or its problem; None: the value is a text to be taken literally."""
     kind = keys()[key].type if key else None
     name = text.lstrip("+").partition("=")[0]
     too_deep = key is not None and depth(value) > DEEPEST
@@ -233,16 +238,14 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
 
 
 def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
-    """~env.NAME takes an environment away; nothing else can go, for every other key has to have a value."""
+    """Accept ~env.NAME, which removes an environment; no other key can be removed, because each needs a value."""
     if "=" not in text and matches("env.<name>", name):
         read.accepted.append(text)
         return None
     if name in options:
         return Problem(text, f"takes nothing away that could be named; choose another {name}, or set single keys")
-    if known_key(name):
-        return Problem(
-            text, f"every key has a value; write {name}=..., {keys()[known_key(name) or ''].default_text} by default"
-        )
+    if key := known_key(name):
+        return Problem(text, f"every key has a value; write {name}=..., {keys()[key].default_text} by default")
     if known_section(name):
         return Problem(text, f"would drop what the recipe sets in {name}; set single keys of it instead")
     read.unknown.append(name)
@@ -250,7 +253,7 @@ def _delete(read: Overrides, text: str, name: str, options: Mapping[str, Sequenc
 
 
 def _chosen_twice(accepted: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Problem]:
-    """Groups of which the command line chooses several options; only the last would count."""
+    """Problems of groups with several chosen options, of which Hydra would silently take the last."""
     chosen: dict[str, list[str]] = {}
     for one in accepted:
         group, _, option = one.partition("=")
@@ -264,7 +267,7 @@ def _chosen_twice(accepted: Sequence[str], options: Mapping[str, Sequence[str]])
 
 
 def depth(text: str) -> int:
-    """How deep brackets are nested in a text."""
+    """Depth of nested brackets in a text."""
     depth = deepest = 0
     for sign in text:
         depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(sign, 0)
@@ -273,7 +276,7 @@ def depth(text: str) -> int:
 
 
 def _half_quoted(value: str) -> bool:
-    """Whether a text begins or ends with a quote, but not both: the shell took a part of the quotes."""
+    """Whether a text only begins or only ends with a quote, because the shell removed the other one."""
     return any(value.startswith(quote) != value.endswith(quote) or value == quote for quote in "'\"")
 
 
@@ -284,12 +287,8 @@ def _unknown_option(group: str, value: str, options: Sequence[str]) -> Problem:
     return Problem(f"{group}={value}", f"no such {kind}; {hint}there is {', '.join(options)}")
 
 
-def _of_environments() -> set[str]:
-    """The keys of an environment, of no environment in particular."""
-    return {name.replace("<name>", "NAME") for name in keys() if name.startswith("env.<name>.")}
-
-
 def _members(section: str) -> list[str]:
+    """The keys of a section, and the names of sections in it."""
     found = []
     for group in groups():
         if any(matches(name, section) for name in group.names):

@@ -1,4 +1,7 @@
-"""Whether files can be read and folders be written, found out by trying: permissions alone do not say it."""
+"""Names of things outside the configuration (files, Python objects, hub models, servers) and what is wrong with them.
+
+Files and folders are checked by opening them: permissions alone do not tell whether that works.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def unreadable(path: str | Path) -> str | None:
 
 
 def unlistable(path: str | Path) -> str | None:
-    """Why a folder cannot be looked into; None: it can."""
+    """Why a folder cannot be listed; None: it can."""
     try:
         os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -45,7 +48,7 @@ def unlistable(path: str | Path) -> str | None:
 
 
 def unwritable(key: str, given: str) -> Iterator[Problem]:
-    """Why nothing can be written to a folder that may not exist yet; leaves nothing behind."""
+    """Why a folder, which may not exist yet, cannot be written to; leaves nothing behind."""
     subject = f"{key}={shown(given)}"
     if "\0" in given:
         yield Problem(subject, "has a NUL character, which no name has")
@@ -74,11 +77,11 @@ def unwritable(key: str, given: str) -> Iterator[Problem]:
 
 
 def imported(module: str, name: str) -> Any:
-    """The object of this name in a module, which is imported for it.
+    """Import a module and return its object of this name.
 
     Raises:
-        ValueError: there is no such module or name, or the module fails; says why, for a message that begins with the
-            setting.
+        ValueError: there is no such module or name, or the module fails; the text is the end of a message that begins
+            with the setting.
     """
     try:
         return getattr(importlib.import_module(module), name)
@@ -95,11 +98,11 @@ def is_hub_name(path: str) -> bool:
 
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"
-"""Environment variable with the bearer token of servers and of the endpoint. In no file of a run."""
+"""Environment variable with the bearer token of servers and of the endpoint; no file of a run holds the token."""
 
 
 def token() -> str | None:
-    """The bearer token of this process's environment; None: there is none."""
+    """The bearer token in this process's environment, or None."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 

@@ -1,4 +1,9 @@
-"""Every configuration key, its type, default and meaning; conf/ only chooses values for what is declared here."""
+"""The schema of a run: every key with its type, default and meaning. All sections can be imported from here.
+
+conf/ only chooses values for the keys that are declared here and in the `*_schema.py` files.
+"""
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -51,50 +56,6 @@ from megatron_grpo.config.run_schema import (
     WandbConfig,
 )
 from megatron_grpo.config.section import MISSING, Positive, Section
-
-__all__ = [
-    "MISSING",
-    "AdvantageEstimatorConfig",
-    "AsyncGRPOConfig",
-    "CheckpointingConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "DatasetConfig",
-    "DebugConfig",
-    "EarlyStopConfig",
-    "EngineConfig",
-    "EnvironmentConfig",
-    "Fp8Config",
-    "GRPOConfig",
-    "GenerationConfig",
-    "GenerationParallelConfig",
-    "LoggerConfig",
-    "LoopConfig",
-    "LoraConfig",
-    "LossConfig",
-    "MlflowConfig",
-    "ModelConfig",
-    "MoeConfig",
-    "MseValueLossConfig",
-    "OptimizerConfig",
-    "PPOConfig",
-    "ParallelConfig",
-    "PolicyConfig",
-    "PrepareConfig",
-    "QuantizationFormat",
-    "ReferenceConfig",
-    "RefitConfig",
-    "RewardModelConfig",
-    "RewardScalingConfig",
-    "RewardShapingConfig",
-    "RolloutsConfig",
-    "SandboxConfig",
-    "TaskConfig",
-    "ValueConfig",
-    "ValueModelConfig",
-    "WandbConfig",
-]
 
 
 @dataclass(kw_only=True)

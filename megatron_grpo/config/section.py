@@ -1,4 +1,4 @@
-"""What every section of the schema is made of: its base class and the types of its values."""
+"""Base class of the schema's sections, and the types that their values share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]
 TemplateArguments = Annotated[dict[str, Any], "the chat template"]
-"""Names and values that are passed on, and whose they are; they are checked against what is installed."""
+"""Pass-through fields and their owner, against whose installed version they are checked."""
 
 
 class Section:

@@ -1,4 +1,4 @@
-"""From plain values to a typed Config: every value of another type or range is told, and takes its default."""
+"""Turns plain values into a typed Config; a value of a wrong type or range is reported and replaced by its default."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ PATHS = (
     "refit.directory",
     "debug.rollouts_from",
 )
-"""Keys that name files and folders; * stands for each name that there is."""
+"""Keys of files and folders; * stands for any name."""
 
 _OF_LISTS = {
     "data.train_path": "; several sets are data.train_sets.NAME.path=...",
     "data.val_path": "; several sets are data.val_sets.NAME.path=...",
 }
-"""What to say where a list is given in the place of one."""
+"""Advice where a list is given instead of one path."""
 
 
 def expand_homes(values: dict[str, Any]) -> None:
-    """Put the home folder in the place of a leading ~, as the shell does where it sees one."""
+    """Replace a leading ~ of paths by the home folder; the shell does so only where it sees one."""
     for name in PATHS:
         *sections, last = name.split(".")
         nodes: list[Any] = [values]
@@ -59,10 +59,10 @@ def expand_homes(values: dict[str, Any]) -> None:
 
 
 def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
-    """The values as a Config; wrong ones are reported and take their defaults. None: nothing could be made of them.
+    """The values as a Config, or None where even the defaults do not help, and what was wrong.
 
     Args:
-        values: wrong ones are removed.
+        values: wrong ones are removed in place, so that their keys take their defaults.
         algorithm: the one that runs, whose names are suggested for unknown keys.
     """
     problems = _booleans(values)
@@ -78,21 +78,17 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
 
 
 def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
-    """Required keys without a value, those apart that are told of already."""
+    """Required keys without a value that no other problem names."""
+    replaced = {"data.train_path"} if _get(values, "data.train_sets") else set()
     return [
-        Problem(name, f"is required: {' '.join(keys()[name].doc.split())}")
-        for name in keys()
-        if name not in already and "<" not in name and _get(values, name) == MISSING and not _replaced(values, name)
+        Problem(name, f"is required: {' '.join(key.doc.split())}")
+        for name, key in keys().items()
+        if name not in already | replaced and "<" not in name and _get(values, name) == MISSING
     ]
 
 
-def _replaced(values: dict[str, Any], name: str) -> bool:
-    """Whether something else is given in the place of a required key."""
-    return name == "data.train_path" and bool(_get(values, "data.train_sets"))
-
-
 def _booleans(values: dict[str, Any]) -> list[Problem]:
-    """Booleans where numbers or texts belong, which Python would take for 1 and 0; they are removed."""
+    """Remove booleans given for numbers or texts, which pydantic would read as 1 and 0, and report them."""
     wrong = []
     for name in [name for name, value in leaves(values) if isinstance(value, bool)]:
         key = known_key(name)
@@ -114,16 +110,13 @@ def _problem(detail: ErrorDetails, algorithm: str) -> Problem:
     whole = known_key(".".join(str(part) for part in detail["loc"][:-1]))
     if whole is not None:
         return Problem(subject, f"is an element of what must be {keys()[whole].type}")
-    members = [key.name.rpartition(".")[2] for group in groups() if _is(group.names, name) for key in group.keys]
+    sections = [group for group in groups() if any(matches(one, name) for one in group.names)]
+    members = [key.name.rpartition(".")[2] for group in sections for key in group.keys]
     return Problem(subject, f"must be a section with keys of its own{': ' if members else ''}{', '.join(members)}")
 
 
-def _is(names: tuple[str, ...], name: str) -> bool:
-    return any(matches(one, name) for one in names)
-
-
 def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Delete a wrong value; of a wrong list element, the whole list."""
+    """Delete a wrong value; a list with a wrong element goes as a whole."""
     node: Any = values
     for part in loc[:-1]:
         if not isinstance(node.get(part), dict):
