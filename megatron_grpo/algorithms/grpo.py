@@ -59,7 +59,7 @@ def async_grpo_train(run: GRPORun) -> None:
     Raises:
         ValueError: the run was set up to sample and train in turn.
     """
-    if run.samples.ahead is None:
+    if run.samples.buffer is None:
         raise ValueError("this run samples and trains in turn; set it up with grpo.async_grpo.enabled=true")
     grpo_train(run)
 

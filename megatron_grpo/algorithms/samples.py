@@ -141,8 +141,8 @@ def _next_groups(
 ) -> list[SampledGroup] | None:
     """The next generation batch, sampled now or ahead; None: no prompts are left."""
     state = source.state
-    if source.ahead is not None:
-        groups = source.ahead.take(batches, state["total_steps"], timer)
+    if source.buffer is not None:
+        groups = source.buffer.take(batches, state["total_steps"], timer)
     else:
         groups = _sampled_now(source, batches, timer)
     if groups is None:
@@ -171,11 +171,11 @@ def _sampled_now(
 
 def _metrics_of_async(source: SampleSource, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
     """About samples that were drawn ahead, of which these are trained on; nothing where none are."""
-    if source.ahead is None:
+    if source.buffer is None:
         return {}
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
     ages = age_metrics(outcomes, source.state["total_steps"])
-    return {**ages, **source.ahead.metrics(), "exposed_generation_s": waited}
+    return {**ages, **source.buffer.metrics(), "exposed_generation_s": waited}
 
 
 def _require_within_limit(source: SampleSource, gen_batches: int) -> None:

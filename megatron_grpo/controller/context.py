@@ -126,8 +126,8 @@ class SampleSource:
     """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
-    ahead: SampleBuffer | Oversampling | None = None
-    """What samples while steps train; None: a step samples when it asks."""
+    buffer: SampleBuffer | Oversampling | None = None
+    """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     recorded: RecordedSteps | None = None
     """What an earlier run sampled, which is taken instead; None: sampling."""
 
@@ -160,9 +160,9 @@ class SamplingRun:
     """What a script wants to be told."""
 
     def position(self) -> dict[str, Any]:
-        """State of the loader after the last prompts that a step has taken, whatever is sampled ahead."""
-        ahead = self.samples.ahead
-        return self.loader.state_dict() if ahead is None else ahead.position
+        """State of the loader after the last prompts that a step has taken, without those of the sample buffer."""
+        buffer = self.samples.buffer
+        return self.loader.state_dict() if buffer is None else buffer.position
 
     def models_by_folder(self) -> dict[str, RankGroup]:
         """What is trained, by its folder in a checkpoint."""

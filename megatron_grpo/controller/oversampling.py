@@ -1,7 +1,7 @@
-"""More prompts under way than a step takes: it learns from the first that are complete, and the others go on.
+"""Asynchronous sampling of more prompts than a step takes: the step learns from the prompts that are complete first.
 
-Nothing of a long response is thrown away: it goes on under the weights that are published meanwhile, as every response
-does that is under way, and a later step takes it.
+Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
+them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron_grpo.config.schema import AsyncGRPOConfig
-from megatron_grpo.controller.sample_buffer import ComingSteps
+from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.data.loader import Batches, with_waiting
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, renumbered
 from megatron_grpo.sampler.pool import Complete, GroupStream, RolloutPool, Timer
 
@@ -29,31 +29,32 @@ class _Begun(Generic[Group]):
 
     row: int
     version: int
-    """Of the weights that generation had when it was begun."""
+    """Version of the engines' weights when it was begun."""
     group: Group | None = None
-    """What came of it; None: not yet complete."""
+    """The sampled group; None: not yet complete."""
     left_over: bool = False
     """Whether a step has taken a later prompt before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[Group]):
-    """What a step gets."""
+    """The prompts that a step takes."""
 
     groups: list[Group]
     """In the order of their prompts in the data."""
     resumed: int
-    """Groups that an earlier step has left over: they went on under the weights that it published."""
+    """Groups that were under way while an earlier step took later prompts."""
     left_over: int
-    """Prompts that were begun before the last one that is taken, and go on."""
+    """Prompts that were begun before the last one taken, and are still under way."""
 
 
 class FirstComplete(Generic[Group]):
-    """Prompts under way, of which a step takes `prompts_per_take` that are complete, the oldest ones first.
+    """Prompts under way, of which a step takes `prompts_per_take` complete ones, the oldest first.
 
-    A prompt that was begun with the weights of version w is taken for the step that learns with w + max_age_steps at
-    the latest. So that no step has more of them to take than it can: those that have to be gone within the next k
-    steps are never more than k steps take. A step waits where too few of the oldest are complete for that.
+    A prompt that was begun with weights of version w must be taken by the step that learns with version
+    w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
+    only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until,
+    for every k, the prompts that are due within k steps are no more than k steps take (`_in_time`).
     """
 
     def __init__(self, prompts_per_take: int, max_age_steps: int) -> None:
@@ -81,22 +82,18 @@ class FirstComplete(Generic[Group]):
         return sum(one.group is not None for one in self._begun.values())
 
     def add(self, row: int, version: int) -> int:
-        """A prompt is begun, with the weights of this version.
-
-        Returns:
-            A number for it.
-        """
+        """Record a prompt that is begun with weights of this version; returns its number."""
         assert len(self._begun) < self._per_take * (self._max_age + 1), "what is sampled further ahead becomes too old"
         self._begun[self._next] = _Begun(row, version)
         self._next += 1
         return self._next - 1
 
     def put(self, number: int, group: Group) -> None:
-        """This is what came of a prompt."""
+        """Record the sampled group of a prompt."""
         self._begun[number].group = group
 
     def take(self, version: int) -> Taken[Group] | None:
-        """What a step trains on that learns with the weights of this version; None: too little is complete yet."""
+        """The prompts of the step that learns with weights of this version; None: too few are complete yet."""
         complete = [number for number, one in self._begun.items() if one.group is not None]
         if len(complete) < self._per_take or not self._in_time(version):
             return None
@@ -110,7 +107,7 @@ class FirstComplete(Generic[Group]):
         return Taken(groups, sum(one.left_over for one in taken), len(left_over))
 
     def _in_time(self, version: int) -> bool:
-        """Whether what remains, when the oldest complete ones are taken, can be taken in time by the steps to come."""
+        """Whether later steps can still take every other prompt in time once the oldest complete ones are taken."""
         for last in range(version, version + self._max_age):
             due = [one for one in self._begun.values() if one.version + self._max_age <= last]
             later = self._per_take * (last - version)
@@ -123,32 +120,31 @@ class Oversampling:
     """Prompts that are begun in the order of the data, and taken as they are complete (`FirstComplete`)."""
 
     def __init__(
-        self,
-        rollouts: RolloutPool,
-        loader: Batches,
-        config: AsyncGRPOConfig,
-        coming: ComingSteps,
+        self, rollouts: RolloutPool, loader: Batches, loop: LoopConfig, settings: SamplingSettings, begun: int
     ) -> None:
         """
         Args:
-            rollouts: what samples.
-            loader: of the prompts that `take` is given, for its position and the size of its batches.
-            config: how many are under way, and how old a trajectory may become.
-            coming: what is asked of the prompts, and for how many steps.
+            rollouts: samples the prompts.
+            loader: loader of the prompts that `take` is given, for its position and the size of its batches.
+            loop: samples per prompt, seed, last step, prompts under way, and the greatest age of a trajectory in steps.
+            settings: how tokens are drawn.
+            begun: generation batches that steps have taken before.
         """
-        assert config.oversampling_factor is not None, "without it samples come in the order of the data"
-        self._rollouts, self._loader = rollouts, loader
-        self._coming, self._number = coming, coming.begun
+        asynchronous = loop.async_grpo
+        assert asynchronous.oversampling_factor is not None, "without it samples come in the order of the data"
+        self._rollouts, self._loader, self._loop, self._settings = rollouts, loader, loop, settings
+        self._number = begun
         self._per_take = loader.prompts_per_batch
-        self._under_way = int(config.oversampling_factor * self._per_take)
-        self._buffer: FirstComplete[Complete] = FirstComplete(self._per_take, config.max_trajectory_age_steps)
+        self._under_way = int(asynchronous.oversampling_factor * self._per_take)
+        self._buffer: FirstComplete[Complete] = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
         self._next: deque[DatumSpec] = deque()
-        """What remains of the generation batch that was begun last."""
+        """Prompts of the last generation batch that are not yet begun."""
         self._streams: list[GroupStream] = []
         self._taken: Taken[Complete] = Taken([], 0, 0)
         self.position = copy.deepcopy(loader.state_dict())
-        """State of the loader from which all prompts follow that no step has taken: a run that resumes here samples
-        those again that were under way, before any other."""
+        """State of the loader that yields every prompt which no step has taken, for checkpoints. Steps take prompts out
+        of order, so the loader's own state is not enough: the rows of the prompts under way are saved with it, and a
+        resumed run samples them again before any other."""
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: Timer) -> list[SampledGroup] | None:
         """The prompts that are complete first, as many as a generation batch has; None: none are left.
@@ -172,7 +168,7 @@ class Oversampling:
         return renumbered(groups)
 
     def metrics(self) -> dict[str, float]:
-        """When the step got its samples: what was complete and under way beyond them, and which it took out of turn."""
+        """Prompts in the buffer when the step got its own, and how many it took out of order."""
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
@@ -182,7 +178,7 @@ class Oversampling:
 
     def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
         """Begin as many prompts as are missing, with the seeds of the generation batches that they are in."""
-        needed = self._per_take * (self._coming.max_num_steps - version)
+        needed = self._per_take * (self._loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:
             if not self._next:
@@ -194,9 +190,9 @@ class Oversampling:
             missing -= len(data)
             stream = self._rollouts.begin_each(
                 {self._buffer.add(datum["idx"], version): datum for datum in data},
-                samples_per_prompt=self._coming.samples_per_prompt,
-                settings=self._coming.settings,
-                run_seed=self._coming.run_seed,
+                samples_per_prompt=self._loop.num_generations_per_prompt,
+                settings=self._settings,
+                run_seed=self._loop.seed,
                 step=self._number,
             )
             self._streams.append(stream)
@@ -211,7 +207,7 @@ class Oversampling:
             self._rollouts.wait_for_groups(self._streams, since)
 
     def _look(self) -> None:
-        """See what has become complete."""
+        """Record prompts that have become complete."""
         for complete in self._rollouts.arrived(self._streams):
             self._buffer.put(complete.number, complete)
         self._streams = [stream for stream in self._streams if stream.calls]

@@ -17,7 +17,7 @@ from megatron_grpo.controller.failures import FiniteGuard
 from megatron_grpo.controller.lifetime import Startup, StartupParts, since_command, started
 from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps, run_facts
-from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
+from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.controller.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.controller.startup import (
     Models,
@@ -211,7 +211,7 @@ def _sampling_run(
             guard=guard,
             state=state,
             waiting=rollouts.put(progress.waiting),
-            ahead=_ahead(config, rollouts, settings, data.loader, state),
+            buffer=_buffer(config, rollouts, settings, data.loader, state),
             recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
         ),
         dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, run_facts(config, folder)),
@@ -251,19 +251,12 @@ def _placement(config: Config, models: Models) -> Placement:
     return Colocated(models.generation, models.policy, [] if models.value is None else [models.value])
 
 
-def _ahead(
+def _buffer(
     config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
 ) -> SampleBuffer | Oversampling | None:
-    """What samples while steps train, after the prompts that steps have taken; None: nothing does."""
+    """The buffer of asynchronous sampling, after the prompts that steps have taken; None: sampling is synchronous."""
     loop = config.loop
     if not loop.async_grpo.enabled:
         return None
     kind = SampleBuffer if loop.async_grpo.oversampling_factor is None else Oversampling
-    coming = ComingSteps(
-        samples_per_prompt=loop.num_generations_per_prompt,
-        settings=settings,
-        run_seed=loop.seed,
-        begun=state["generation_batches"],
-        max_num_steps=loop.max_num_steps,
-    )
-    return kind(rollouts, loader, loop.async_grpo, coming)
+    return kind(rollouts, loader, loop, settings, state["generation_batches"])

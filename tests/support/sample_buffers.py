@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_grpo.config.schema import AsyncGRPOConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, LoopConfig
 from megatron_grpo.controller.oversampling import Oversampling
-from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
+from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -77,12 +77,12 @@ class Process:
         if next_complete is not None:
             self.rollouts.next_complete = next_complete
         rollouts: Any = self.rollouts
-        coming = ComingSteps(samples_per_prompt=2, settings=SETTINGS, run_seed=5, begun=self.taken, max_num_steps=steps)
-        self.ahead = sampler(rollouts, self.loader, config, coming)
+        loop = LoopConfig(num_generations_per_prompt=2, seed=5, max_num_steps=steps, async_grpo=config)
+        self.buffer = sampler(rollouts, self.loader, loop, SETTINGS, self.taken)
         self.batches = prompt_batches(self.loader, prompts.epochs)
 
     def take_groups(self) -> list[SampledGroup] | None:
-        groups = self.ahead.take(self.batches, self.taken, StepTimer())
+        groups = self.buffer.take(self.batches, self.taken, StepTimer())
         self.taken += groups is not None
         return groups
 
@@ -99,7 +99,7 @@ class Process:
         return taken
 
     def checkpoint(self) -> dict[str, Any]:
-        saved: dict[str, Any] = json.loads(json.dumps({"position": self.ahead.position, "taken": self.taken}))
+        saved: dict[str, Any] = json.loads(json.dumps({"position": self.buffer.position, "taken": self.taken}))
         return saved
 
 

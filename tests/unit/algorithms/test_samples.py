@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
 from megatron_grpo.controller.context import SampleSource
-from megatron_grpo.controller.sample_buffer import ComingSteps, SampleBuffer
+from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -196,11 +197,10 @@ def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     (source, rollouts), (plain, _) = (make(tmp_path, use_dynamic_sampling=dynamic) for _ in range(2))
     rows = [[0, 1, 2], [4, 5, 7], [6, 8, 10], [12, 14, 16]]
     pool: Any = rollouts
-    loader = SimpleNamespace(state_dict=dict)
+    loader: Any = SimpleNamespace(state_dict=dict)
     options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
-    seed = source.config.loop.seed
-    coming = ComingSteps(samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=seed, begun=0, max_num_steps=9)
-    source.ahead = SampleBuffer(pool, loader, options, coming)
+    loop = replace(source.config.loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
+    source.buffer = SampleBuffer(pool, loader, loop, SETTINGS, 0)
     prompts, in_turn = batches(*rows), batches(*rows)
     expected, taken = drawn(plain, in_turn), drawn(source, prompts)
     assert taken.outcomes == expected.outcomes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.data.trajectory import SampledGroup
-from tests.support import sampling_ahead
+from tests.support import sample_buffers
 from tests.support.sample_buffers import Prompts, course
 
 DATA = Prompts(rows=14, per_batch=4, epochs=2)
@@ -22,7 +22,7 @@ ORDERS = st.lists(st.integers(0, 99), min_size=1, max_size=40)
 LAST_FIRST = (-1,)
 
 
-class Process(sampling_ahead.Process):
+class Process(sample_buffers.Process):
     """One whose prompts are complete in an order of the test's."""
 
     def __init__(
@@ -78,14 +78,14 @@ def test_a_run_that_goes_on_in_turn_begins_with_what_was_left_over() -> None:
 def test_prompts_are_begun_in_the_order_of_the_data_with_the_seeds_of_their_batches() -> None:
     process, expected = Process(LAST_FIRST), DATA.in_turn()
     assert process.take() == [*expected[0][2:], *expected[1][:2]], "those that were begun last are complete first"
-    assert process.ahead.metrics() == {
+    assert process.buffer.metrics() == {
         "buffer_depth": 0.0,
         "buffer_in_flight": 2.0,
         "oversampling_left_over": 2.0,
         "oversampling_resumed": 0.0,
     }
     assert process.take() == [*expected[0][:2], *expected[1][2:]], "the oldest may not become older"
-    assert process.ahead.metrics()["oversampling_resumed"] == 2.0
+    assert process.buffer.metrics()["oversampling_resumed"] == 2.0
     asked = [(one["step"], one["rows"]) for one in process.rollouts.asked]
     assert asked[:4] == [(1, expected[0]), (2, expected[1][:2]), (2, expected[1][2:]), (3, expected[2][:2])]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import AsyncGRPOConfig
 from megatron_grpo.controller.sample_buffer import SampleBuffer
+from megatron_grpo.observability.timing import StepTimer
 from tests.support.sample_buffers import Process, Prompts, course
 
 DATA = Prompts(rows=11, per_batch=3, epochs=3)
@@ -41,7 +42,7 @@ def test_what_is_begun_and_what_is_left_for_later() -> None:
     process = begin(age=2)
     process.take()
     assert len(process.rollouts.asked) == 3, "the step's own batch and those of two more"
-    assert process.ahead.metrics() == {"buffer_depth": 2.0 * DATA.per_batch, "buffer_in_flight": 0.0}
+    assert process.buffer.metrics() == {"buffer_depth": 2.0 * DATA.per_batch, "buffer_in_flight": 0.0}
     process.take()
     assert len(process.rollouts.asked) == 4, "one for each that is taken"
 
@@ -51,3 +52,23 @@ def test_nothing_is_sampled_that_no_step_is_left_for() -> None:
     for _ in range(3):
         assert process.take()
     assert len(process.rollouts.asked) == 3
+
+
+@settings(deadline=None)
+@given(age=st.integers(0, 4), taken=st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_no_batch_is_too_old_when_steps_take_several(age: int, taken: list[int]) -> None:
+    """Dynamic sampling takes several batches a step; as many are begun as the age allows, and none becomes older."""
+    process, order, oldest = begin(age), [], 0
+    begun_at: list[int] = []
+    for version, batches in enumerate(taken):
+        for _ in range(batches):
+            groups = process.buffer.take(process.batches, version, StepTimer())
+            begun_at += [version] * (len(process.rollouts.asked) - len(begun_at))
+            if groups is None:
+                break
+            oldest = max(oldest, version - begun_at[len(order)])
+            order.append([group.outcomes[0].prompt_idx for group in groups])
+    assert order == DATA.in_turn()[: len(order)]
+    assert oldest <= age
+    if len(order) == sum(taken) == len(taken) <= DATA.batches - age:
+        assert oldest == min(age, len(taken) - 1)
