@@ -162,7 +162,7 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
     rollouts.wait_ready()
     logger = RunLogger(run_dir, config)
     stack.callback(logger.close)
-    guard, state = FiniteGuard(run_dir, rollouts.fetch), default_grpo_save_state()
+    guard, state = FiniteGuard(run_dir, rollouts.tokens.fetch), default_grpo_save_state()
     sampling = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
     return GRPORun(
         config=config,
@@ -171,7 +171,12 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         placement=Placement(),
         rollouts=rollouts,
         samples=SampleSource(
-            config=config, rollouts=rollouts, settings=sampling, guard=guard, state=state, waiting=rollouts.put([])
+            config=config,
+            rollouts=rollouts,
+            settings=sampling,
+            guard=guard,
+            state=state,
+            waiting=rollouts.tokens.put([]),
         ),
         dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, Path(config.policy.model.path))),
         guard=guard,

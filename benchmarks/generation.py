@@ -61,7 +61,10 @@ def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
                 timer=StepTimer(),
             )
             seconds = time.perf_counter() - began
-            yield seconds, [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.fetch(groups) for one in group]
+            yield (
+                seconds,
+                [one.token_ids[PROMPT_WORDS:].tolist() for group in pool.tokens.fetch(groups) for one in group],
+            )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from megatron_grpo.algorithms.scoring import Scores
 from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.advantages import gdpo_advantages, group_advantages, reinforce_plus_plus_advantages
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.gae import estimate_advantages, token_rewards, whiten
@@ -44,17 +44,17 @@ def on_tokens(
     Returns:
         The summary.
     """
-    fields, sequences = [shard.fields for shard in batch.shards], [shard.sequences for shard in batch.shards]
-    if in_driver:
-        what = f"the step's {', '.join(entries)}"
-        here = [dict(zip(entries, stored([one[name] for name in entries], what), strict=True)) for one in fields]
-        arrays, summary = fn(batch.lengths, gather_shards(here, sequences, batch.lengths, entries), *arguments)
-        split = split_by_shard(arrays, sequences, batch.lengths)
-        added = [{name: ray.put(array) for name, array in one.items()} for one in split]
-    else:
-        added, summary = rollouts.compute(fn, fields, sequences, batch.lengths, entries, *arguments)
-    for shard, references in zip(batch.shards, added, strict=True):
-        shard.fields |= references
+    if not in_driver:
+        return rollouts.tokens.compute(fn, batch, entries, *arguments)
+    sequences = [shard.sequences for shard in batch.shards]
+    what = f"the step's {', '.join(entries)}"
+    here = [
+        dict(zip(entries, stored([shard.fields[name] for name in entries], what), strict=True))
+        for shard in batch.shards
+    ]
+    arrays, summary = fn(batch.lengths, gather_shards(here, sequences, batch.lengths, entries), *arguments)
+    for shard, added in zip(batch.shards, split_by_shard(arrays, sequences, batch.lengths), strict=True):
+        shard.fields |= {name: ray.put(array) for name, array in added.items()}
     return summary
 
 

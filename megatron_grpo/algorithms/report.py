@@ -8,7 +8,7 @@ from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.algorithms.scoring import Scores
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.loop import StepReport
-from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome
 from megatron_grpo.observability.timing import peak_tflops, throughput
 from megatron_grpo.sampler.metrics import (

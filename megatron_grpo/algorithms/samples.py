@@ -124,7 +124,7 @@ def _recorded(source: SampleSource, recorded: RecordedSteps, timer: StepTimer) -
     if step not in recorded.files:
         return None
     with timer.phase("recording"):
-        facts, groups = source.rollouts.load(recorded.files[step])
+        facts, groups = source.rollouts.tokens.load(recorded.files[step])
     source.guard.require_finite_samples(groups, step)
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped

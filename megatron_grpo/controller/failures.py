@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.data.batch import StepBatch, token_places
+from megatron_grpo.data.batch import token_places
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.run_files import write_json
 
@@ -22,7 +23,7 @@ _NAMED = 8
 """Prompts that the message names; the file names all."""
 
 Fetch = Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
-"""What brings the tokens and texts of groups to the driver (`RolloutPool.fetch`)."""
+"""What brings the tokens and texts of groups to the driver (`StepTokens.fetch`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, LoggerConfig
-from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import (
     RunFacts,
@@ -18,6 +17,7 @@ from megatron_grpo.data.rollout_files import (
     rollouts_file,
     rows_of_file,
 )
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.observability.run_logger import one_a_group
 from megatron_grpo.sampler.pool import RolloutPool
@@ -107,7 +107,7 @@ class RolloutDumps:
         if self._config.rollouts != "off":
             limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
             record = StepRecord(self._facts, facts)
-            self._writing[step] = self._rollouts.dump(step, groups, batch, self._run_dir, record, sample=limit)
+            self._writing[step] = self._rollouts.tokens.dump(step, groups, batch, self._run_dir, record, sample=limit)
 
     def finish(self, step: int) -> None:
         """Return when the rollouts of a step are on disk.
@@ -116,7 +116,7 @@ class RolloutDumps:
             RunError: the rollouts could not be written.
         """
         if step in self._writing:
-            self._rollouts.wait_dump(self._writing.pop(step))
+            self._rollouts.tokens.wait_dump(self._writing.pop(step))
 
     def leave(self) -> None:
         """Return when the rollouts of a step that failed are on disk, with what was known of them by then.

@@ -143,7 +143,7 @@ def save_checkpoint(run: SamplingRun, metrics: Mapping[str, float], snapshot: Sn
     """
     started = time.monotonic()
     step = snapshot.state["total_steps"]
-    groups = run.rollouts.fetch(snapshot.waiting)
+    groups = run.rollouts.tokens.fetch(snapshot.waiting)
     rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
     state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
     if run.config.checkpointing.async_save:

@@ -197,7 +197,7 @@ def _sampling_run(
     stack.callback(logger.close)
     for note in data.notes:
         logger.note(note)
-    guard = FiniteGuard(startup.run_dir, rollouts.fetch)
+    guard = FiniteGuard(startup.run_dir, rollouts.tokens.fetch)
     callbacks = Callbacks(startup.user_objects.callbacks)
     startup.checkpointer.on_publish = callbacks.on_checkpoint
     return SamplingRun(
@@ -210,7 +210,7 @@ def _sampling_run(
             settings=settings,
             guard=guard,
             state=state,
-            waiting=rollouts.put(progress.waiting),
+            waiting=rollouts.tokens.put(progress.waiting),
             buffer=_buffer(config, rollouts, settings, data.loader, state),
             recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
         ),

@@ -40,7 +40,7 @@ def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
     run.rollouts.take_engine_counts()  # what a validation had the engines do is no step's
     run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
     shown = groups[: run.config.logger.num_val_samples_to_print]
-    answers = [group[0] for group in run.rollouts.fetch(shown)]
+    answers = [group[0] for group in run.rollouts.tokens.fetch(shown)]
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
         rows = [

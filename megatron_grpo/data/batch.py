@@ -1,9 +1,9 @@
-"""The typed batch: per-token entries of sequences, flat or as rectangles, and a step's batch as the driver holds it."""
+"""The batch of a rank: per-token entries of sequences, flat or as rectangles, made of the arrays of its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -150,49 +150,6 @@ def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -
     all_lengths = lengths.astype(np.int64)
     chosen = all_lengths[sequences]
     return np.repeat(_starts(all_lengths)[sequences] - _starts(chosen), chosen) + np.arange(chosen.sum())
-
-
-@dataclass(slots=True)
-class Shard:
-    """Some sequences of a step, whose tokens lie together in the object store."""
-
-    sequences: NDArray[np.int64]
-    """[sequences], int64: numbers in the step of the shard's sequences, ascending."""
-    fields: dict[str, Any]
-    """Ray's reference to one array, [tokens of the shard], by name of the entry (`STORED_DTYPES`)."""
-
-
-@dataclass(slots=True, kw_only=True)
-class StepBatch:
-    """The sequences that a step trains on, as the driver holds them: numbers by sequence, references to the tokens.
-
-    The samples of a prompt are neighbours. Every model replica works on whole shards.
-    """
-
-    lengths: NDArray[np.int64]
-    """[sequences], int64: tokens of each, prompt included."""
-    response_tokens: NDArray[np.int64]
-    """[sequences], int64: sampled tokens of each."""
-    in_loss: NDArray[np.bool_]
-    """[sequences], bool: whether the loss is taken over the sampled tokens."""
-    positive: NDArray[np.bool_] | None = None
-    """[sequences], bool: whether the response is correct; None: nobody asks."""
-    advantages: NDArray[np.float32] | None = None
-    """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
-    shards: list[Shard] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def loss_tokens(self) -> int:
-        """Tokens that the loss is taken over."""
-        return int(self.response_tokens[self.in_loss].sum())
-
-    def minibatches(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """[sequences], int64, of one optimizer step after the other: numbers of its sequences, neighbours together."""
-        for start in range(0, len(self), samples):
-            yield np.arange(start, min(start + samples, len(self)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -176,7 +176,7 @@ class SampledGroup:
 
     outcomes: list[Outcome]
     payload: Any
-    """Where the group's trajectories are, in the order of the outcomes; for `RolloutPool.fetch` and its neighbours."""
+    """Where the group's trajectories are, in the order of the outcomes; for `StepTokens.fetch` and its neighbours."""
 
 
 def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import StepBatch, TokenFields
+from megatron_grpo.data.batch import TokenFields
+from megatron_grpo.data.step_batch import StepBatch
 
 if TYPE_CHECKING:
     from megatron_grpo.config.loss_schema import LossConfig

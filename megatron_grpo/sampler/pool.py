@@ -117,7 +117,7 @@ class Timer(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
 
-class RolloutPool(StepTokens):
+class RolloutPool:
     """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
 
     def __init__(
@@ -160,7 +160,7 @@ class RolloutPool(StepTokens):
         self.trainer_state = TrainerState()
         """How far the run is: what reward functions are told of the responses that are asked for next."""
         self._batches = count()
-        workers = WorkerGroup(
+        self._workers = WorkerGroup(
             config.num_workers,
             self._engines,
             environments,
@@ -170,7 +170,9 @@ class RolloutPool(StepTokens):
             routed=routed,
             endpoint=endpoint,
         )
-        super().__init__(workers, generation_timeout_s, routed)
+        self._timeout_s = generation_timeout_s
+        self.tokens = StepTokens(self._workers, generation_timeout_s, routed)
+        """What the workers do with the tokens of groups that are complete."""
 
     def start(self) -> None:
         """Begin to start the environments and the workers."""

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.data.rollout_files import Learnt, StepRecord, Written, write_rollouts
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 
 TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
@@ -258,35 +259,24 @@ DUMPED_GROUPS = 64
 """Groups that are fetched together to be written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearntFrom:
-    """What a step knows of its sequences by now, for a message: arrays, and references to arrays.
-
-    Not the step's batch itself, whose module would have every worker import torch.
-    """
-
-    lengths: NDArray[np.int64]
-    """[sequences], int64: tokens of each."""
-    sequences: Sequence[NDArray[np.int64]]
-    """Per shard [sequences of the shard], int64: their numbers in the step."""
-    shards: Sequence[Mapping[str, Any]]
-    """Per shard, by name of an entry, a reference to an array [tokens of the shard]."""
-    advantages: NDArray[np.float32] | None
-    """[sequences], float32; None: advantages differ by token and are an entry of the shards, or are not known yet."""
-
-    def learnt(self) -> _Learnt:
-        """Everything that is written of it, fetched; what is lost with the process that held it counts as not known."""
-        arrays: dict[str, NDArray[np.float32]] = {}
-        for name in ("advantages", "prev_logprobs"):
-            if name in self.shards[0]:
-                with suppress(RayError):
-                    stored = [{name: array} for array in ray.get([shard[name] for shard in self.shards])]
-                    arrays |= gather_shards(stored, self.sequences, self.lengths, [name])
-        return _Learnt(np.cumsum(self.lengths) - self.lengths, self.advantages, arrays)
+def learnt_so_far(batch: StepBatch) -> LearntFrom:
+    """The advantages and log-probabilities that a step has, fetched; an entry that is lost with the process that held
+    it counts as not computed."""
+    arrays: dict[str, NDArray[np.float32]] = {}
+    sequences = [shard.sequences for shard in batch.shards]
+    for name in ("advantages", "prev_logprobs"):
+        if name in batch.shards[0].fields:
+            with suppress(RayError):
+                found = ray.get([shard.fields[name] for shard in batch.shards])
+                stored: list[dict[str, NDArray[Any]]] = [{name: array} for array in found]
+                arrays |= gather_shards(stored, sequences, batch.lengths, [name])
+    return LearntFrom(np.cumsum(batch.lengths) - batch.lengths, batch.advantages, arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class _Learnt:
+class LearntFrom:
+    """The numbers of a step's sequences that its file of rollouts has beside them."""
+
     starts: NDArray[np.int64]
     """[sequences], int64: where each begins in the arrays."""
     by_response: NDArray[np.float32] | None
@@ -307,19 +297,19 @@ class _Learnt:
         return Learnt(of_tokens, None if prev is None else prev[places])
 
 
-def dump(payloads: Payloads, chosen: list[list[int]], known: LearntFrom | None, file: Path, record: StepRecord) -> None:
+def dump(payloads: Payloads, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
     """Write trajectories into a Parquet file, which appears when it is complete.
 
     Args:
         payloads: the groups of the step, in its order.
         chosen: for each group, which of its samples to write.
-        known: what the step knows of the same sequences, which count group by group; None: it learns nothing.
+        batch: the step's batch of the same sequences, which count group by group; None: the step learns nothing.
         file: where.
         record: what the file says beside them.
     """
 
     def groups() -> Iterator[tuple[int, list[Written]]]:
-        each, learnt = payloads.each(), None if known is None else known.learnt()
+        each, learnt = payloads.each(), None if batch is None else learnt_so_far(batch)
         samples = record.run.samples_per_prompt
         wanted = [number for number, places in enumerate(chosen) if places]
         for begin in range(0, len(wanted), DUMPED_GROUPS):

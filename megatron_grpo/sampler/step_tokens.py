@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +14,18 @@ from megatron_grpo.cluster.futures import explain
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_file
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.sampler.shards import (
     Bundler,
-    LearntFrom,
     Payloads,
     evenly_chosen,
     groups_of,
     places_of,
     shard_fields,
 )
-from megatron_grpo.sampler.worker import Compute, ShardRefs
+from megatron_grpo.sampler.worker import Compute
 from megatron_grpo.sampler.worker_group import WorkerGroup
-
-if TYPE_CHECKING:
-    from megatron_grpo.data.batch import StepBatch
 
 
 class StepTokens:
@@ -82,37 +79,32 @@ class StepTokens:
     def compute(
         self,
         fn: Compute,
-        shards: Sequence[ShardRefs],
-        sequences: Sequence[NDArray[np.int64]],
-        lengths: NDArray[np.int64],
+        batch: StepBatch,
         fields: Sequence[str],
         *args: Any,
-    ) -> tuple[list[ShardRefs], Any]:
-        """Run a function over the tokens of a whole step, in a worker.
+    ) -> Any:
+        """Run a function over the tokens of a whole step, in a worker, and add the entries that it returns to a batch.
 
         Args:
             fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
                 returns a dict of such arrays, and a summary. Must be importable.
-            shards: per shard, by name, references to arrays [tokens of the shard].
-            sequences: per shard [sequences of the shard], int64: numbers of its sequences, in the order in which they
-                lie in the shard.
-            lengths: [sequences of the step], int64: tokens of each sequence.
+            batch: the step's batch, whose shards hold the entries.
             fields: names of the entries that the function reads.
             args: further arguments of `fn`.
 
         Returns:
-            The function's arrays as references, per shard and name; and its summary.
+            The function's summary.
 
         Raises:
             RunError: the function raised, or the worker failed.
         """
         worker = self._workers.next()
-        call = self._workers.actors[worker].compute.remote(
-            fn, list(shards), list(sequences), lengths, list(fields), args
-        )
+        call = self._workers.actors[worker].compute.remote(fn, batch, list(fields), args)
         (answer,) = self._workers.gather([call], self._timeout_s, "computation over a step's tokens", worker)
-        references, summary = answer
-        return references, summary
+        added, summary = answer
+        for shard, references in zip(batch.shards, added, strict=True):
+            shard.fields |= references
+        return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         """The trajectories themselves, for a few groups: they come through the driver.
@@ -171,20 +163,10 @@ class StepTokens:
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         payloads = Payloads.of([group.payload for group in groups])
-        known = None if batch is None else _learnt_from(batch)
         worker, file = self._workers.next(), rollouts_file(run_dir, step)
-        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, known, file, record)
+        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""
         worker, written = dump
         self._workers.gather([written], self._timeout_s, "writing of rollouts", worker)
-
-
-def _learnt_from(batch: StepBatch) -> LearntFrom:
-    return LearntFrom(
-        lengths=batch.lengths,
-        sequences=[shard.sequences for shard in batch.shards],
-        shards=[shard.fields for shard in batch.shards],
-        advantages=batch.advantages,
-    )

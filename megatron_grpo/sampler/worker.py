@@ -20,6 +20,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
@@ -29,7 +30,6 @@ from megatron_grpo.sampler.rollout import GroupRollout
 from megatron_grpo.sampler.shards import (
     Bundler,
     Collected,
-    LearntFrom,
     Payloads,
     dump,
     gather_shards,
@@ -253,38 +253,34 @@ class RolloutWorker:
     async def compute(
         self,
         function: Compute,
-        shards: list[ShardRefs],
-        sequences: list[NDArray[np.int64]],
-        lengths: NDArray[np.int64],
+        batch: StepBatch,
         fields: Sequence[str],
         arguments: tuple[Any, ...],
     ) -> tuple[list[ShardRefs], Any]:
-        """Run a function over the tokens of a whole step, on a thread of this worker (`RolloutPool.compute`).
+        """Run a function over the tokens of a whole step, on a thread of this worker (`StepTokens.compute`).
 
         Args:
             function: called with `lengths`, a dict of the flat arrays of `fields`, and `arguments`.
-            shards: per shard, by name, references to arrays [tokens of the shard].
-            sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
-            lengths: [sequences of the step], int64: tokens of each sequence.
+            batch: the step's batch, whose shards hold the entries.
             fields: names of the entries that the function reads.
             arguments: further arguments of the function.
         """
-        return await asyncio.to_thread(_compute, function, shards, sequences, lengths, fields, arguments)
+        return await asyncio.to_thread(_compute, function, batch, fields, arguments)
 
     @phase("write rollouts")
     async def dump(
-        self, payloads: Payloads, chosen: list[list[int]], known: LearntFrom | None, file: Path, record: StepRecord
+        self, payloads: Payloads, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
     ) -> None:
         """Write trajectories into a Parquet file.
 
         Args:
             payloads: the groups of the step, in its order.
             chosen: for each group, which of its samples to write.
-            known: what the step knows of the same sequences before it learns from them; None: it learns nothing.
+            batch: the step's batch of the same sequences; None: the step learns nothing.
             file: where; it appears when it is complete.
             record: what the file says beside them.
         """
-        await asyncio.to_thread(dump, payloads, chosen, known, file, record)
+        await asyncio.to_thread(dump, payloads, chosen, batch, file, record)
 
     @phase("read rollouts")
     async def load(self, file: Path) -> tuple[StepFacts, Collected]:
@@ -302,21 +298,15 @@ def _build_shards(
 
 
 def _compute(
-    function: Compute,
-    shards: list[ShardRefs],
-    sequences: list[NDArray[np.int64]],
-    lengths: NDArray[np.int64],
-    fields: Sequence[str],
-    arguments: tuple[Any, ...],
+    function: Compute, batch: StepBatch, fields: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[list[ShardRefs], Any]:
-    """Run a function over a step's tokens: numbers of sequences by shard, and lengths [sequences], all int64."""
-    fetched = [dict(zip(fields, ray.get([shard[name] for name in fields]), strict=True)) for shard in shards]
-    arrays = gather_shards(fetched, sequences, lengths, fields)
+    """Run a function over a step's tokens; by shard, references to the arrays that it returns, and its summary."""
+    sequences = [shard.sequences for shard in batch.shards]
+    fetched = [
+        dict(zip(fields, ray.get([shard.fields[name] for name in fields]), strict=True)) for shard in batch.shards
+    ]
+    arrays = gather_shards(fetched, sequences, batch.lengths, fields)
     del fetched
-    results, summary = function(lengths, arrays, *arguments)
-    return [_put(part) for part in split_by_shard(results, sequences, lengths)], summary
-
-
-def _put(arrays: Mapping[str, NDArray[Any]]) -> ShardRefs:
-    """References by name to arrays, [tokens of a shard] in the types of the entries, that are put one by one."""
-    return {name: ray.put(array) for name, array in arrays.items()}
+    results, summary = function(batch.lengths, arrays, *arguments)
+    split = split_by_shard(results, sequences, batch.lengths)
+    return [{name: ray.put(array) for name, array in added.items()} for added in split], summary

@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import ReferenceConfig
-from megatron_grpo.data.batch import ReplicaWork, StepBatch
+from megatron_grpo.data.batch import ReplicaWork
 from megatron_grpo.data.packing import Cost, planner
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
 from megatron_grpo.trainer.actor import (
     RankActor,

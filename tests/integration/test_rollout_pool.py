@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
-from megatron_grpo.data.batch import Shard, StepBatch
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import read_rollouts
+from megatron_grpo.data.step_batch import Shard, StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.plan import sample_seed
@@ -67,7 +67,7 @@ def test_groups_come_in_the_order_of_the_prompts_whatever_the_layout(engines: in
     timer = StepTimer()
     with pool(engines=[{}] * engines, num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts, timer)
-        trajectories = rollouts.fetch(groups)
+        trajectories = rollouts.tokens.fetch(groups)
     expected = [
         [expected_trajectory(datum, group, sample) for sample in range(SAMPLES)] for group, datum in enumerate(prompts)
     ]
@@ -122,7 +122,7 @@ def test_groups_are_told_of_when_they_are_complete_and_taken_later(engines: int,
         first, second = rollouts.take(came[3:]), rollouts.take(came[:3])
         gc.collect()
         time.sleep(1.0)  # for what nobody refers to to go
-        trajectories = rollouts.fetch([*second, *first])
+        trajectories = rollouts.tokens.fetch([*second, *first])
     numbers = [one.number for one in came]
     assert sorted(numbers) == list(range(10, 10 + PROMPTS))
     assert numbers[-1] == 12, "the one whose engine was stuck at the first attempt"
@@ -153,12 +153,13 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
     sequences = [np.sort(order[begin::3]) for begin in range(3)]
     with pool(engines=[{}, {}], num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts)
-        shards = rollouts.build_shards(groups, sequences)
-        flat = [one for group in rollouts.fetch(groups) for one in group]
-        lengths = np.array([len(one.token_ids) for one in flat])
+        shards = rollouts.tokens.build_shards(groups, sequences)
+        flat = [one for group in rollouts.tokens.fetch(groups) for one in group]
         fetched = [{name: ray.get(reference) for name, reference in shard.items()} for shard in shards]
-        results, summary = rollouts.compute(shift, shards, sequences, lengths, ["token_ids", "sampled"], 1000)
-        shifted = [ray.get(result["shifted"]) for result in results]
+        batch = step_batch(flat, sequences)
+        batch.shards = [Shard(numbers, shard) for numbers, shard in zip(sequences, shards, strict=True)]
+        summary = rollouts.tokens.compute(shift, batch, ["token_ids", "sampled"], 1000)
+        shifted = [ray.get(shard.fields["shifted"]) for shard in batch.shards]
     assert [{name: array.dtype.name for name, array in shard.items()} for shard in fetched] == [
         {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
     ] * 3
@@ -177,10 +178,10 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
 
 def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) -> None:
     groups = collect(quiet, [prompt(idx) for idx in range(2)])
-    again = quiet.put(quiet.fetch(groups))
+    again = quiet.tokens.put(quiet.tokens.fetch(groups))
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
     numbers = [np.arange(2 * SAMPLES)]
-    (one,), (other,) = quiet.build_shards(groups, numbers), quiet.build_shards(again, numbers)
+    (one,), (other,) = quiet.tokens.build_shards(groups, numbers), quiet.tokens.build_shards(again, numbers)
     np.testing.assert_array_equal(ray.get(one["token_ids"]), ray.get(other["token_ids"]))
 
 
@@ -200,7 +201,7 @@ def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> St
 def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -> None:
     groups = collect(quiet, [prompt(idx) for idx in range(PROMPTS)])
     groups = [groups[3], groups[1]]  # as dynamic sampling puts groups together
-    flat = [one for group in quiet.fetch(groups) for one in group]
+    flat = [one for group in quiet.tokens.fetch(groups) for one in group]
     by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
     record = make_record(samples_per_prompt=SAMPLES)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
@@ -209,8 +210,8 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
         of_token = [1000 * number + np.arange(n) for number, n in zip(shard.sequences, lengths, strict=True)]
         shard.fields["advantages"] = ray.put(np.concatenate(of_token).astype(np.float32))
         shard.fields["prev_logprobs"] = ray.put(-np.concatenate(of_token).astype(np.float32))
-    quiet.wait_dump(quiet.dump(4, groups, by_response, tmp_path, record))
-    quiet.wait_dump(quiet.dump(5, groups, by_token, tmp_path, record, sample=3))
+    quiet.tokens.wait_dump(quiet.tokens.dump(4, groups, by_response, tmp_path, record))
+    quiet.tokens.wait_dump(quiet.tokens.dump(5, groups, by_token, tmp_path, record, sample=3))
     rows = list(read_rollouts(tmp_path, 4))
     assert [row["group"] for row in rows] == [0] * SAMPLES + [1] * SAMPLES
     for row, one in zip(rows, flat, strict=True):
@@ -279,7 +280,7 @@ def test_a_request_that_the_engine_gives_up_is_asked_again_with_its_seed() -> No
     once, twice = sample_seed(SEED, STEP, 0, 1), sample_seed(SEED, STEP, 1, 2)
     with pool(engines=[{"refused": [once, twice, twice]}]) as rollouts:
         groups = collect(rollouts, [prompt(idx) for idx in range(3)])
-        trajectories = rollouts.fetch(groups)
+        trajectories = rollouts.tokens.fetch(groups)
     failures = {(one.prompt_idx, one.sample): one.failure for group in groups for one in group.outcomes if one.failure}
     assert failures == {(1, 2): "refused by the engine"}
     assert trajectories[0][1].to_row() == expected_trajectory(prompt(0), 0, 1).to_row()
@@ -323,7 +324,7 @@ def test_what_a_dead_engine_was_sampling_is_sampled_again_by_the_next(workers: i
         engines=[{}, {"dies_after": 1}], spare=[{"dies_after": 1, "chunk": 2}, {}], num_workers=workers
     ) as rollouts:
         groups = collect(rollouts, prompts)
-        trajectories = rollouts.fetch(groups)
+        trajectories = rollouts.tokens.fetch(groups)
         seeds = [sample_seed(SEED, STEP, idx, sample) for idx in range(3, PROMPTS) for sample in range(SAMPLES)]
         histories = ray.get([engine.history.remote() for engine in rollouts._engines])
         again = collect(rollouts, prompts)

@@ -95,7 +95,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
         groups = rollouts.collect(
             prompts, samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=SEED, step=STEP, timer=StepTimer()
         )
-        return [one for group in rollouts.fetch(groups) for one in group]
+        return [one for group in rollouts.tokens.fetch(groups) for one in group]
     finally:
         rollouts.shutdown()
         environments["counting"].shutdown()
@@ -210,4 +210,4 @@ def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
     ]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
     groups = pool.collect(data, samples_per_prompt=3, settings=settings, run_seed=1, step=0, timer=StepTimer())
-    return pool.fetch(groups)
+    return pool.tokens.fetch(groups)

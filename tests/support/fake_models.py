@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import ReplicaWork, StepBatch, TokenBatch, TokenFields, given
+from megatron_grpo.data.batch import ReplicaWork, TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import Cost
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.group import TrainResult, cost_of
 from megatron_grpo.weights.shape import ModelShape

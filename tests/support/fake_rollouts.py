@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_grpo.data.batch import STORED_DTYPES, StepBatch
+from megatron_grpo.data.batch import STORED_DTYPES
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import EngineCounts, SamplingSettings
 from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.pool import Complete
@@ -70,6 +71,7 @@ class FakeRollouts:
 
     def __init__(self, answers: Answers = lambda *_: []) -> None:
         self.answers = answers
+        self.tokens = self  # what `RolloutPool.tokens` does, too
         self.remarks: list[str] = []
         self.next_complete: Callable[[int], int] = lambda left: 0
         """(prompts that are not complete) -> which of them is next."""
@@ -172,24 +174,22 @@ class FakeRollouts:
     def compute(
         self,
         fn: Callable[..., Any],
-        shards: Sequence[dict[str, Reference]],
-        sequences: Sequence[NDArray[np.int64]],
-        lengths: NDArray[np.int64],
+        batch: StepBatch,
         fields: Sequence[str],
         *args: Any,
-    ) -> tuple[list[dict[str, Reference]], Any]:
+    ) -> Any:
         self.computed.append(fn.__name__)
-        stored = [{name: one[name].get() for name in fields} for one in shards]
+        lengths, sequences = batch.lengths, [shard.sequences for shard in batch.shards]
+        stored = [{name: shard.fields[name].get() for name in fields} for shard in batch.shards]
         whole = {name: np.concatenate(_in_order(stored, sequences, lengths, name)) for name in fields}
         added, summary = fn(lengths, whole, *args)
         for name, array in added.items():
             assert (array.shape, array.dtype) == ((lengths.sum(),), STORED_DTYPES[name]), name
         pieces = {name: split(array, lengths) for name, array in added.items()}
-        references = [
-            {name: Reference(np.concatenate([of[number] for number in numbers])) for name, of in pieces.items()}
-            for numbers in sequences
-        ]
-        return references, summary
+        for shard in batch.shards:
+            for name, of in pieces.items():
+                shard.fields[name] = Reference(np.concatenate([of[number] for number in shard.sequences]))
+        return summary
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
         facts, groups = read_recorded(file)

@@ -58,7 +58,7 @@ def make_source(config: Config, folder: Path, rollouts: FakeRollouts) -> SampleS
         config=config,
         rollouts=rollouts_as_pool,
         settings=SETTINGS,
-        guard=FiniteGuard(folder, rollouts.fetch),
+        guard=FiniteGuard(folder, rollouts.tokens.fetch),
         state=default_grpo_save_state(),
         waiting=[],
     )

@@ -72,7 +72,7 @@ class Run:
                 number = self.state["total_steps"] + 1
                 self.dumps.begin(number, [], None, make_facts())
                 return replace(self.report, failure=self.refit_fails.get(number))
-            self.samples.waiting[:] = self.rollouts.put([[make_trajectory(3)]])
+            self.samples.waiting[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
                 raise error

@@ -11,7 +11,7 @@ from megatron_grpo.algorithms.advantages import add_advantages
 from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, stored_names
 
@@ -21,7 +21,7 @@ def laid_out(config: Config, trajectories: list[Trajectory]) -> tuple[StepBatch,
     rollouts: Any = FakeRollouts()
     samples = config.loop.num_generations_per_prompt
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return training_batch(config, rollouts.put(groups), rollouts), rollouts
+    return training_batch(config, rollouts.tokens.put(groups), rollouts), rollouts
 
 
 def advantages_of(

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.stages import combine_results, learn, learn_values
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
 from megatron_grpo.controller.failures import FiniteGuard, StepGuard
-from megatron_grpo.data.batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import Shard, StepBatch
 from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult
@@ -62,7 +62,7 @@ def make_batch(shards: int = 2) -> StepBatch:
     trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
     batch = StepBatch(lengths=np.full(6, 6), response_tokens=np.arange(6), in_loss=np.ones(6, dtype=np.bool_))
-    fields = rollouts.build_shards(rollouts.put([trajectories]), numbers)
+    fields = rollouts.tokens.build_shards(rollouts.tokens.put([trajectories]), numbers)
     batch.shards = [Shard(of_shard, built) for of_shard, built in zip(numbers, fields, strict=True)]
     add_entry(batch, "prev_logprobs", -np.repeat(np.arange(6), 6))
     return batch
@@ -144,8 +144,8 @@ def test_a_bad_gradient_names_sequences_of_the_whole_batch() -> None:
 def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what: str, tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
-    groups = rollouts.put(pairs)
-    guard = StepGuard(FiniteGuard(tmp_path, rollouts.fetch), groups, step=4)
+    groups = rollouts.tokens.put(pairs)
+    guard = StepGuard(FiniteGuard(tmp_path, rollouts.tokens.fetch), groups, step=4)
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
     stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
@@ -161,7 +161,7 @@ def test_a_value_model_has_minibatches_of_its_own() -> None:
     config = Config(algorithm="ppo", policy=PolicyConfig(train_global_batch_samples=3))
     config.value.train_global_batch_samples = 2
     config.ppo.ppo_epochs = 2
-    model, guard = RecordingPolicy(), StepGuard(FiniteGuard(Path(), FakeRollouts().fetch), [], step=1)
+    model, guard = RecordingPolicy(), StepGuard(FiniteGuard(Path(), FakeRollouts().tokens.fetch), [], step=1)
     add_moments(model)
     metrics = learn_values(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[arg-type]
     assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2

@@ -15,7 +15,7 @@ from megatron_grpo.algorithms.stages import add_logprobs, training_batch
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
 from megatron_grpo.controller.failures import FiniteGuard, StepGuard
-from megatron_grpo.data.batch import StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_models import FakePolicy
@@ -43,9 +43,9 @@ class Stage:
         self.timer = StepTimer()
 
     def run(self) -> tuple[StepBatch, dict[str, float]]:
-        groups = self.rollouts.put([self.trajectories[:2], self.trajectories[2:]])
+        groups = self.rollouts.tokens.put([self.trajectories[:2], self.trajectories[2:]])
         batch = training_batch(self.config, groups, self.rollouts)
-        guard = StepGuard(FiniteGuard(self.folder, self.rollouts.fetch), groups, step=1)
+        guard = StepGuard(FiniteGuard(self.folder, self.rollouts.tokens.fetch), groups, step=1)
         return batch, add_logprobs(self.config, batch, self.policy, self.rollouts, guard, self.timer)
 
 

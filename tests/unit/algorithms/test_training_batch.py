@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.algorithms.stages import assign, training_batch
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PPOConfig
-from megatron_grpo.data.batch import StepBatch
 from megatron_grpo.data.packing import OF_TOKENS, Bins
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Span, Trajectory
 from tests.support.fake_rollouts import FakeRollouts, by_sequence, stored_names
 from tests.support.trajectories import failed_trajectory, make_trajectory
@@ -26,7 +26,7 @@ def laid_out(trajectories: list[Trajectory], *, samples: int = 2, replicas: int 
     config.policy.parallel.data = replicas
     rollouts: Any = FakeRollouts()
     groups = [trajectories[start : start + samples] for start in range(0, len(trajectories), samples)]
-    return training_batch(config, rollouts.put(groups), rollouts)
+    return training_batch(config, rollouts.tokens.put(groups), rollouts)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

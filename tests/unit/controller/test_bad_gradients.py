@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.data.batch import ReplicaWork, StepBatch
+from megatron_grpo.data.batch import ReplicaWork
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.trainer.actor import RankPlace, StepShare
 from megatron_grpo.trainer.group import MegatronPolicy
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_grpo.data.batch import STORED_DTYPES, Shard, StepBatch, TokenBatch, TokenFields, token_places
+from megatron_grpo.data.batch import STORED_DTYPES, TokenBatch, TokenFields, token_places
 from megatron_grpo.data.batch import given as known
+from megatron_grpo.data.step_batch import Shard, StepBatch
 from tests.support.token_fields import as_lists, pieces
 
 ENTRIES = [one.name for one in fields(TokenFields)]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from ray.exceptions import OwnerDiedError
 
+from megatron_grpo.data.step_batch import Shard, StepBatch
 from megatron_grpo.sampler import shards as dump
-from megatron_grpo.sampler.shards import LearntFrom
+from megatron_grpo.sampler.shards import learnt_so_far
 from tests.support.trajectories import make_trajectory
 
 LENGTHS = np.array([3, 2])
@@ -18,12 +19,16 @@ SEQUENCES = [np.array([1]), np.array([0])]
 BY_TOKEN = np.array([10, 20], dtype=np.float32), np.array([1, 2, 3], dtype=np.float32)
 
 
-def known(stored: Sequence[str], by_response: list[float] | None = None) -> LearntFrom:
+def known(stored: Sequence[str], by_response: list[float] | None = None) -> StepBatch:
     """What a step knows of its sequences: numbers of their tokens in each of these entries."""
-    return LearntFrom(
+    return StepBatch(
         lengths=LENGTHS,
-        sequences=SEQUENCES,
-        shards=[dict.fromkeys(["token_ids", *stored], array) for array in BY_TOKEN],
+        response_tokens=LENGTHS - 1,
+        in_loss=np.ones(2, dtype=np.bool_),
+        shards=[
+            Shard(numbers, dict.fromkeys(["token_ids", *stored], array))
+            for numbers, array in zip(SEQUENCES, BY_TOKEN, strict=True)
+        ],
         advantages=None if by_response is None else np.array(by_response, dtype=np.float32),
     )
 
@@ -46,7 +51,7 @@ def test_what_a_step_knows_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dump.ray, "get", list)
-    learnt = known(stored, by_response).learnt().of(0, make_trajectory(2))
+    learnt = learnt_so_far(known(stored, by_response)).of(0, make_trajectory(2))
     for found, wanted in ((learnt.advantages, advantages), (learnt.prev_logprobs, prev)):
         assert (None if found is None else found.tolist()) == wanted
 
@@ -56,7 +61,7 @@ def test_what_is_lost_with_the_rank_that_held_it_is_not_known(monkeypatch: pytes
         raise OwnerDiedError("id", "address", "owner")
 
     monkeypatch.setattr(dump.ray, "get", get)
-    learnt = known(["prev_logprobs"], [0.5, -0.5]).learnt().of(0, make_trajectory(2))
+    learnt = learnt_so_far(known(["prev_logprobs"], [0.5, -0.5])).of(0, make_trajectory(2))
     assert learnt.prev_logprobs is None
     assert learnt.advantages is not None
     assert learnt.advantages.tolist() == [0.5, 0.5]
