@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.help import answered
@@ -30,29 +30,28 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
 """
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
-_GATHER_BYTES = 2**30
 _PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft", "quantized")
 _ARGUMENTS = (*_PATHS, "format")
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What to export, from a command line that was checked."""
+    """A checked command line."""
 
     weights: Path
     """Folder of Megatron's distributed checkpoint."""
     source: Path
-    """Folder of the model that the run started from, in the hub's cache perhaps: config.json, tokenizer."""
+    """Local folder of the model that the run started from, with its config.json and tokenizer."""
     precision: Literal["float32", "bfloat16"]
     shape: ModelShape
     output: Path
     base: str
-    """What the run's configuration calls that model: a path or a hub name."""
+    """Path or hub name of that model in the run's configuration."""
     lora: LoraConfig
     adapters_alone: bool
     """Whether only the adapters are written, in the format of peft."""
     quantization: QuantizationFormat | None
-    """What the layers' matrices are written in; None: in the precision of the run."""
+    """Format of the layers' matrices; None: the precision of the run."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         plan = plan_export(arguments)
-        export(plan)
+        _export(plan)
     except (ValueError, RunError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
         return MISTAKE
@@ -70,6 +69,21 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     print(f"wrote {plan.output}")
     return 0
+
+
+def _export(plan: ExportPlan) -> None:
+    from megatron_grpo.weights.hf_export import export_checkpoint  # torch: mistakes above are answered without it
+
+    export_checkpoint(
+        plan.weights,
+        plan.source,
+        plan.shape,
+        plan.output,
+        precision=plan.precision,
+        lora=plan.lora,
+        adapters_of=plan.base if plan.adapters_alone else None,
+        quantization=plan.quantization,
+    )
 
 
 def plan_export(arguments: Sequence[str]) -> ExportPlan:
@@ -105,60 +119,6 @@ def plan_export(arguments: Sequence[str]) -> ExportPlan:
     return ExportPlan(weights, folder, precision, shape, output, source, lora, alone, quantization if in_bits else None)
 
 
-def export(plan: ExportPlan) -> None:
-    """Load the whole model in this process and write it; nothing is left at the output unless it is complete.
-
-    Raises:
-        RunError: the checkpoint cannot be loaded into the model, or the output cannot be written.
-        ValueError: the model's folder cannot be read, or the output has come into being meanwhile.
-    """
-    # Imported here so that a mistake on the command line is answered at once.
-    from megatron.core import dist_checkpointing
-    from safetensors import SafetensorError
-    from torch.distributed import HashStore
-
-    from megatron_grpo.config.schema import ParallelConfig
-    from megatron_grpo.trainer.checkpoint import errors_told, set_weights, sharded_weights
-    from megatron_grpo.trainer.model.build import build_model
-    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
-    from megatron_grpo.weights.hf_weights import load_hf_weights
-
-    parallel = ParallelConfig()
-    initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
-    try:
-        chunks = build_model(plan.shape, parallel, precision=plan.precision, lora=plan.lora)
-        if plan.lora.rank and not plan.adapters_alone:
-            load_hf_weights(chunks, plan.shape, plan.source)
-        with errors_told(f"{plan.weights} cannot be loaded as {plan.source}"):
-            metadata = dist_checkpointing.load_content_metadata(str(plan.weights))
-            state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(plan.weights))
-            set_weights(chunks, state["model"])
-        try:
-            _write(plan, chunks)
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"output={plan.output} cannot be written: {error}") from None
-    finally:
-        destroy_parallel()
-
-
-def _write(plan: ExportPlan, chunks: Sequence[Any]) -> None:
-    """Write what is asked for of the loaded model."""
-    from megatron_grpo.weights.hf_export import quantization_entry, quantized_tensors, write_peft_folder
-    from megatron_grpo.weights.hf_folder import write_hf_folder
-    from megatron_grpo.weights.hf_weights import iter_hf_tensors
-
-    if plan.adapters_alone:
-        write_peft_folder(chunks, plan.shape, plan.lora, plan.base, plan.output)
-        return
-    tensors = iter_hf_tensors(chunks, plan.shape, _GATHER_BYTES)
-    whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
-    if plan.quantization is None:
-        write_hf_folder(whole, plan.source, plan.output)
-        return
-    settings = {"quantization_config": quantization_entry(plan.quantization)}
-    write_hf_folder(quantized_tensors(whole, plan.quantization), plan.source, plan.output, settings=settings)
-
-
 def _trained_model(
     config_file: Path,
 ) -> tuple[str, Literal["float32", "bfloat16"], LoraConfig, QuantizationFormat | None]:
@@ -187,7 +147,7 @@ def _trained_model(
 
 
 def _require_writable(output: Path) -> None:
-    """Make a folder in place of the output and take it away again, with the parents that it needed.
+    """Try whether a folder can be made at the output; the probe and the parents made for it are removed.
 
     Raises:
         ValueError: something is there already, or a folder cannot be made there.
@@ -209,7 +169,7 @@ def _require_writable(output: Path) -> None:
 
 
 def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """What each argument is given, by name."""
+    """The value of each argument, by name."""
     values: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")

@@ -1,20 +1,86 @@
-"""Adapters of a model in the format of the peft package: adapter_config.json and adapter_model.safetensors."""
+"""Runs in the process of the export command: writes a checkpoint as a Hugging Face model, as adapters or quantised."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import HashStore
 
-from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
-from megatron_grpo.weights.hf_folder import new_folder
-from megatron_grpo.weights.hf_weights import bound_entries, split_parameter
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.schema import LoraConfig, ParallelConfig, QuantizationFormat
+from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
+from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.weights.shape import ModelShape
+
+_GATHER_BYTES = 2**30
+
+
+def export_checkpoint(
+    weights: Path,
+    source: Path,
+    shape: ModelShape,
+    output: Path,
+    *,
+    precision: Literal["float32", "bfloat16"],
+    lora: LoraConfig,
+    adapters_of: str | None,
+    quantization: QuantizationFormat | None,
+) -> None:
+    """Load the whole model in this process and write it; nothing is left at the output unless it is complete.
+
+    Args:
+        weights: folder of Megatron's distributed checkpoint.
+        source: folder of the model that the run started from.
+        shape: sizes of the model.
+        output: folder to make.
+        precision: of the run's weights.
+        lora: adapters of the run, merged into the weights.
+        adapters_of: write the adapters alone, for the base model of this name; None: write the whole model.
+        quantization: format of the layers' matrices; None: `precision`.
+
+    Raises:
+        RunError: the checkpoint cannot be loaded into the model, or the output cannot be written.
+        ValueError: the model's folder cannot be read, or the output has come into being meanwhile.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megatron_grpo.trainer.checkpoint import errors_told, set_weights, sharded_weights
+    from megatron_grpo.trainer.model.build import build_model
+    from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
+
+    parallel = ParallelConfig()
+    initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
+    try:
+        chunks = build_model(shape, parallel, precision=precision, lora=lora)
+        if lora.rank and adapters_of is None:
+            load_hf_weights(chunks, shape, source)
+        with errors_told(f"{weights} cannot be loaded as {source}"):
+            metadata = dist_checkpointing.load_content_metadata(str(weights))
+            state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
+            set_weights(chunks, state["model"])
+        try:
+            if adapters_of is not None:
+                write_peft_folder(chunks, shape, lora, adapters_of, output)
+                return
+            tensors = iter_hf_tensors(chunks, shape, _GATHER_BYTES)
+            whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
+            if quantization is None:
+                write_hf_folder(whole, source, output)
+                return
+            settings = {"quantization_config": quantization_entry(quantization)}
+            write_hf_folder(quantized_tensors(whole, quantization), source, output, settings=settings)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"output={output} cannot be written: {error}") from None
+    finally:
+        destroy_parallel()
+
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

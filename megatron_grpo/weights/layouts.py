@@ -1,5 +1,4 @@
-"""What a rank has of a model: which layers, which part of every matrix, which experts. Ranks of training and of
-generation alike, so that what goes from one to the other is the intersection of two places."""
+"""What a rank of the policy or of an engine holds of a model: its layers, its part of every matrix, its experts."""
 
 from __future__ import annotations
 
@@ -23,31 +22,32 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What a rank has of a model."""
+    """What a rank holds of a model."""
 
     layers: tuple[int, ...]
     """Numbers of its layers, from 0."""
     embedding: bool
-    """Whether it has the embedding of tokens."""
+    """Whether it holds the embedding of tokens."""
     end: bool
-    """Whether it has the last norm and the head."""
+    """Whether it holds the last norm and the head."""
     tensor: Split = Split()
     """Its part of every matrix that is split."""
     experts: tuple[int, int] = (0, 1)
-    """Its experts in every layer: the first, and one behind the last; (0, 1) of a model without experts."""
+    """Range [begin, end) of its experts in every layer; (0, 1) in a model without experts."""
     expert_tensor: Split = Split()
     """Its part of every matrix of an expert."""
 
 
 def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """The place of every rank that trains, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp of experts."""
+    """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
+    experts."""
     count = shape.experts.count if shape.experts is not None else 1
     per_rank = count // parallel.expert
-    places = []
+    shards = []
     for stage, layers in enumerate(_training_layers(parallel, shape.layers)):
         for rank in range(parallel.world_size // parallel.pipeline):
             sharing = rank // parallel.expert_tensor % parallel.expert
-            places.append(
+            shards.append(
                 RankShard(
                     layers=layers,
                     embedding=stage == 0,
@@ -57,7 +57,7 @@ def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankSha
                     expert_tensor=Split(rank % parallel.expert_tensor, parallel.expert_tensor),
                 )
             )
-    return places
+    return shards
 
 
 def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ...]]:
@@ -75,24 +75,24 @@ def _training_layers(parallel: ParallelConfig, count: int) -> list[tuple[int, ..
         size = ends.get(stage, even) // chunks - counted.get(chunk, False)
         layers[stage] += range(begin, begin + size)
         begin += size
-    assert begin == count, f"{begin} of {count} layers have a place"
+    assert begin == count, f"{begin} of {count} layers are assigned"
     return [tuple(numbers) for numbers in layers]
 
 
 def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list[RankShard]:
-    """The place of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours side by side."""
+    """The shard of every rank of one vLLM engine, in vLLM's order of ranks: tensor-parallel neighbours are adjacent."""
     stages, tensor = parallel.pipeline, parallel.tensor
-    # What does not share out evenly goes to the stages before the last, from behind (vllm.distributed.utils).
+    # vLLM gives the remainder to the stages before the last, from the back (vllm.distributed.utils).
     sizes = [shape.layers // stages] * stages
     for stage in range(shape.layers % stages):
         sizes[-2 - stage] += 1
     count = shape.experts.count if shape.experts is not None else 1
-    places = []
+    shards = []
     for stage in range(stages):
         begin = sum(sizes[:stage])
         for rank in range(tensor):
             shared = parallel.expert > 1
-            places.append(
+            shards.append(
                 RankShard(
                     layers=tuple(range(begin, begin + sizes[stage])),
                     # A tied head is the embedding: the last stage has it too.
@@ -103,11 +103,11 @@ def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list
                     expert_tensor=Split() if shared else Split(rank, tensor),
                 )
             )
-    return places
+    return shards
 
 
 def _share(count: int, part: Split) -> tuple[int, int]:
-    """Consecutive experts of a rank; the first ranks have one more where they do not share out evenly."""
+    """Consecutive experts of a rank; the first ranks have one more each if there is a remainder."""
     each, more = divmod(count, part.count)
     begin = part.index * each + min(part.index, more)
     return begin, begin + each + (part.index < more)
@@ -130,43 +130,43 @@ _SPLIT: tuple[Dim, ...] = (
 """Dimensions that tensor parallelism splits; a tensor has at most one of them."""
 
 _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Matrices that vLLM joins when queries too are made of a short vector (multi-latent attention)."""
+"""Matrices that vLLM joins when queries are compressed too (multi-latent attention)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a rank of an engine keeps its part of one Hugging Face tensor."""
+    """The place in an engine rank's parameter of its part of one Hugging Face tensor."""
 
     parameter: str
     """Name of vLLM's parameter."""
     part: WeightSlice
     """The part of the tensor that the rank keeps."""
     row: int
-    """Row of the parameter (of the expert's matrix in it) in which the part begins."""
+    """First row of the part in the parameter (in the expert's matrix of it)."""
     expert: int | None
     """Number of the expert among the rank's own, which the parameter's first dimension counts; None: it has none."""
 
 
 def destinations(
-    entry: WeightEntry, model: ModelShape, place: RankShard, layer: int = 0, expert: int = 0
+    entry: WeightEntry, model: ModelShape, shard: RankShard, layer: int = 0, expert: int = 0
 ) -> list[Destination]:
-    """Where a rank keeps the tensors of an entry, in the order of `entry.hf`.
+    """An engine rank's destinations of the tensors of an entry, in the order of `entry.hf`.
 
     Args:
         entry: row of the table of Megatron's parameters.
         model: sizes of the model.
-        place: the rank's.
+        shard: the rank's.
         layer: number of the layer, from 0, one of the rank's.
         expert: number of the expert in the layer, from 0, one of the rank's.
     """
-    part = place.expert_tensor if entry.per_expert else place.tensor
+    part = shard.expert_tensor if entry.per_expert else shard.tensor
     parts = [_part(tensor, model, part, layer, expert) for tensor in entry.hf]
     rows = [one.local_shape[0] for one in parts]
     found = []
     for position, one in enumerate(parts):
         joined = position if entry.merge in ("qkv", "gate_up") else 0
         row = sum(rows[:joined]) + _rows_before(entry, model)
-        slot = expert - place.experts[0] if entry.per_expert else None
+        slot = expert - shard.experts[0] if entry.per_expert else None
         found.append(Destination(_parameter(entry, position, model, one.name), one, row, slot))
     return found
 
@@ -187,7 +187,7 @@ def _part(tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: 
 
 
 def _parameter(entry: WeightEntry, position: int, model: ModelShape, name: str) -> str:
-    """Name of the parameter that a tensor of this name is kept in."""
+    """vLLM's name of the parameter that holds a tensor of this name."""
     module, _, kind = name.rpartition(".")
     if entry.per_expert:
         block = module[: module.index(".experts.")]
@@ -203,19 +203,24 @@ def _parameter(entry: WeightEntry, position: int, model: ModelShape, name: str) 
 
 
 def _rows_before(entry: WeightEntry, model: ModelShape) -> int:
-    """Rows of the parameter before those of an entry that is joined with another."""
+    """Rows that precede those of an entry in a joined parameter."""
     return _query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
 
 
 def _query_rank(model: ModelShape) -> int:
-    """Length of the vector that queries are made of; 0: they are made of the hidden state."""
+    """Length of the compressed queries; 0: queries are not compressed."""
     return model.latent.query_rank or 0 if model.latent is not None else 0
 
 
+# An FP8 block shares one scale, computed from its largest number. A rank that holds only a part of a block would
+# compute another scale than its neighbour, and an engine rank would need two scales for one block of its parameter:
+# vLLM's layers hold one. Making a common scale would take a collective for each matrix of a refit. So a refit in FP8
+# requires that neither side's ranks cut a matrix inside a block; `cut_blocks` finds the matrices where they do, and
+# preflight refuses the job.
 BLOCK = 128
-"""Rows, and columns, that share a scale; the last ones of a tensor may be fewer."""
+"""Rows and columns of a block; the last block of a tensor may be smaller."""
 _ROUTING = {"experts", "score"}
-"""Dimensions of what chooses and weighs experts, which stays as it is."""
+"""Dimensions of the router's tensors, which are not converted to FP8."""
 
 
 def in_fp8_blocks(entry: WeightEntry) -> bool:
@@ -226,23 +231,23 @@ def in_fp8_blocks(entry: WeightEntry) -> bool:
 
 
 def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence[RankShard]) -> Iterator[str]:
-    """The matrices that some rank begins or ends inside a block, and where; for a message to people.
+    """The matrices that a rank's part begins or ends inside a block, with the rows or columns; for error messages.
 
     Args:
         shape: sizes of the model.
-        sources: places of the ranks that train.
-        engine: places of the ranks of an engine.
+        sources: shards of the policy's ranks.
+        engine: shards of an engine's ranks.
     """
     for entry in filter(in_fp8_blocks, weight_entries(shape)):
         expert = engine[0].experts[0] if entry.per_expert else 0
-        trained = {(place.expert_tensor if entry.per_expert else place.tensor) for place in sources}
+        trained = {(shard.expert_tensor if entry.per_expert else shard.tensor) for shard in sources}
         for part in sorted(trained, key=lambda part: part.index):
             for held in entry.slices(shape, 0, part.index, part.count, expert):
                 if _inside(held):
                     yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
-        for number, place in enumerate(engine):
-            first = place.experts[0] if entry.per_expert else 0
-            for landing in destinations(entry, shape, place, expert=first):
+        for number, shard in enumerate(engine):
+            first = shard.experts[0] if entry.per_expert else 0
+            for landing in destinations(entry, shape, shard, expert=first):
                 kept = landing.part
                 if _inside(kept) or landing.row % BLOCK:
                     yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"

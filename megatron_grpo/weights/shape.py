@@ -63,7 +63,7 @@ class ModelShape:
     """Sizes of a decoder-only model, under one name each whatever the family calls them."""
 
     family: str
-    """Name of the family in models.families."""
+    """Name of the family in `families.FAMILIES`."""
     layers: int
     hidden: int
     ffn_hidden: int

@@ -1,4 +1,19 @@
-"""What a model family is: how its config.json is read, its table of weights, its arithmetic."""
+"""The table of weights that describes a model family, and what a new family has to provide.
+
+A family is one file in this folder that ends in `FAMILY = Family(...)`, and its import in `families`. It gives:
+
+- `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
+differs; an
+  option that the Megatron model here cannot compute raises ValueError with the key.
+- `entries`: the table, one `WeightEntry` for each Megatron parameter of a layer and each parameter outside layers.
+Tables of
+  other families are tuples that can be joined: `INPUT + ATTENTION + MLP + OUTPUT_NORM + head(...)`.
+- `forward_flops`: floating-point operations of a forward pass, usually `llama.dense_flops`.
+
+The table is enough for loading, export, the broadcast and file refits. The reshard refit also needs vLLM's names of
+parameters (`layouts.destinations`), which differ from those of Hugging Face only for joined matrices and experts. A
+layer that Megatron-Core's layer spec does not build yet belongs to `trainer/model/layer_spec.py`.
+"""
 
 from __future__ import annotations
 
@@ -208,7 +223,7 @@ def global_entries(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of models; a file in models/families defines each."""
+    """One family of models, defined by a file in this folder."""
 
     name: str
     architecture: str

@@ -1,4 +1,5 @@
-"""Refit by broadcast: a group for each pipeline stage of the policy, all generation workers in each."""
+"""Refit by broadcast, with a group of one sender and all workers for each pipeline stage: `BucketSender` runs on ranks
+of the policy, `BroadcastTransport` on the driver, `BroadcastReceiver` in an engine's worker."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def write_plan(store: Store, stage: int, stages: int, buckets: list[Bucket], bucket_bytes: int) -> None:
-    """Tell the receivers what one of the stages will send: names, types and shapes, since both sides plan alike."""
+    """Write the names, types and shapes that a stage sends; both sides compute the same buckets from them."""
     slots = [slot for bucket in buckets for slot in bucket.slots]
     tensors = [(slot.name, str(slot.dtype).removeprefix("torch."), slot.shape) for slot in slots]
     store.set(f"plan/{stage}", json.dumps({"bucket_bytes": bucket_bytes, "tensors": tensors}))
@@ -34,16 +35,16 @@ def write_plan(store: Store, stage: int, stages: int, buckets: list[Bucket], buc
 
 
 def read_plans(store: Store) -> list[list[Bucket]]:
-    """What every stage will send, by stage; waits until their senders have written it."""
+    """The buckets of every stage, by stage; waits until their senders have written the plan."""
     plans = [json.loads(store.get(f"plan/{stage}")) for stage in range(int(store.get("stages")))]
     return [plan_buckets(plan["tensors"], plan["bucket_bytes"]) for plan in plans]
 
 
 def join_stage(rendezvous: Rendezvous, stage: int, rank: int, device: torch.device) -> Group:
-    """Enter the group of one stage; returns when its sender, rank 0, and all receivers have.
+    """Join the group of one stage; returns when its sender, rank 0, and all receivers have joined.
 
     Raises:
-        RuntimeError: not everybody came within the timeout.
+        RuntimeError: a member did not join within the timeout.
     """
     return join(rendezvous, f"stage {stage}", rank, rendezvous.receivers + 1, device)
 
@@ -55,10 +56,10 @@ class BucketSender:
     stage: int
     buckets: list[Bucket]
     group: Group | None
-    """None: a send has failed, and whoever waited for it was told by the end of the group."""
+    """None after a failed send: the receivers fail with the end of the group."""
     device: torch.device
     buffers: Tensor = field(init=False)
-    """[2, largest bucket], uint8: one is filled while the other one is under way."""
+    """[2, largest bucket], uint8: one is filled while the other one is being sent."""
 
     def __post_init__(self) -> None:
         largest = max(bucket.nbytes for bucket in self.buckets)
@@ -70,7 +71,7 @@ class BucketSender:
         Args:
             tensors: (name, full tensor [...] in the dtype of the plan), in the order of the plan; None in place of the
                 tensor on ranks that do not send.
-            version: number of the weights, which the buckets are sealed with.
+            version: number of the weights, written behind each bucket.
 
         Raises:
             RuntimeError: the receivers stopped receiving, or the group failed before.
@@ -116,58 +117,43 @@ class BucketSender:
 
 
 _sender: BucketSender | None = None
-"""This process's end of its group: a process is one policy rank."""
+"""The sender of this process, which is one rank of the policy; None on ranks that do not send."""
 
 
 def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) -> None:
-    """Open the group of this rank's stage, if this is the rank that sends; returns when every receiver has joined."""
+    """Join the group of this rank's stage if this rank sends; returns when every receiver has joined."""
     global _sender
     _sender = None
-    place = _place()
-    if not place.sends:
+    # Imported here because the driver imports this module too, and does not need Megatron.
+    from megatron.core import parallel_state
+
+    # Whole tensors are gathered on the first rank of each pipeline stage.
+    if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_data_parallel_rank(
+        with_context_parallel=True
+    ):
         return
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     specs = hf_specs(rank.chunks, rank.shape)
     buckets = plan_buckets(((spec.name, spec.dtype, spec.shape) for spec in specs), bucket_bytes)
     device = current_platform().device
-    write_plan(rendezvous.store(), place.stage, place.stages, buckets, bucket_bytes)
-    _sender = BucketSender(place.stage, buckets, join_stage(rendezvous, place.stage, 0, device), device)
+    write_plan(rendezvous.store(), stage, stages, buckets, bucket_bytes)
+    _sender = BucketSender(stage, buckets, join_stage(rendezvous, stage, 0, device), device)
 
 
 def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> SentCounts | None:
-    """Send this stage's weights, gathered over its ranks; what was sent, on the rank that sends."""
+    """Send this stage's weights, gathered over its ranks; None on ranks that do not send."""
     tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, bucket_bytes)
     try:
         return _sender.send(tensors, version) if _sender is not None else None
     finally:
-        # Gathering is collective: every rank goes through to the end, the sender also when its receivers are gone.
+        # Gathering is collective: every rank iterates to the end, the sender also when its receivers are gone.
         for _ in tensors:
             pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank of the policy stands among those that send."""
-
-    stage: int
-    stages: int
-    sends: bool
-    """Whether the rank is the first of its stage, which is given the whole tensors."""
-
-
-def _place() -> _Place:
-    # Imported here because the driver imports this module too, and has no use for Megatron.
-    from megatron.core import parallel_state
-
-    return _Place(
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
-        stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        sends=parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
-    )
-
-
 class BroadcastTransport(GroupTransport):
-    """Every worker gets whole tensors and keeps its shard, whatever the two layouts are."""
+    """Every worker receives whole tensors and keeps its shard, whatever the two layouts are."""
 
     mode: ClassVar[RefitMode] = "broadcast"
 
@@ -179,14 +165,14 @@ class BroadcastTransport(GroupTransport):
 
 
 class BroadcastReceiver:
-    """One worker's membership of the groups of all stages.
+    """A worker's end of the groups of all stages.
 
     Args:
         model: vLLM's model.
         vllm_config: vLLM's settings of the engine.
         device: where the model is.
-        rendezvous: where to meet.
-        number: the worker's among those of all engines.
+        rendezvous: address and size of the groups.
+        number: the worker's, counted over all engines.
     """
 
     def __init__(
@@ -196,10 +182,10 @@ class BroadcastReceiver:
         self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
         plans = read_plans(rendezvous.store())
         self._groups = [join_stage(rendezvous, stage, 1 + number, device) for stage in range(len(plans))]
-        self._order = list(_in_turn(plans))
+        self._order = list(_interleaved(plans))
         largest = max(bucket.nbytes for _, _, bucket in self._order)
         self._buffers = torch.empty(max(len(plans), 2), largest, dtype=torch.uint8, device=device)
-        """So many that every stage has a bucket under way, and while one is loaded another one."""
+        """At least one for each stage, and two so that a bucket arrives while another one is loaded."""
 
     def begin(self) -> None:
         """Prepare vLLM's layers to be loaded again."""
@@ -220,11 +206,11 @@ class BroadcastReceiver:
             raise ValueError("; ".join(broken))
 
     def _receive(self, version: int) -> list[str]:
-        """Load every bucket up to the first whose checksum is broken; what is wrong with those that are."""
+        """Load every bucket up to the first with a wrong checksum; the problems found."""
         if not self._groups:
             raise RuntimeError("the groups of this worker failed before and were not made anew")
-        ahead = len(self._buffers)
-        under_way = {position: self._begin(position) for position in range(min(ahead, len(self._order)))}
+        prefetch = len(self._buffers)
+        under_way = {position: self._begin(position) for position in range(min(prefetch, len(self._order)))}
         broken: list[str] = []
         for position, (stage, number, bucket) in enumerate(self._order):
             try:
@@ -237,8 +223,8 @@ class BroadcastReceiver:
                 broken.append(f"stage {stage}, bucket {number}: {problem}; it begins with {bucket.slots[0].name}")
             if not broken:
                 self._model.load_weights((slot.name, slot.view(buffer)) for slot in bucket.slots)
-            if position + ahead < len(self._order):  # into the buffer that has just been emptied
-                under_way[position + ahead] = self._begin(position + ahead)
+            if position + prefetch < len(self._order):  # into the buffer that is free now
+                under_way[position + prefetch] = self._begin(position + prefetch)
         return broken
 
     def finish(self) -> None:
@@ -246,22 +232,22 @@ class BroadcastReceiver:
         self._loading.finish()
 
     def abandon(self) -> None:
-        """Let half-loaded layers forget what came, which the next attempt must not find."""
+        """Restore the previous weights of incomplete layers."""
         self._loading.abandon()
 
     def _begin(self, position: int) -> Work:
-        """Begin to receive the bucket at a position of the order."""
+        """Start receiving the bucket at a position of the order."""
         stage, _, _ = self._order[position]
         return self._groups[stage].broadcast(self._buffer(position), root=0)
 
     def _buffer(self, position: int) -> Tensor:
-        """[Bucket.nbytes], uint8, on the worker's device: where the bucket at a position of the order goes."""
+        """[Bucket.nbytes], uint8, on the worker's device: the buffer of the bucket at a position of the order."""
         _, _, bucket = self._order[position]
         return self._buffers[position % len(self._buffers), : bucket.nbytes]
 
 
-def _in_turn(plans: Sequence[Sequence[Bucket]]) -> Iterator[tuple[int, int, Bucket]]:
-    """(stage, number, bucket), the stages in turn so that all of them send at once.
+def _interleaved(plans: Sequence[Sequence[Bucket]]) -> Iterator[tuple[int, int, Bucket]]:
+    """(stage, number, bucket), round robin over the stages, so that all of them send at once.
 
     Args:
         plans: buckets of each stage.

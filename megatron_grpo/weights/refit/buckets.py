@@ -1,4 +1,5 @@
-"""Buckets: many tensors in one flat buffer that ends in a checksum (version and checksum)."""
+"""Runs on ranks of the policy and in engines' workers: many tensors in one flat buffer, with version and checksum
+behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 ALIGN_BYTES = 16
 """Every tensor begins at a multiple of this, so that a slice of the buffer can be viewed in any type."""
 TRAILER_BYTES = 16
-"""Size of the checksum behind the payload: version and checksum, int64 each."""
+"""Bytes behind the payload: version and checksum, int64 each."""
 
 CHUNK_WORDS = 1 << 20
 """Words that a checksum multiplies at a time: 8 MiB, so that the products need little memory beside the bucket."""
@@ -24,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lies in its bucket."""
+    """The position of one tensor in its bucket."""
 
     name: str
     dtype: torch.dtype
@@ -55,9 +56,9 @@ class Bucket:
 
 
 def plan_buckets(tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> list[Bucket]:
-    """Lay tensors into buckets in their order, each filled up to `bucket_bytes`.
+    """Assign tensors to buckets in their order, each filled up to `bucket_bytes`.
 
-    A tensor that is larger gets a bucket of its own: the receiver needs it whole to cut its shard out of it.
+    A larger tensor gets a bucket of its own: the receiver needs it whole to select its shard.
 
     Args:
         tensors: (name, dtype without "torch.", shape).
@@ -91,7 +92,7 @@ def write_checksum(buffer: Tensor, version: int) -> None:
 
 
 def checksum_problem(buffer: Tensor, version: int) -> str | None:
-    """What is wrong with a received bucket, or None.
+    """The problem of a received bucket; None: it is intact.
 
     Args:
         buffer: [Bucket.nbytes], uint8, as it was received.
@@ -108,7 +109,7 @@ def checksum_problem(buffer: Tensor, version: int) -> str | None:
 
 
 def _digest(words: Tensor) -> Tensor:
-    """[], int64: XXH3 (64 bits) of words on a CPU, many times as fast there as the checksum that devices compute."""
+    """[], int64: on a CPU XXH3 (64 bits), which is many times as fast there as the checksum for GPUs."""
     if words.device.type != "cpu":
         return checksum(words)
     unsigned = xxhash.xxh3_64_intdigest(words.numpy().data)

@@ -1,4 +1,7 @@
-"""Process groups of a refit, apart from everybody's default group: NCCL on CUDA, gloo on CPU."""
+"""Runs on ranks of the policy and in engines' workers: process groups of a refit, NCCL on CUDA and gloo on CPU.
+
+They are made without torch's default group, which each of the two sides has for itself.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,35 @@ from megatron_grpo.platform.device import reach_store
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 REACH_S = 10.0
-"""Time to find a store, less than whoever has failed is given to come back (diagnosis.SETTLE_S): a store listens before
-anybody is told of it, so one that is not found was closed, since another member of the attempt has failed."""
+"""Time to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
+cannot be reached was closed, because another member of the attempt has failed."""
 
 
 class Group(Protocol):
-    """The part of torch's process groups that is used here; its type stubs leave it out."""
+    """The methods of torch's process groups that are used here; its type stubs lack them."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Begin to send rank `root`'s tensor, flat [bytes], uint8, into everybody else's."""
+        """Start sending rank `root`'s tensor, flat [bytes], uint8, into the tensors of all others."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        """Begin to send one tensor to a rank, which must receive it under the same tag."""
+        """Start sending one tensor to a rank, which must receive it under the same tag."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        """Begin to receive one tensor from a rank."""
+        """Start receiving one tensor from a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members of the groups meet."""
+    """Address of the store through which the members of the groups find each other."""
 
     host: str
     port: int
     receivers: int
-    """Generation workers of all engines."""
+    """Workers of all engines."""
     timeout_s: float
-    """Seconds that meeting, and each transfer, may take."""
+    """Limit in seconds of joining a group, and of each transfer."""
     same_gpus: bool = False
-    """Whether both sides compute on the same devices, so that NCCL, which has one rank a GPU, is no way."""
+    """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
     @property
     def timeout(self) -> timedelta:
@@ -59,7 +62,7 @@ class Rendezvous:
         """A client of the store at this address.
 
         Raises:
-            RuntimeError: nothing listens there, within REACH_S.
+            RuntimeError: no store listens at the address within REACH_S.
         """
         store = reach_store(self.host, self.port, min(self.timeout_s, REACH_S))
         store.set_timeout(self.timeout)  # for others' keys
@@ -67,10 +70,10 @@ class Rendezvous:
 
 
 def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device) -> Group:
-    """Enter the group of this name; returns when all `size` members have.
+    """Join the group of this name; returns when all `size` members have joined.
 
     Raises:
-        RuntimeError: not everybody came within the timeout.
+        RuntimeError: a member did not join within the timeout.
     """
     store = PrefixStore(f"refit/{name}", rendezvous.store())
     if device.type == "cuda":
@@ -84,9 +87,10 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
 
 @contextmanager
 def leave_on_failure(leave: Callable[[], object]) -> Iterator[None]:
-    """Let others know at once when what happens inside fails: a member that leaves its group closes its connections.
+    """Leave the group when the body fails, which closes its connections, so that the other members fail at once.
 
-    A group lasts as long as a transfer under way, and an error keeps the variables of all functions that it has passed.
+    A group lives as long as any reference to it or to a pending transfer, and the traceback of an error keeps the local
+    variables of all functions it has passed; so these are cleared.
 
     Args:
         leave: drops the group.
@@ -96,7 +100,7 @@ def leave_on_failure(leave: Callable[[], object]) -> Iterator[None]:
     except BaseException as error:
         passed: BaseException | None = error
         while passed is not None:
-            traceback.clear_frames(passed.__traceback__)  # of functions that are over
+            traceback.clear_frames(passed.__traceback__)  # frames of functions that have returned
             passed = passed.__cause__ or passed.__context__
         leave()
         raise
@@ -113,7 +117,7 @@ def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """A group made inside raises from wait() at its timeout, where others would end the process."""
+    """Groups made inside raise from wait() at their timeout; NCCL's default ends the process."""
     before = os.environ.get(NCCL_BLOCKING_WAIT)
     os.environ[NCCL_BLOCKING_WAIT] = "1"
     try:
@@ -126,7 +130,7 @@ def _blocking_wait() -> Iterator[None]:
 
 
 def _own_address_towards(host: str) -> str:
-    """The local address that reaches this host: gloo's own choice is the host name, which need not resolve."""
+    """The local address that reaches this host: gloo would choose the host name, which may not resolve."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,4 +1,14 @@
-"""Which slice of which tensor goes from which rank of the policy to which rank of an engine: arithmetic, no tensors."""
+"""Runs on the driver: plans which slice of which tensor goes from which rank of the policy to which rank of an engine.
+
+Two tables say what a rank holds of each Hugging Face tensor: `WeightEntry.slices` for Megatron-Core's ranks, and
+`layouts.destinations` for vLLM's. Both name rows and columns of the same full tensor, so what must travel between two
+ranks is the intersection of their two boxes, whatever the two layouts are; no pair of layouts needs code of its own,
+and no rank ever holds a full matrix. For each engine rank the boxes of one replica of the policy tile what it keeps,
+without overlap. So each byte is sent exactly once to each rank that keeps it: of the policy's ranks that hold equal
+data, one is chosen for a slice, and the choice is spread so that all of them send about the same number of bytes.
+
+The plan depends on the configuration alone. The driver makes it once when links are connected; no rank negotiates.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +30,14 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
 FP8 = "float8_e4m3fn"
-"""Numbers of this type have a float32 scale for each block, which lie behind them."""
+"""Numbers of this type are followed by a float32 scale for each block."""
 _SIZES = {"float32": 4, "bfloat16": 2, FP8: 1}
 _SCALE_BYTES = 4
 
 
 def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
-    """Type of each tensor on its way, by row of the model's table: the policy's precision, but for biases of routing.
+    """The type in which each tensor is sent, by row of the model's table: the policy's precision, but for biases of
+    routing.
 
     Args:
         shape: sizes of the model.
@@ -37,7 +48,7 @@ def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str
 
 
 def _wire_dtype(entry: WeightEntry, precision: str, fp8_blocks: bool) -> str:
-    if entry.megatron[0].endswith(".expert_bias"):  # which experts are chosen with; Megatron-Core has it in float32
+    if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
         return "float32"
     return FP8 if fp8_blocks and in_fp8_blocks(entry) else precision
 
@@ -61,7 +72,7 @@ def blocks(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedPiece:
-    """A piece as it lies in its message."""
+    """The position and layout of a piece in its message."""
 
     begin: int
     """Bytes of the message before it."""
@@ -86,10 +97,10 @@ class PackedPiece:
         return message[begin : begin + _SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
 
     def pack(self, message: Tensor, values: Tensor) -> None:
-        """Put numbers into the message: [bytes], uint8; in FP8 they are rounded, block by block.
+        """Write numbers into the message: [bytes], uint8; for FP8 they are rounded, block by block.
 
         Args:
-            message: where to put them.
+            message: the buffer of the message.
             values: [rows, columns], any float type.
         """
         if self.scaled:
@@ -99,7 +110,7 @@ class PackedPiece:
 
 
 def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[PackedPiece], int]:
-    """Where the pieces of a message lie in it, one behind the other; and bytes of all.
+    """The consecutive positions of a message's pieces, and the bytes of the message.
 
     Args:
         pieces: [pieces], PIECE, in their order.
@@ -114,7 +125,7 @@ def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Pack
 
 
 def aligned(sizes: np.ndarray) -> np.ndarray:
-    """Bytes that pieces take in a message: views in wider types begin at multiples of ALIGN_BYTES."""
+    """Bytes of pieces with padding: views in wider types must begin at multiples of ALIGN_BYTES."""
     return -(-sizes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -136,13 +147,13 @@ PIECE = np.dtype(
         ("turn", np.int32),  # of its message, among those of its source and among those of its target
     ]
 )
-"""A box of a Hugging Face tensor on its way."""
+"""A box of a Hugging Face tensor that one rank sends to another."""
 
 Pieces = NDArray[Any]
 """[pieces], PIECE."""
 
 EMBEDDING, END = -1, -2
-"""Stand where the number of a layer stands, for what is in none: the embedding; the last norm and the head."""
+"""Layer numbers of parameters outside layers: the embedding; the last norm and the head."""
 
 
 class Box(NamedTuple):
@@ -155,16 +166,16 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many; not positive: it is empty."""
+        """Their number; 0 or less: the box is empty."""
         return self.row_end - self.row
 
     @property
     def columns(self) -> int:
-        """How many; not positive: it is empty."""
+        """Their number; 0 or less: the box is empty."""
         return self.column_end - self.column
 
-    def meet(self, other: Box) -> Box:
-        """What is in both."""
+    def intersect(self, other: Box) -> Box:
+        """The box of what is in both."""
         return Box(
             max(self.row, other.row),
             min(self.row_end, other.row_end),
@@ -190,7 +201,7 @@ def box_of(part: WeightSlice) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What goes from one part of a matrix to one rank of an engine, the same for every layer and expert."""
+    """What one part of a matrix contributes to one engine rank; the same for every layer and expert."""
 
     tensor: int
     part: int
@@ -206,21 +217,21 @@ def plan_pieces(
     dtypes: Sequence[str],
     limit: int,
     *,
-    beside: bool = False,
+    same_devices: bool = False,
 ) -> Pieces:
-    """Every piece of a refit: of each tensor each part that some rank keeps, exactly once for each such rank.
+    """Every piece of a refit: each box that some engine rank keeps, exactly once for each such rank.
 
-    Ranks of the policy that hold the same share the sending by bytes.
+    Ranks of the policy that hold equal data divide the sending by bytes.
 
     Args:
         shape: sizes of the model.
-        sources: places of the policy's ranks, in their order.
-        engine: places of the ranks of one engine, in their order.
-        engines: engines, all laid out alike.
-        dtypes: by row of the table, the type of its numbers on their way.
+        sources: shards of the policy's ranks, in their order.
+        engine: shards of the ranks of one engine, in their order.
+        engines: number of engines, which have equal layouts.
+        dtypes: type of what is sent, by row of the table.
         limit: most bytes of a piece, unless a single row (in FP8, the rows of a block) is longer.
-        beside: whether ranks of the policy and of engines with the same number share a device: what both have is not to
-            come from another.
+        same_devices: whether ranks of the policy and of engines with the same number share a device: what both hold is
+            then sent from that rank and no other.
 
     Returns:
         Pieces in the order of the table, layer by layer.
@@ -231,11 +242,11 @@ def plan_pieces(
     sets: list[NDArray[np.int64]] = []
     for number, layer in _rows_in_order(entries, shape):
         entry = entries[number]
-        for rank, place in enumerate(engine):
-            if not keeps(entry, place, layer):
+        for rank, shard in enumerate(engine):
+            if not keeps(entry, shard, layer):
                 continue
-            experts = np.arange(*place.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for route in _routes(entry, shape, holders.parts(entry), place, dtypes[number], limit):
+            experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
+            for route in _routes(entry, shape, holders.parts(entry), shard, dtypes[number], limit):
                 pieces = np.zeros(len(experts), dtype=PIECE)
                 pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, route.tensor
                 pieces["layer"], pieces["expert"] = layer, experts
@@ -248,14 +259,14 @@ def plan_pieces(
     pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(one))
     holding = np.concatenate(sets)
     pieces["source"] = holders.share(holding, one["bytes"], engines)
-    if beside:
-        at_hand = holders.include(np.tile(holding, engines), pieces["target"])
-        pieces["source"][at_hand] = pieces["target"][at_hand]
+    if same_devices:
+        is_local = holders.include(np.tile(holding, engines), pieces["target"])
+        pieces["source"][is_local] = pieces["target"][is_local]
     return pieces
 
 
 def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterator[tuple[int, int]]:
-    """(row of the table, layer) of everything that is sent, layer by layer; layer 0 of what is in none."""
+    """(row of the table, layer) of everything that is sent, layer by layer; layer 0 for what is outside layers."""
     position = 0
     while position < len(entries):
         end = position
@@ -271,42 +282,43 @@ def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterato
         position = end + 1
 
 
-def keeps(entry: WeightEntry, place: RankShard, layer: int = 0) -> bool:
-    """Whether a rank has a parameter of its own for an entry, in this layer if it is of layers."""
+def keeps(entry: WeightEntry, shard: RankShard, layer: int = 0) -> bool:
+    """Whether a rank has a parameter for an entry, in this layer if the entry is per layer."""
     where = _where(entry, layer)
-    return where in place.layers or (where == EMBEDDING and place.embedding) or (where == END and place.end)
+    return where in shard.layers or (where == EMBEDDING and shard.embedding) or (where == END and shard.end)
 
 
 def _routes(
-    entry: WeightEntry, shape: ModelShape, parts: int, place: RankShard, dtype: str, limit: int
+    entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
 ) -> Iterator[_Route]:
-    """What each part of an entry's matrices has for one rank of an engine, in strips of at most `limit` bytes."""
-    wanted = destinations(entry, shape, place, expert=place.experts[0] if entry.per_expert else 0)
+    """The boxes that the parts of an entry's matrices contribute to one engine rank, in strips of at most `limit`
+    bytes."""
+    wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
     for tensor, landing in enumerate(wanted):
         for part, slices in enumerate(held):
-            both = box_of(slices[tensor]).meet(box_of(landing.part))
+            both = box_of(slices[tensor]).intersect(box_of(landing.part))
             if both.rows > 0 and both.columns > 0:
                 height = strip_rows(dtype, both.columns, limit)
                 yield from (_Route(tensor, part, strip) for strip in both.in_strips(height))
 
 
 class _Holders:
-    """Which ranks of the policy hold a part of an entry's matrices: sets of ranks, by number."""
+    """The sets of policy ranks that hold equal parts of an entry's matrices; each set has a number."""
 
-    def __init__(self, places: Sequence[RankShard]) -> None:
-        self._places = places
+    def __init__(self, shards: Sequence[RankShard]) -> None:
+        self._shards = shards
         self._sets: dict[tuple[int, ...], int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._experts = max(places[0].experts[1] - places[0].experts[0], 1)
+        self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
         self._stages: dict[Any, list[int]] = defaultdict(list)
-        for rank, place in enumerate(places):
-            for where in (*place.layers, *([EMBEDDING] if place.embedding else []), *([END] if place.end else [])):
+        for rank, shard in enumerate(shards):
+            for where in (*shard.layers, *([EMBEDDING] if shard.embedding else []), *([END] if shard.end else [])):
                 self._stages[where].append(rank)
 
     def parts(self, entry: WeightEntry) -> int:
         """Into how many parts ranks split an entry's matrices."""
-        return _part(entry, self._places[0]).count
+        return _part(entry, self._shards[0]).count
 
     def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
@@ -323,13 +335,14 @@ class _Holders:
 
     def _has(self, rank: int, entry: WeightEntry, part: int, first_expert: int) -> bool:
         """Whether a rank has this part of an entry's matrices, in the layers that it has at all."""
-        place = self._places[rank]
-        if entry.axis is not None and _part(entry, place).index != part:
+        shard = self._shards[rank]
+        if entry.axis is not None and _part(entry, shard).index != part:
             return False
-        return not entry.per_expert or place.experts[0] == first_expert
+        return not entry.per_expert or shard.experts[0] == first_expert
 
     def share(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
-        """[engines * pieces], engine by engine: who sends. Those of a set take equal shares, consecutive pieces each.
+        """[engines * pieces], engine by engine: the sending ranks. Ranks of a set take equal shares of consecutive
+        pieces.
 
         Args:
             numbers: [pieces], the set that holds each piece of an engine.
@@ -355,8 +368,8 @@ class _Holders:
         return found
 
 
-def _part(entry: WeightEntry, place: RankShard) -> Split:
-    return place.expert_tensor if entry.per_expert else place.tensor
+def _part(entry: WeightEntry, shard: RankShard) -> Split:
+    return shard.expert_tensor if entry.per_expert else shard.tensor
 
 
 def _where(entry: WeightEntry, layer: int) -> int:

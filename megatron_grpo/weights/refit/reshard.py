@@ -1,4 +1,5 @@
-"""Refit shard to shard: the driver plans once, from the two layouts, who sends what to whom."""
+"""Refit from shard to shard: `ShardSender` runs on a rank of the policy, `ReshardTransport` on the driver, which plans
+the slices, and `ReshardReceiver` in an engine's worker."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class _Key(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Where a piece is in this rank's parameters."""
+    """The position of a piece in this rank's parameters."""
 
     key: _Key
     tensor: int
@@ -51,12 +52,12 @@ class ShardSender:
 
     Args:
         rank: the rank's model.
-        place: what the rank has of it.
+        shard: what the rank holds of it.
         links: connected.
     """
 
-    def __init__(self, rank: PolicyRank, place: RankShard, links: Links) -> None:
-        self._rank, self._place, self._links = rank, place, links
+    def __init__(self, rank: PolicyRank, shard: RankShard, links: Links) -> None:
+        self._rank, self._shard, self._links = rank, shard, links
         self._entries = weight_entries(rank.shape)
         self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}
@@ -66,7 +67,7 @@ class ShardSender:
         self._tensors: list[Tensor] = []
 
     def send(self, version: int) -> SentCounts:
-        """Send one version: a message is packed while the one before it is under way.
+        """Send one version: a message is packed while the previous one is being sent.
 
         Raises:
             RuntimeError: a receiver stopped receiving.
@@ -91,14 +92,14 @@ class ShardSender:
         self._key, self._tensors = None, []
 
     def _bind(self) -> None:
-        """Find the parameters; anew when the model has replaced one since the last refit."""
+        """Find the parameters again if the model has replaced one since the last refit."""
         chunks = self._rank.whole_chunks()
         tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         if len(tensors) == len(self._bound_tensors) and all(map(operator.is_, tensors, self._bound_tensors)):
             return
         self._bound_tensors = tensors
         numbers = {entry: number for number, entry in enumerate(self._entries)}
-        first = self._place.experts[0]
+        first = self._shard.experts[0]
         self._bound = {
             _Key(numbers[bound.entry], bound.layer, bound.expert + first if bound.entry.per_expert else 0): bound
             for bound in bound_entries(chunks, self._rank.shape)
@@ -112,16 +113,16 @@ class ShardSender:
 
     def _values(self, cut: _Cut) -> Tensor:
         """[rows, columns]: a piece of this rank's parameters."""
-        if cut.key != self._key:  # what an adapter is merged into is merged once for all pieces
+        if cut.key != self._key:  # an adapter is merged once for all pieces of its matrix
             bound = self._bound[cut.key]
             tensors = split_parameter(bound.entry, bound.weight(), self._slices(cut.key), self._rank.shape)
             self._key, self._tensors = cut.key, [t if t.dim() == 2 else t[:, None] for t in tensors]
         return self._tensors[cut.tensor][cut.rows, cut.columns]
 
     def _slices(self, key: _Key) -> list[WeightSlice]:
-        """What this rank holds of the tensors that a parameter is made of."""
+        """The slices of the Hugging Face tensors of a parameter that this rank holds."""
         entry = self._entries[key.entry]
-        part = self._place.expert_tensor if entry.per_expert else self._place.tensor
+        part = self._shard.expert_tensor if entry.per_expert else self._shard.tensor
         return entry.slices(self._rank.shape, key.layer, part.index, part.count, key.expert)
 
     def _wait(self, number: int, transfer: Transfer) -> None:
@@ -135,70 +136,70 @@ class ShardSender:
 
 
 _sender: ShardSender | None = None
-"""This process's end: a process is one rank of the policy."""
+"""The sender of this process, which is one rank of the policy."""
 
 
-def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, places: list[RankShard]) -> None:
-    """Join the group of all ranks and try every link of this one.
+def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankShard]) -> None:
+    """Join the group of all ranks and test every link of this one.
 
     Args:
         rank: the rank's model.
-        rendezvous: where to meet.
-        places: of all ranks of the policy, as the plan has them.
+        rendezvous: address and size of the group.
+        shards: shards of all ranks of the policy in the plan.
     """
     global _sender
     _sender = None
     number = torch.distributed.get_rank()
-    _require_place(rank, places[number])
-    _sender = ShardSender(rank, places[number], Links(rendezvous, "source", number, current_platform().device))
+    _require_layout(rank, shards[number])
+    _sender = ShardSender(rank, shards[number], Links(rendezvous, "source", number, current_platform().device))
 
 
 @torch.no_grad()
 def send_shards(rank: PolicyRank, version: int) -> SentCounts:
-    """Send what the plan wants of this rank's weights."""
+    """Send this rank's part of the plan."""
     assert _sender is not None, "connect_shards() comes first"
     return _sender.send(version)
 
 
-def _require_place(rank: PolicyRank, place: RankShard) -> None:
-    """The plan is made from the configuration alone; it must be what Megatron-Core has made of that."""
+def _require_layout(rank: PolicyRank, shard: RankShard) -> None:
+    """Check that the layout of the plan, made from the configuration alone, is the one Megatron-Core has made."""
     from megatron.core import parallel_state
 
     layers = tuple(layer.layer_number - 1 for chunk in rank.chunks for layer in chunk.decoder.layers)
     tensor = parallel_state.get_tensor_model_parallel_rank()
-    assert (layers, tensor) == (place.layers, place.tensor.index), f"planned for {place}, has {layers}, {tensor}"
+    assert (layers, tensor) == (shard.layers, shard.tensor.index), f"planned for {shard}, has {layers}, {tensor}"
 
 
 class ReshardTransport(GroupTransport):
-    """Every rank of an engine gets the slices that it keeps, from ranks of the policy that have them."""
+    """Every engine rank receives the slices that it keeps, from ranks of the policy that hold them."""
 
     mode: ClassVar[RefitMode] = "reshard"
 
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
         settings, layout = self._policy.settings, self._generation.parallel
-        places = training_shards(settings.config.parallel, settings.shape)
+        shards = training_shards(settings.config.parallel, settings.shape)
         engine = engine_shards(layout, settings.shape)
         dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
-        limit, beside = self._bucket_bytes // 2, self._generation.colocated
+        limit, same_devices = self._bucket_bytes // 2, self._generation.colocated
         engines = rendezvous.receivers // len(engine)
-        pieces = plan_pieces(settings.shape, places, engine, engines, dtypes, limit, beside=beside)
+        pieces = plan_pieces(settings.shape, shards, engine, engines, dtypes, limit, same_devices=same_devices)
         scheduled = schedule(pieces, self._bucket_bytes)
-        write_plan(store, scheduled, len(places), rendezvous.receivers, dtypes, self._config.shared_memory)
-        return self._policy.submit(connect_shards, rendezvous, places)
+        write_plan(store, scheduled, len(shards), rendezvous.receivers, dtypes, self._config.shared_memory)
+        return self._policy.submit(connect_shards, rendezvous, shards)
 
     def _send(self, version: int) -> list[ray.ObjectRef]:
         return self._policy.submit(send_shards, version)
 
 
 class ReshardReceiver:
-    """One worker's end of its links.
+    """The receiving end of a worker's links.
 
     Args:
         model: vLLM's model.
         vllm_config: vLLM's settings of the engine.
         device: where the model is.
-        rendezvous: where to meet.
-        number: the worker's among those of all engines.
+        rendezvous: address and size of the group.
+        number: the worker's, counted over all engines.
     """
 
     def __init__(
@@ -213,17 +214,17 @@ class ReshardReceiver:
         )
         self._entries = weight_entries(shape)
         self._links = Links(rendezvous, "target", number, device)
-        place = engine_shards(layout, shape)[parallel.rank]
+        shard = engine_shards(layout, shape)[parallel.rank]
         messages = [message.pieces for message in self._links.messages]
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, place, messages, scaled)
+        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, shard, messages, scaled)
 
     def begin(self) -> None:
-        """Nothing is written yet."""
+        """Forget what was counted of an earlier version."""
         self._writer.begin()
 
     def receive(self, version: int) -> None:
-        """Take one version: a message is put in place while the next one arrives.
+        """Receive one version: a message is written to the model while the next one arrives.
 
         Raises:
             ValueError: a checksum was broken. Raised after the last message, so that nobody else is kept waiting;
@@ -251,21 +252,21 @@ class ReshardReceiver:
             if not broken:
                 self._write(number, links.buffer(number))
             links.emptied(number)
-            if number + BUFFERS < len(messages):  # into the buffer that has just been emptied
+            if number + BUFFERS < len(messages):  # into the buffer that is free now
                 under_way[number + BUFFERS] = links.begin(number + BUFFERS)
         if broken:
             raise ValueError("; ".join(broken))
 
     def _write(self, number: int, message: Tensor) -> None:
-        """Put the pieces of the message of this number, [bytes], uint8, where they belong."""
+        """Write the pieces of a message, [bytes], uint8, to the model."""
         for position, parcel in enumerate(self._links.packed_pieces[number]):
             scales = parcel.scales(message) if parcel.scaled else None
             self._writer.write(number, position, parcel.numbers(message), scales)
 
     def finish(self) -> None:
-        """Let vLLM make what it derives from weights."""
+        """Let vLLM recompute what it derives from weights."""
         self._writer.finish()
 
     def abandon(self) -> None:
-        """Put back what layers that are half written had before; the rest is written over by the next version."""
+        """Restore the previous weights of incomplete layers; the next version overwrites the others."""
         self._writer.abandon()

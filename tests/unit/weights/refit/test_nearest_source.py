@@ -25,7 +25,7 @@ def test_beside_each_other_nothing_comes_from_further_than_it_must(
     engine = engine_shards(GenerationParallelConfig(**generation), shape)
     dtypes = ["float32"] * len(weight_entries(shape))
     engines = generation["data"]
-    plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, beside=beside) for beside in (True, False)]
+    plans = [plan_pieces(shape, sources, engine, engines, dtypes, 2**20, same_devices=same) for same in (True, False)]
     near, far = (plan["source"] == plan["target"] for plan in plans)
     assert far.mean() < near.mean() or "tensor" in training, "else the shares have it so already"
     if "tensor" not in training:
