@@ -17,7 +17,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import in_use
 from megatron_grpo.environments.registry import columns_known
-from megatron_grpo.preflight.load import check_overrides, outlook
+from megatron_grpo.preflight.load import check_overrides, summary
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 """Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
@@ -64,7 +64,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
         for remark in checked.remarks:
             print(f"{remark.subject} {remark.text}", flush=True)
     if task == "check":
-        print(f"configuration is fine: {outlook(config, start_from)}")
+        print(f"configuration is fine: {summary(config, start_from)}")
     elif task == "train":
         start(config)
     return 0

@@ -1,4 +1,4 @@
-"""Checks of the files of prompts, row by row, as far as they can be without the tokenizer."""
+"""Checks of prompt files, row by row as far as possible without the tokenizer, and of recorded rollouts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_grpo.weights.source import known_shape, local_folder, made_before_
 
 
 def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """What is wrong with the training and validation sets, and what is worth a remark."""
+    """Problems of the training and validation sets, and remarks on them."""
     problems = list(spec_problems(config.data))
     remarks: list[Problem] = []
     if problems:
-        return problems, remarks  # nobody knows what the rows have to look like
+        return problems, remarks  # the form of the rows is unknown
     training = config.data.training
     tasks = {config.data.task_name}
     rows = 0
@@ -56,14 +56,14 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def training_rows(config: Config) -> int | None:
-    """Visits of training rows in an epoch; None: they are streamed, and nobody has counted them."""
+    """Visits of training rows in an epoch; None: they are streamed, so their number is unknown."""
     if config.data.streaming:
         return None
     return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
 def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
-    """What is known of a set."""
+    """The report on a set, which may be made before the run."""
     subject = f"{key}={one.path}"
     if made_before_the_run(config, one.path):
         return _prepared(config, one.path, subject, training=key in config.data.training)
@@ -71,7 +71,7 @@ def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
 
 
 def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
-    """What a set that exists holds.
+    """The report on the rows of an existing set.
 
     Args:
         config: how rows become prompts, and the environments.
@@ -86,14 +86,14 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
 
 
 def _never_visited(key: str, one: DatasetConfig, rows: int) -> Iterator[Problem]:
-    """What to say of a training set with rows of which no epoch visits one."""
+    """A training set whose weight is so small that an epoch visits no row."""
     if rows and not one.visits(rows):
         text = f"visits none of the {rows} rows in an epoch; give {1 / rows:.2g} or more, or leave the set out"
         yield Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text)
 
 
 def _too_few(config: Config, rows: int) -> Iterator[Problem]:
-    """What to say of training sets that do not fill a step.
+    """Training sets with fewer rows than the prompts of a step.
 
     Args:
         config: the sets and the prompts of a step.
@@ -109,7 +109,7 @@ def _too_few(config: Config, rows: int) -> Iterator[Problem]:
 
 
 def _prepared(config: Config, path: str, subject: str, *, training: bool) -> SetReport:
-    """What is known of a file that is made before the run."""
+    """The report on a file that is made before the run."""
     assert config.prepare.name is not None
     made = PREPARED_PROMPTS[config.prepare.name]
     name = str(Path(path).relative_to(config.prepare.folder))
@@ -142,7 +142,7 @@ _RECORD = "record a run with logger.rollouts=all"
 
 
 def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """What is wrong with the recording that debug.rollouts_from names, and what is worth a remark."""
+    """Problems of the recording that debug.rollouts_from names, and remarks on it."""
     assert config.debug.rollouts_from is not None
     subject = f"debug.rollouts_from={config.debug.rollouts_from}"
     text = _unusable(config, config.debug.rollouts_from)
@@ -167,7 +167,7 @@ def recorded_max_num_steps(config: Config) -> int:
 
 
 def _unusable(config: Config, path: str) -> str | None:
-    """Why a path is no recording, or not one for this run; None: it is."""
+    """Why a path holds no recording for this run; None: it does."""
     reason = unlistable(path)
     if reason is not None:
         return f"{reason}; give the folder of a run that recorded its rollouts"
@@ -180,19 +180,19 @@ def _unusable(config: Config, path: str) -> str | None:
     missing = [step for step in range(min(steps), max(steps)) if step not in steps]
     if missing:
         return f"{folder} has no step_{missing[0]}.parquet, and later steps; put it back, or {_RECORD}"
-    if min(steps) > 1 and _begins_anew(config):
+    if min(steps) > 1 and _starts_at_step_1(config):
         start = f"checkpointing.resume=RUN_DIR/checkpoints/step_{min(steps) - 1}"
         return f"begins with step {min(steps)}; start from the checkpoint before it, {start}"
     return None
 
 
-def _begins_anew(config: Config) -> bool:
-    """Whether the run starts with step 1, whatever its folder turns out to hold."""
+def _starts_at_step_1(config: Config) -> bool:
+    """Whether the run starts with step 1."""
     return config.checkpointing.resume in ("auto", "none") and not Path(config.run_dir, "checkpoints").is_dir()
 
 
 def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
-    """What is wrong with the file of one step."""
+    """Problems of the file of one step."""
     try:
         found = examine_file(file)
     except (OSError, ValueError) as error:
@@ -226,7 +226,7 @@ def _sizes(config: Config, recorded: RunFacts) -> Iterator[Problem]:
 
 
 def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem]:
-    """Whether the recorded tokens are those of the model."""
+    """Recorded tokens of another vocabulary than the model's."""
     path, shape, recorded = config.policy.model.path, known_shape(config), found.record.run
     subject = f"policy.model.path={path}"
     if shape is None:

@@ -1,4 +1,4 @@
-"""Checks of the engines' settings against the devices that they run on and against each other."""
+"""Checks of engines: their devices, sequence lengths, shared GPUs (colocated), and refits in FP8."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def engine_problems(config: Config) -> Iterator[Problem]:
-    """Settings of vLLM's engines that their devices have not, or that vLLM would refuse when it starts."""
+    """Settings of engines that their devices do not support, or that vLLM would refuse at its start."""
     if config.cluster.gpus == 0:
         yield from _on_cpu(config)
-    yield from _tokens_of_a_pass(config)
+    yield from _batched_tokens(config)
     yield from _speculation(config)
 
 
 def recorded_routing_problems(config: Config) -> Iterator[Problem]:
-    """What keeps engines from recording the experts of tokens, for policy.moe.replay_routing, wherever they run."""
+    """Settings that keep engines from recording the experts of tokens, for policy.moe.replay_routing."""
     if config.policy.moe.replay_routing and config.generation.engine.speculative.num_speculative_tokens:
         text = "records experts of tokens that speculative decoding takes back; use false for one of them"
         yield Problem("policy.moe.replay_routing=True", text)
@@ -43,7 +43,7 @@ def _on_cpu(config: Config) -> Iterator[Problem]:
         yield Problem(f"generation.engine.speculative.num_speculative_tokens={tokens}", text)
 
 
-def _tokens_of_a_pass(config: Config) -> Iterator[Problem]:
+def _batched_tokens(config: Config) -> Iterator[Problem]:
     generation, longest = config.generation, config.policy.max_total_sequence_length
     tokens = generation.engine.max_num_batched_tokens
     if tokens is None:
@@ -101,16 +101,16 @@ def sequence_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
         yield Problem("generation.stop_token_ids", text)
 
 
-_SUBJECT = "generation.placement=colocated"
+_COLOCATED = "generation.placement=colocated"
 
 
 def placement_problems(config: Config) -> Iterator[Problem]:
-    """What stands against engines and models taking turns on the same devices."""
+    """Settings that exclude engines and models taking turns on the same devices."""
     if not config.generation.colocated:
         return
     if config.loop.async_grpo.enabled:
         text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
-        yield Problem(_SUBJECT, f"{text}{config.algorithm}.async_grpo.enabled=false")
+        yield Problem(_COLOCATED, f"{text}{config.algorithm}.async_grpo.enabled=false")
     if config.cluster.gpus:
         yield from _on_gpus(config)
 
@@ -118,7 +118,7 @@ def placement_problems(config: Config) -> Iterator[Problem]:
 def _on_gpus(config: Config) -> Iterator[Problem]:
     if config.cluster.num_nodes > 1:
         text = "weights reach engines in the memory of one node, and the run has "
-        yield Problem(_SUBJECT, f"{text}cluster.num_nodes={config.cluster.num_nodes}; use separate, or one node")
+        yield Problem(_COLOCATED, f"{text}cluster.num_nodes={config.cluster.num_nodes}; use separate, or one node")
     if config.refit.mode == "broadcast":
         text = "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; "
         yield Problem("refit.mode=broadcast", f"{text}use reshard")
@@ -144,12 +144,12 @@ def _layouts(config: Config) -> Iterator[Problem]:
         yield Problem("value.parallel", text)
 
 
-_KEY = "refit.fp8_blocks=True"
-_ENGINE = "fp8_per_block"
+_FP8_BLOCKS = "refit.fp8_blocks=True"
+_FP8_ENGINE = "fp8_per_block"
 
 
 def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """What keeps matrices from travelling in FP8; nothing when they do not.
+    """Settings that exclude sending matrices in FP8; nothing without refit.fp8_blocks.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.
@@ -158,19 +158,20 @@ def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem
     if not config.refit.fp8_blocks:
         return
     if config.refit.mode != "reshard":
-        yield Problem(_KEY, f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard")
-    kept = config.generation.engine_args.get("quantization")
-    if kept != _ENGINE:
-        text = (
-            f"is for engines that keep blocks in FP8; add +generation.engine_args.quantization={_ENGINE}, or use false"
+        yield Problem(
+            _FP8_BLOCKS, f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard"
         )
-        yield Problem(_KEY, text)
+    kept = config.generation.engine_args.get("quantization")
+    if kept != _FP8_ENGINE:
+        add = f"add +generation.engine_args.quantization={_FP8_ENGINE}"
+        text = f"is for engines that keep blocks in FP8; {add}, or use false"
+        yield Problem(_FP8_BLOCKS, text)
     if (config.generation.engine.dtype or config.policy.precision) != "bfloat16":
-        yield Problem(_KEY, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
+        yield Problem(_FP8_BLOCKS, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
     if shape is not None and not any(layout_problems(config, shape)):
         places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
         cuts = list(cut_blocks(shape, *places))
         if cuts:
             more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
             text = f"ranks would share a block of 128 x 128: {cuts[0]}{more}; use fewer tensor-parallel ranks, or false"
-            yield Problem(_KEY, text)
+            yield Problem(_FP8_BLOCKS, text)

@@ -1,4 +1,4 @@
-"""Checks of the layouts: what the model divides by, what the machines have, what the batches share out over."""
+"""Checks of layouts against the model's sizes, the GPUs of the machines, and the sizes of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from megatron_grpo.weights.source import known_value_shape
 
 
 def training_split_problems(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
-    """What of a layout does not fit the model that it trains, under the keys of a section."""
+    """Sizes of a training layout that do not fit the model.
+
+    Args:
+        section: key of the layout, such as policy.parallel.
+        parallel: the layout.
+        shape: sizes of the model.
+    """
     yield from tensor_problems(section, parallel.tensor, shape)
     yield from _pipeline(section, parallel, shape)
     yield from _experts(section, parallel, shape)
@@ -23,7 +29,7 @@ def training_split_problems(section: str, parallel: ParallelConfig, shape: Model
 
 
 def tensor_problems(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
-    """What of a model's sizes tensor parallelism does not divide, under the keys of a section."""
+    """A tensor-parallel size that does not divide the model's sizes; `section` is the key of the layout."""
     usable = [size for size in range(1, shape.attention_heads + 1) if _undivided(size, shape) is None]
     what = _undivided(tensor, shape)
     if what is not None:
@@ -37,12 +43,12 @@ def listed(numbers: list[int]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number."""
+    """All divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _undivided(tensor: int, shape: ModelShape) -> str | None:
-    """What so many ranks cannot split evenly."""
+    """The size of the model that this many ranks cannot split evenly; None: they can split all."""
     heads, groups = shape.attention_heads, shape.key_value_heads
     sizes = [(heads, "attention heads"), (shape.ffn_hidden, "feed-forward width")]
     if shape.experts is not None and shape.experts.shared_ffn_hidden:
@@ -88,7 +94,7 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
 
 
 def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle: int) -> str:
-    """Why layers do not share out over the pipeline."""
+    """The message for layers that cannot be distributed over the pipeline."""
     if given:
         names = " and ".join(f"{name}={number}" for name, number in given.items())
         return f"with {names} {left} of the {layers} layers are left for {middle} ranks, who need equally many each"
@@ -201,7 +207,7 @@ def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _generation_experts(parallel: GenerationParallelConfig, experts: ExpertShape | None) -> Iterator[Problem]:
-    """What of an engine's layout does not fit the experts of the model, or their absence."""
+    """Sizes of an engine's layout that do not fit the model's experts, or a model without them."""
     tensor, expert = parallel.tensor, parallel.expert
     subject = f"generation.parallel.expert={expert}"
     if experts is None:
@@ -232,7 +238,7 @@ def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
 def _devices(
     config: Config, wanted: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Problem]:
-    """What the machines do not have.
+    """GPUs that the machines lack.
 
     Args:
         config: the machines, the engines and the reward models.
@@ -266,11 +272,11 @@ def _devices(
 
 
 def _gpus_needed(config: Config) -> dict[str, int]:
-    """How many GPUs who takes, by section."""
+    """GPUs that each model and the engines take, by section."""
     of_engines = _gpus_of_engines(config)
     if not config.debug.train:
         return of_engines
-    if config.generation.colocated:  # all others have those of the policy; preflight/engines.py sees to that
+    if config.generation.colocated:  # all others share those of the policy (checked in preflight/engines.py)
         return {"policy.parallel": config.policy.parallel.world_size}
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
     return needs if config.generation.server.urls or not config.generates else {**needs, **of_engines}

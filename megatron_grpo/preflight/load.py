@@ -1,4 +1,4 @@
-"""From a command line to a configuration that was checked as a whole: by itself, against the model, on this machine."""
+"""Check a whole configuration: by itself, against the model, and on this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quanti
 from megatron_grpo.weights.source import known_shape
 
 
-def outlook(config: Config, start_from: Path | None) -> str:
-    """Recipe, algorithm, steps, layouts, and where it would begin.
+def summary(config: Config, start_from: Path | None) -> str:
+    """One sentence on a run: recipe, algorithm, steps, layouts, and where it starts.
 
     Args:
         config: the run's configuration.
-        start_from: the checkpoint that the run would begin with; None: it would begin anew.
+        start_from: the checkpoint that the run starts from; None: it starts with step 1.
     """
     loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
@@ -74,21 +74,22 @@ def _plural(word: str, count: int) -> str:
 
 
 OPEN = 2**31 - 1
-"""What stands in the place of -1 until the rows are counted: more steps than any run has."""
+"""Stands for max_num_steps=-1 until the rows are counted: more steps than any run has."""
 
 
 def leave_steps_open(config: Config) -> None:
-    """Put a number in the place of -1 that checks of a configuration by itself can compare with."""
+    """Replace max_num_steps=-1 by a number that the checks of a configuration by itself can compare with."""
     if config.loop.max_num_steps == -1:
         config.loop.max_num_steps = OPEN
 
 
 def settle_steps(config: Config) -> Iterator[Problem]:
-    """Write the steps of max_num_epochs passes over the rows in the place of -1, with debug.rollouts_from those of the
-    recorded run; what keeps it from that.
+    """Set max_num_steps=-1 to the steps of max_num_epochs passes over the rows, or to those of the recorded run.
 
-    Rows whose prompts turn out to be too long make the run shorter; dynamic sampling, which takes further prompts for a
-    step, too.
+    The run is shorter where prompts turn out to be too long, or dynamic sampling takes more prompts for a step.
+
+    Yields:
+        A problem where the rows cannot be counted.
     """
     if config.loop.max_num_steps != OPEN:
         return
@@ -109,13 +110,13 @@ class Checked:
     """A command line after all checks."""
 
     config: Config | None
-    """None: nothing could be made of the command line."""
+    """None: the command line could not be composed."""
     values: dict[str, Any]
-    """What the configuration is made of, as plain values; empty when nothing could be composed."""
+    """The configuration as plain values; empty when it could not be composed."""
     problems: list[Problem] = field(default_factory=list)
-    """What keeps it from running, under the names that the user gave."""
+    """Everything that is wrong, under the names that the user gave."""
     remarks: list[Problem] = field(default_factory=list)
-    """What may be meant, and may not."""
+    """Settings that are allowed and may not be intended."""
 
     def require(self) -> Config:
         """The configuration.
@@ -146,7 +147,7 @@ def check_overrides(overrides: Sequence[str]) -> Checked:
 
 
 def check_config(config: Config) -> Checked:
-    """Check a configuration that was made by a script, as `check_overrides` does that of a command line."""
+    """Check a configuration that a script made, as `check_overrides` checks that of a command line."""
     checked = Checked(config, asdict(config), _problems(config))
     if not checked.problems:
         machine = _of_machine(config)
@@ -158,7 +159,7 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration of a run that can start on this machine.
 
     Args:
-        overrides: words of the command line, like "grpo.seed=1" or "--config-name=NAME" (`check_overrides`).
+        overrides: as for `check_overrides`.
 
     Raises:
         ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
@@ -177,7 +178,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
 
 
 def _of_machine(config: Config) -> MachineReport:
-    """What this machine says; the steps of the run are settled once its rows are counted."""
+    """Check this machine; the steps of the run are set once its rows are counted."""
     machine = examine_machine(config)
     if not machine.problems:
         machine.problems += settle_steps(config)
@@ -196,7 +197,7 @@ def _by_itself(composed: Composed) -> Checked:
 
 
 def _problems(config: Config) -> list[Problem]:
-    """What is wrong with a configuration by itself."""
+    """Problems of a configuration by itself and against its model."""
     find_gpus(config.cluster)
     leave_steps_open(config)
     shape = known_shape(config)

@@ -1,4 +1,4 @@
-"""Checks of what a configuration asks of this machine: GPUs, packages, Ray, models, files, folders."""
+"""Checks of this machine: GPUs, Ray, packages and libraries, the sandbox, and the folders of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_grpo.weights.source import known_shape
 
 
 def folder_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with run_dir, prepare.folder, refit.directory and the checkpoint to start from."""
+    """Folders that cannot be used: run_dir, prepare.folder, refit.directory, the checkpoint to start from."""
     if not config.run_dir.strip():
         yield Problem("run_dir=", "is empty; give a folder")
         return
@@ -50,7 +50,7 @@ def folder_problems(config: Config) -> Iterator[Problem]:
 
 
 def _earlier_run(config: Config) -> Iterator[Problem]:
-    """What keeps a run from going on in a folder that is there."""
+    """An existing run_dir that the run cannot continue in."""
     folder = Path(os.path.abspath(config.run_dir))
     reason = unlistable(folder) if folder.exists() else None
     if reason is not None:
@@ -90,7 +90,7 @@ def _resume(config: Config) -> Iterator[Problem]:
 
 
 def sandbox_problems(config: Config) -> Iterator[Problem]:
-    """Run a trial program, if any environment runs programs, and the environments are on this machine."""
+    """A sandbox that cannot run a trial program; checked when an environment on this machine runs programs."""
     if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
         return
     try:
@@ -107,26 +107,27 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
 
 @dataclass(slots=True)
 class MachineReport:
-    """What this machine says to a configuration."""
+    """The result of the checks of this machine."""
 
     problems: list[Problem] = field(default_factory=list)
     remarks: list[Problem] = field(default_factory=list)
-    """What may be meant, and may not."""
+    """Settings that are allowed and may not be intended."""
 
 
 def machine_problems(config: Config) -> list[Problem]:
-    """Everything that is missing here."""
+    """All problems of `examine_machine`."""
     return examine_machine(config).problems
 
 
 def examine_machine(config: Config) -> MachineReport:
-    """Look at all that a run needs. Without its GPUs, only that: the files are looked for where the run will be."""
+    """Check everything that a run needs of this machine. Without the GPUs nothing else is checked: the run, and with it the
+    files, will be on another machine."""
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return MachineReport(missing_gpus)
     files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
     problems = [
-        *_reached(config),
+        *_cluster(config),
         *_driver_gpu(config),
         *_packages(config),
         *_kernels(config),
@@ -147,11 +148,11 @@ def _untried_versions() -> Iterator[Problem]:
 
 
 def cluster_problems(config: Config) -> list[Problem]:
-    """What stands against the GPUs and the nodes of `cluster` as seen from this machine."""
-    return list(_gpus(config)) or list(_reached(config))
+    """Problems of the GPUs and nodes of `cluster`, seen from this machine."""
+    return list(_gpus(config)) or list(_cluster(config))
 
 
-def _reached(config: Config) -> Iterator[Problem]:
+def _cluster(config: Config) -> Iterator[Problem]:
     yield from _nodes(config)
     yield from _ray(config)
 
@@ -277,7 +278,7 @@ def _is_installed(package: str) -> bool:
 
 
 def evaluation_problems(config: Config) -> list[Problem]:
-    """What keeps engines from answering prompts here, or environments from scoring them.
+    """Problems that exclude an evaluation: sampling with engines and scoring with environments.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.

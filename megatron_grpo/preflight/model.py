@@ -1,4 +1,4 @@
-"""Checks of adapters (policy.lora) against the model, and against what else the run does."""
+"""Checks of adapters, FP8, quantisation-aware training, recomputation and optimizers against model and devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """What keeps a run from training adapters; nothing without them.
+    """Settings that exclude training adapters; nothing without adapters.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.
@@ -46,11 +46,11 @@ def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Probl
         yield Problem(targets, text)
 
 
-_ASKING_S = 20.0
+_NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """What keeps the policy from FP8, wherever it runs; nothing when it is off.
+    """Settings that exclude FP8, on any machine; nothing when it is off.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.
@@ -68,7 +68,7 @@ def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 
 
 def fp8_machine_problems(config: Config) -> Iterator[Problem]:
-    """What this machine lacks for FP8: a package, or a GPU that is new enough, as far as it can be asked."""
+    """What this machine lacks for FP8: Transformer Engine, or a GPU of the needed compute capability."""
     fp8 = config.policy.fp8
     if not fp8.on_device or config.cluster.gpus == 0:
         return
@@ -85,10 +85,12 @@ def fp8_machine_problems(config: Config) -> Iterator[Problem]:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of this machine's oldest GPU, as the driver's tool tells it; None: it does not tell."""
+    """Compute capability of this machine's oldest GPU, from nvidia-smi; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_ASKING_S, check=True).stdout
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
         pairs = [line.strip().split(".") for line in found.splitlines() if line.strip()]
         return min((int(major), int(minor)) for major, minor in pairs)
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -128,7 +130,7 @@ def _on_device(config: Config) -> Iterator[Problem]:
 
 
 def _sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Sides of a rank's matrices: whole blocks, or what the products take."""
+    """Sides of a rank's matrices that are no multiple of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     queries = shape.attention_heads * shape.head_dim
     keys_and_values = 2 * shape.key_value_heads * shape.head_dim
@@ -159,7 +161,7 @@ def _outer_layers(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """What keeps the policy from quantisation-aware training, wherever it runs; nothing when it is off.
+    """Settings that exclude quantisation-aware training, on any machine; nothing when it is off.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.
@@ -194,12 +196,12 @@ def quantization_machine_problems(config: Config) -> Iterator[Problem]:
 
 
 _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
-"""Modules whose output is dropped too, for which Megatron-Core calls functions of Transformer Engine."""
+"""Modules that Megatron-Core can recompute only with functions of Transformer Engine."""
 _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
 def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings of speed and memory that exclude each other, or that model or devices do not have a use for.
+    """Settings of speed and memory that exclude each other or do not fit the model or the devices.
 
     Args:
         config: a configuration whose values are all of their types and in their ranges.

@@ -28,7 +28,7 @@ _LONGEST_HEADER = 100 * 2**20
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """What is wrong with the weights in a folder; of many mistakes of one kind the first.
+    """Problems of the weights in a folder; of several of one kind the first.
 
     Args:
         folder: model folder in Hugging Face format.
@@ -103,7 +103,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with policy.model.path and value.model.path."""
+    """Problems of policy.model.path and value.model.path."""
     for key, path in (("policy.model.path", config.policy.model.path), ("value.model.path", config.value.model.path)):
         if path is None:
             continue
@@ -121,7 +121,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
 
 
 def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
-    """Why this is no model that can be trained: it is not there, or its config.json is of another kind."""
+    """A folder or hub name without a model that can be trained: missing, or of an unsupported config.json."""
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)
         if reason is not None:

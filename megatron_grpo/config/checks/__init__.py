@@ -1,4 +1,4 @@
-"""Checks of a configuration by itself: what does not fit together, and what changes nothing in it."""
+"""Checks of a configuration by itself: settings that do not fit together, and settings that change nothing."""
 
 from __future__ import annotations
 

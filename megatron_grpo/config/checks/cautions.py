@@ -1,4 +1,4 @@
-"""Settings that a run may have and that whoever chose them may not have thought to the end."""
+"""Remarks on a configuration before its run starts: settings that are allowed and may not be intended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.checks.loss import async_cautions
 from megatron_grpo.config.checks.sampling import filter_cautions
-from megatron_grpo.config.checks.unused import idle_settings
+from megatron_grpo.config.checks.unused import unused_settings
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.schema import Config, OptimizerConfig
@@ -17,14 +17,14 @@ _ZERO_OR_ONE = ("math", "addition", "format", "tools", "countdown")
 
 
 def remarks(config: Config) -> Iterator[Problem]:
-    """All that is said of a configuration before its run starts, without keeping it from it."""
+    """All remarks: cautions, and settings that change nothing."""
     yield from cautions(config)
-    for idle in idle_settings(config):
-        yield Problem(idle.subject, f"changes nothing in this run: {idle.text}")
+    for unused in unused_settings(config):
+        yield Problem(unused.subject, f"changes nothing in this run: {unused.text}")
 
 
 def cautions(config: Config) -> Iterator[Problem]:
-    """Settings that are right and may not be what is meant."""
+    """Settings that are allowed and may not be intended."""
     if config.generation.temperature == 0:
         text = "is greedy: all samples of a prompt are the same and teach nothing"
         yield Problem("generation.temperature=0", text)
@@ -74,7 +74,7 @@ def _long_warmup(section: str, optimizer: OptimizerConfig, steps: int, algorithm
 
 
 def _threshold(config: Config) -> Iterator[Problem]:
-    """An early stop that no validation can decide, or that every one does."""
+    """A threshold of early stopping that no validation reaches, or that every validation does."""
     stop = config.loop.early_stop
     if not stop.enabled or stop.threshold is None:
         return
@@ -91,7 +91,7 @@ def _threshold(config: Config) -> Iterator[Problem]:
 
 
 def _bounds(config: Config) -> tuple[float, float]:
-    """The least and the most that the metric of early stopping can be, as far as that is known."""
+    """Least and greatest value of the metric of early stopping, as far as they are known."""
     name = config.loop.early_stop.metric_name.removeprefix(VALIDATION_PREFIX)
     if name in ("accuracy", "truncation_rate"):
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Checks of what the training loop is asked to do: optimizer steps, sampling, the reference, when to stop and save."""
+"""Checks of the loop (optimizer steps, reference, early stop, checkpoints, schedules), of PPO, and of debug modes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _checkpointing(config: Config) -> Iterator[Problem]:
 
 
 def _validation_metric(config: Config, key: str, name: str) -> Iterator[Problem]:
-    """Why validation does not produce the metric that a key names."""
+    """A metric that validation does not produce."""
     names = [f"{VALIDATION_PREFIX}{one}" for one in VALIDATION_METRICS]
     names += [f"{VALIDATION_PREFIX}set_{one}/{of}" for of in config.data.val_sets for one in VALIDATION_METRICS]
     if name not in names:
@@ -107,7 +107,7 @@ def _validation_metric(config: Config, key: str, name: str) -> Iterator[Problem]
 
 
 def _step_metric(config: Config, key: str, name: str) -> Iterator[Problem]:
-    """Why no step has the metric that a key names."""
+    """A metric that no step of this run has."""
     known = step_metrics(config)
     if name in known:
         return
@@ -152,7 +152,7 @@ def _schedules(config: Config) -> Iterator[Problem]:
 
 
 def ppo_problems(config: Config) -> Iterator[Problem]:
-    """Options that exclude each other, lack what they need, or that nothing would read."""
+    """Settings of PPO that exclude each other or lack another, and settings of the algorithm that does not run."""
     for section in READ_BY[other_than(config.algorithm)]:
         for key, value in changed(config, section):
             yield Problem(f"{key}={value}", misplaced(key, config.algorithm))
@@ -190,7 +190,7 @@ def _estimator(estimator: PPOAdvantageConfig) -> Iterator[Problem]:
 
 
 def report_problems(config: Config) -> Iterator[Problem]:
-    """Reports that need something that is switched off."""
+    """Reports that need a setting that is off."""
     if config.logger.log_completions and config.logger.rollouts == "off":
         text = "needs the rollouts to be written; set logger.rollouts to sample or all"
         yield Problem("logger.log_completions=True", text)
@@ -208,7 +208,7 @@ def debug_problems(config: Config) -> Iterator[Problem]:
 
 
 def _without_engines(config: Config) -> Iterator[Problem]:
-    """What a run that reads its rollouts cannot do."""
+    """Settings that need engines, in a run that reads recorded rollouts."""
     because = "and debug.rollouts_from starts no engine"
     loop, section = config.loop, config.algorithm
     if loop.async_grpo.enabled:
@@ -229,7 +229,7 @@ def _without_engines(config: Config) -> Iterator[Problem]:
 
 
 def _without_policy(config: Config) -> Iterator[Problem]:
-    """What a run without ranks cannot do."""
+    """Settings that need ranks of the policy, in a run that only samples."""
     because = "and debug.train=false starts no rank of the policy"
     if config.loop.async_grpo.enabled:
         text = f"samples while steps train, {because}; use false"

@@ -1,4 +1,4 @@
-"""Checks of what the loss is asked to do."""
+"""Checks of the loss (surrogate, average, KL, importance correction) and of asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_grpo.config.loss_schema import LossConfig
 from megatron_grpo.config.schema import Config
 
 _SURROGATES = ("use_cispo", "use_sapo", "disable_ppo_ratio")
-"""Keys that put another surrogate in the place of the clipped one."""
+"""Keys that replace the clipped surrogate."""
 
 
 def loss_problems(config: Config) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def _kl(loss: LossConfig) -> Iterator[Problem]:
 
 
 def _score_function(config: Config) -> Iterator[Problem]:
-    """What the KL's own gradient excludes and needs."""
+    """Settings that the score-function gradient of the KL excludes or needs."""
     loss, subject = config.loss_fn, "loss_fn.kl_score_function_gradient=True"
     if not loss.kl_score_function_gradient:
         return
@@ -117,7 +117,7 @@ def _correction(loss: LossConfig) -> Iterator[Problem]:
 
 
 def async_problems(config: Config) -> Iterator[Problem]:
-    """What stands against training on samples of earlier weights."""
+    """Settings that exclude training on samples of earlier weights."""
     options = config.loop.async_grpo
     if not options.enabled or options.max_trajectory_age_steps == 0:
         return
@@ -138,7 +138,7 @@ def async_problems(config: Config) -> Iterator[Problem]:
 
 
 def oversampling_problems(config: Config) -> Iterator[Problem]:
-    """What stands against taking the first prompts that are complete."""
+    """Settings that exclude oversampling, where a step takes the first prompts that are complete."""
     options = config.loop.async_grpo
     factor, age = options.oversampling_factor, options.max_trajectory_age_steps
     if not options.enabled or factor is None:
@@ -160,7 +160,7 @@ def oversampling_problems(config: Config) -> Iterator[Problem]:
 
 
 def async_cautions(config: Config) -> Iterator[Problem]:
-    """What is right with samples of earlier weights and may not be meant."""
+    """Settings of asynchronous training that are allowed and may not be intended."""
     options, loss = config.loop.async_grpo, config.loss_fn
     if not options.enabled or options.max_trajectory_age_steps == 0:
         return

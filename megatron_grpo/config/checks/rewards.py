@@ -1,4 +1,4 @@
-"""Checks of how rewards come about and become advantages."""
+"""Checks of environments, rewards, advantages and the prompts that environments score."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_FUNCTIONS = (
     "reward_timeout_s",
     "reward_model",
 )
-"""Keys of an environment that only the type with reward functions reads."""
+"""Keys of an environment that are for type reward_functions alone."""
 _DEFAULT = EnvironmentConfig()
 
 
@@ -151,8 +151,8 @@ def _shaping(config: Config) -> Iterator[Problem]:
         yield Problem(f"{prefix}.overlong_buffer_length={buffer}", f"the penalty {text}")
 
 
-def _read_by_nobody(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
-    """Settings beside reward functions that are for something else."""
+def _unread(section: str, environment: EnvironmentConfig) -> Iterator[Problem]:
+    """Settings of an environment of reward functions that are for other types or for reward models."""
     if environment.options:
         text = f"is for the class of an environment, and {section}.type={REWARD_FUNCTIONS} has none; leave it out"
         yield Problem(f"{section}.options.{next(iter(environment.options))}", text)
@@ -170,7 +170,7 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem
         for name in [name for name in _OF_FUNCTIONS if getattr(environment, name) != getattr(_DEFAULT, name)][:1]:
             yield Problem(f"{section}.{name}", f"needs {section}.type={REWARD_FUNCTIONS}")
         return
-    yield from _read_by_nobody(section, environment)
+    yield from _unread(section, environment)
     if not functions:
         yield Problem(f"{section}.reward_funcs", "is empty; give functions as package.module.function")
     importable = [("reward_funcs", one) for one in functions if not is_model_folder(one)]
@@ -195,11 +195,11 @@ def _functions(section: str, environment: EnvironmentConfig) -> Iterator[Problem
 
 
 MIN_TEMPERATURE = 0.01
-"""vLLM silently takes this in place of anything between it and 0, and training would divide by what was asked for."""
+"""vLLM silently uses this for any temperature between it and 0, and training would divide by the configured one."""
 
 
 def prompt_problems(config: Config) -> Iterator[Problem]:
-    """Temperatures that cannot be had, and prompts that nobody scores or renders."""
+    """Temperatures that vLLM does not have, and prompts that no environment scores or no template renders."""
     yield from _temperatures(config)
     yield from _prompts(config)
 
@@ -223,7 +223,7 @@ def _prompts(config: Config) -> Iterator[Problem]:
 
 
 def scorer_problems(config: Config) -> Iterator[Problem]:
-    """Whether there is anything that scores responses."""
+    """A configuration without an environment."""
     if not config.env:
         text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
         yield Problem("env", text)
@@ -243,7 +243,7 @@ def system_prompt_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def _tasks(config: Config) -> Iterator[Problem]:
-    """Names of tasks that no environment has."""
+    """Tasks without an environment."""
     data, known = config.data, ", ".join(config.env)
     named = {"data.task_name": data.task_name}
     for section in ("train_sets", "val_sets"):
@@ -257,7 +257,7 @@ def _tasks(config: Config) -> Iterator[Problem]:
 
 
 def _sets(config: Config) -> Iterator[Problem]:
-    """Sets of rows that are given twice or not at all, and streams of what is none."""
+    """Data sets that are given twice or not at all, and streaming of files."""
     data = config.data
     if data.train_sets and data.train_path not in (MISSING, None):
         yield Problem(f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them")

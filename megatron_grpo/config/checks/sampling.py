@@ -1,4 +1,4 @@
-"""Checks of how responses are sampled: penalties, forms, and how many at once."""
+"""Checks of sampling: filters, penalties, structured output, speculation, servers and the endpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_grpo.config.generation_schema import EndpointConfig, EngineConfig,
 from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token, url_problem
 from megatron_grpo.config.schema import Config
 
-_CUTS = ("top_p", "top_k", "min_p")
-"""Keys of generation that leave unlikely tokens out."""
+_FILTERS = ("top_p", "top_k", "min_p")
+"""Keys of generation that remove unlikely tokens from the distribution."""
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words")
 """Keys of generation that make some tokens less likely."""
 
@@ -25,7 +25,7 @@ def sampling_problems(config: Config) -> Iterator[Problem]:
 
 
 def request_problems(generation: GenerationConfig) -> Iterator[Problem]:
-    """Keys of sampling that exclude each other, whatever becomes of the responses."""
+    """Keys of sampling that exclude each other, in training and in evaluation."""
     negative = next((token for token in generation.stop_token_ids if token < 0), None)
     if negative is not None:
         yield Problem("generation.stop_token_ids", f"has {negative}, and tokens are numbered from 0")
@@ -39,11 +39,11 @@ def request_problems(generation: GenerationConfig) -> Iterator[Problem]:
 
 
 def filter_cautions(config: Config) -> Iterator[Problem]:
-    """Penalties that make an option drop responses for differing from what was sampled, as penalties make them do."""
+    """Penalties beside an option that drops tokens whose probabilities differ between engine and trainer."""
     drops = _drops(config)
     if drops is None:
         return
-    for name in _given(config.generation, _PENALTIES):
+    for name in _changed(config.generation, _PENALTIES):
         text = (
             "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
             f"{drops} leaves tokens out for that difference, too"
@@ -52,12 +52,12 @@ def filter_cautions(config: Config) -> Iterator[Problem]:
 
 
 def _filters(config: Config) -> Iterator[Problem]:
-    """Cuts beside an option that compares what was sampled from with the whole distribution."""
+    """Filters beside an option that compares the probabilities of engine and trainer."""
     corrects = config.loss_fn.use_importance_sampling_correction
     compares = "loss_fn.use_importance_sampling_correction=True" if corrects else _drops(config)
     if compares is None:
         return
-    for name in _given(config.generation, _CUTS):
+    for name in _changed(config.generation, _FILTERS):
         text = (
             "leaves tokens out that training counts with: every token that is sampled is likelier there, and "
             f"{compares} would take that for a difference between the two frameworks; use "
@@ -66,14 +66,14 @@ def _filters(config: Config) -> Iterator[Problem]:
         yield Problem(f"generation.{name}={shown(getattr(config.generation, name))}", text)
 
 
-def _given(generation: GenerationConfig, names: tuple[str, ...]) -> list[str]:
-    """Those of the keys that are not at their defaults."""
+def _changed(generation: GenerationConfig, names: tuple[str, ...]) -> list[str]:
+    """The keys that differ from their defaults."""
     default = GenerationConfig()
     return [name for name in names if getattr(generation, name) != getattr(default, name)]
 
 
 def _drops(config: Config) -> str | None:
-    """The option that leaves out what training and sampling disagree about; None: there is none."""
+    """The option that drops tokens on which engine and trainer disagree; None: there is none."""
     kind = config.loss_fn.truncated_importance_sampling_type
     if kind in ("icepop", "seq-mask-tis"):
         return f"loss_fn.truncated_importance_sampling_type={kind}"
@@ -143,8 +143,10 @@ def _speculation(generation: GenerationConfig) -> Iterator[Problem]:
 
 
 def server_problems(config: Config) -> Iterator[Problem]:
-    """What stands against generation.server.urls and generation.endpoint. Whether servers answer is found out when the
-    run starts."""
+    """Settings that do not fit generation.server.urls or generation.endpoint.
+
+    Whether servers answer is checked when the run starts.
+    """
     yield from _endpoint(config.generation.endpoint, config.cluster.num_nodes)
     for name, environment in config.env.items():
         if environment.agent_func is not None and not config.generation.endpoint.enabled:

@@ -1,20 +1,39 @@
-"""Settings that are no mistakes and change nothing because a switch that they belong to is off.
+"""Unused settings: those that differ from their default and change nothing, because a switch they belong to is off.
 
-A recipe's values stay while its switch is turned off, but nobody should compare a variant that is a no-op.
+They are no mistakes: a recipe's values stay while its switch is turned off. But nobody should compare a variant that
+changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from megatron_grpo.config.data_schema import DataConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import changed
 from megatron_grpo.config.schema import Config
 
-Check = tuple[tuple[str, ...], Callable[[Config], bool], str]
-"""Keys and sections (LOOP is that of the algorithm), whether they are idle, and what they need (PASSES is the key of
-the passes over a step's samples)."""
+NEEDS: dict[str, tuple[str, ...]] = {
+    "loss_fn.use_sapo=true": ("loss_fn.sapo_temperature_pos", "loss_fn.sapo_temperature_neg"),
+    "LOOP.sync_ref_model=true": ("LOOP.ref_model_mixup_alpha", "LOOP.ref_model_sync_steps"),
+    "LOOP.use_dynamic_sampling=true": ("LOOP.dynamic_sampling_max_gen_batches",),
+    "LOOP.async_grpo.enabled=true": ("LOOP.async_grpo.",),
+    "LOOP.normalize_rewards=true": ("LOOP.normalize_rewards_over",),
+    "LOOP.reward_scaling.enabled=true": ("LOOP.reward_scaling.",),
+    "LOOP.reward_shaping.enabled=true": ("LOOP.reward_shaping.",),
+    "LOOP.early_stop.enabled=true": ("LOOP.early_stop.",),
+    "refit.mode=files": ("refit.directory",),
+    "generation.endpoint.enabled=true": ("generation.endpoint.",),
+    "checkpointing.enabled=true": ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
+    "data.streaming=true": ("data.shuffle_buffer",),
+    "logger.rollouts=sample": ("logger.rollouts_sample",),
+    "logger.log_completions=true": ("logger.num_completions_to_print",),
+    "logger.wandb.enabled=true": ("logger.wandb.",),
+    "logger.mlflow.enabled=true": ("logger.mlflow.",),
+}
+"""By the switch that they need, KEY=VALUE: keys, or sections with a point at the end. LOOP stands for the
+algorithm's section."""
 
 _RATIO_KEYS = (
     "loss_fn.use_cispo",
@@ -35,7 +54,13 @@ _ALL_RATIOS_ARE_1 = (
     "policy.train_global_batch_samples below the samples of a step, or with PASSES above 1"
 )
 
-LEARNING: tuple[Check, ...] = (
+
+def _renders_chats(data: DataConfig) -> bool:
+    """Whether the prompts of some task are rendered with a chat template."""
+    return data.apply_chat_template or any(task.apply_chat_template for task in data.tasks.values())
+
+
+UNUSED: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (_RATIO_KEYS, lambda config: config.optimizer_steps_per_step == 1, _ALL_RATIOS_ARE_1),
     (
         ("loss_fn.disable_ppo_ratio",),
@@ -57,31 +82,11 @@ LEARNING: tuple[Check, ...] = (
         lambda config: config.loss_fn.use_sapo or config.loss_fn.disable_ppo_ratio,
         "clips nothing with loss_fn.use_sapo or loss_fn.disable_ppo_ratio",
     ),
-    (
-        ("loss_fn.sapo_temperature_pos", "loss_fn.sapo_temperature_neg"),
-        lambda config: not config.loss_fn.use_sapo,
-        "needs loss_fn.use_sapo=true",
-    ),
     (_KL_KEYS, lambda config: not config.uses_reference, "needs loss_fn.reference_policy_kl_penalty above 0"),
-    (
-        ("LOOP.ref_model_mixup_alpha", "LOOP.ref_model_sync_steps"),
-        lambda config: not config.loop.sync_ref_model,
-        "needs LOOP.sync_ref_model=true",
-    ),
     (
         ("LOOP.sync_ref_model",),
         lambda config: config.loop.ref_model_sync_steps >= config.loop.max_num_steps,
         "needs LOOP.ref_model_sync_steps below LOOP.max_num_steps",
-    ),
-    (
-        ("LOOP.dynamic_sampling_max_gen_batches",),
-        lambda config: not config.loop.use_dynamic_sampling,
-        "needs LOOP.use_dynamic_sampling=true",
-    ),
-    (
-        ("LOOP.async_grpo.",),
-        lambda config: not config.loop.async_grpo.enabled,
-        "needs LOOP.async_grpo.enabled=true",
     ),
     (
         ("LOOP.async_grpo.enabled", "LOOP.async_grpo.recompute_kv_cache_after_weight_updates"),
@@ -92,11 +97,6 @@ LEARNING: tuple[Check, ...] = (
         ("LOOP.batch_multiplier",),
         lambda config: config.prompts_per_generation_batch == config.loop.num_prompts_per_step,
         "adds no whole prompt to LOOP.num_prompts_per_step",
-    ),
-    (
-        ("LOOP.normalize_rewards_over",),
-        lambda config: not config.grpo.normalize_rewards,
-        "needs LOOP.normalize_rewards=true",
     ),
     (
         ("LOOP.use_leave_one_out_baseline",),
@@ -141,16 +141,6 @@ LEARNING: tuple[Check, ...] = (
         "needs policy.lora.rank above 0",
     ),
     (
-        ("LOOP.reward_scaling.",),
-        lambda config: not config.loop.reward_scaling.enabled,
-        "needs LOOP.reward_scaling.enabled=true",
-    ),
-    (
-        ("LOOP.reward_shaping.",),
-        lambda config: not config.loop.reward_shaping.enabled,
-        "needs LOOP.reward_shaping.enabled=true",
-    ),
-    (
         ("LOOP.reward_shaping.overlong_buffer_penalty", "LOOP.reward_shaping.max_response_length"),
         lambda config: config.loop.reward_shaping.overlong_buffer_length is None,
         "needs LOOP.reward_shaping.overlong_buffer_length",
@@ -173,7 +163,6 @@ LEARNING: tuple[Check, ...] = (
         ),
         "needs a validation to decide after: LOOP.val_period below LOOP.max_num_steps",
     ),
-    (("LOOP.early_stop.",), lambda config: not config.loop.early_stop.enabled, "needs LOOP.early_stop.enabled=true"),
     (
         ("LOOP.early_stop.min_delta",),
         lambda config: config.loop.early_stop.patience is None,
@@ -197,26 +186,10 @@ LEARNING: tuple[Check, ...] = (
         ),
         "is for policy.logprob_kernel=chunked",
     ),
-)
-"""Of a key that several of these cover, the first that applies is told."""
-
-
-def _renders_chats(data: DataConfig) -> bool:
-    """Whether the prompts of some task are rendered with a chat template."""
-    return data.apply_chat_template or any(task.apply_chat_template for task in data.tasks.values())
-
-
-SURROUNDINGS: tuple[Check, ...] = (
-    (("refit.directory",), lambda config: config.refit.mode != "files", "needs refit.mode=files"),
     (
         ("generation.engine.", "generation.engine_args.", "generation.generation_batch_size"),
         lambda config: bool(config.generation.server.urls),
         "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM",
-    ),
-    (
-        ("generation.endpoint.",),
-        lambda config: not config.generation.endpoint.enabled,
-        "needs generation.endpoint.enabled=true",
     ),
     (
         ("generation.server.timeout_s",),
@@ -227,11 +200,6 @@ SURROUNDINGS: tuple[Check, ...] = (
         ("generation.engine.speculative.prompt_lookup_min", "generation.engine.speculative.prompt_lookup_max"),
         lambda config: config.generation.engine.speculative.num_speculative_tokens == 0,
         "needs generation.engine.speculative.num_speculative_tokens above 0",
-    ),
-    (
-        ("checkpointing.keep_top_k", "checkpointing.save_period", "checkpointing.async_save"),
-        lambda config: not config.checkpointing.enabled,
-        "needs checkpointing.enabled=true",
     ),
     (
         ("checkpointing.metric_name", "checkpointing.higher_is_better"),
@@ -254,43 +222,47 @@ SURROUNDINGS: tuple[Check, ...] = (
         lambda config: bool(config.data.train_sets) and config.data.val_path is None,
         "is of data.train_path and data.val_path; each of data.train_sets and data.val_sets has a subset of its own",
     ),
-    (("data.shuffle_buffer",), lambda config: not config.data.streaming, "needs data.streaming=true"),
     (
         ("data.chat_template", "data.chat_template_kwargs.", "data.tools"),
         lambda config: not _renders_chats(config.data),
         "needs data.apply_chat_template=true",
     ),
-    (("logger.rollouts_sample",), lambda config: config.logger.rollouts != "sample", "needs logger.rollouts=sample"),
-    (
-        ("logger.num_completions_to_print",),
-        lambda config: not config.logger.log_completions,
-        "needs logger.log_completions=true",
-    ),
-    (("logger.wandb.",), lambda config: not config.logger.wandb.enabled, "needs logger.wandb.enabled=true"),
-    (("logger.mlflow.",), lambda config: not config.logger.mlflow.enabled, "needs logger.mlflow.enabled=true"),
 )
+"""Keys and sections, whether they are unused, and what they need or why they change nothing. PASSES is the key of the
+passes over a step's samples. Of the rows that cover a key, the first that applies is the message."""
 
 
-def idle_settings(config: Config) -> Iterator[Problem]:
+def unused_settings(config: Config) -> Iterator[Problem]:
     """Each setting that differs from its default and changes nothing in this run, once, with what it needs."""
-    words = {"LOOP": config.algorithm, "PASSES": config.passes_key}
+    names = {"LOOP": config.algorithm, "PASSES": config.passes_key}
     of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
     learning = ("loss_fn", config.algorithm, "reference", "policy", *of_ppo)
-    sections = (*learning, "data", "generation", "refit", "checkpointing", "logger")
-    for section in sections:
+    for section in (*learning, "data", "generation", "refit", "checkpointing", "logger"):
         for key, value in changed(config, section):
-            for names, is_idle, text in (*LEARNING, *SURROUNDINGS):
-                if any(_covers(_worded(name, words), key) for name in names) and is_idle(config):
-                    yield Problem(f"{key}={value}", _worded(text, words))
-                    break
+            text = _reason(config, key, names)
+            if text is not None:
+                yield Problem(f"{key}={value}", text)
 
 
-def _covers(name: str, key: str) -> bool:
-    """Whether a key is meant: it has this name, or it is in the section whose name ends in a point."""
-    return key.startswith(name) if name.endswith(".") else key == name
+def _reason(config: Config, key: str, names: dict[str, str]) -> str | None:
+    """Why a setting changes nothing; None: it is used."""
+    for switch, keys in NEEDS.items():
+        name, _, wanted = _named(switch, names).partition("=")
+        if _covered(keys, key, names) and str(attrgetter(name)(config)).lower() != wanted:
+            return f"needs {name}={wanted}"
+    for keys, is_unused, text in UNUSED:
+        if _covered(keys, key, names) and is_unused(config):
+            return _named(text, names)
+    return None
 
 
-def _worded(text: str, words: dict[str, str]) -> str:
-    for placeholder, word in words.items():
-        text = text.replace(placeholder, word)
+def _covered(keys: tuple[str, ...], key: str, names: dict[str, str]) -> bool:
+    """Whether a key is among keys, or lies in a section among them, whose name ends in a point."""
+    wanted = [_named(one, names) for one in keys]
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in wanted)
+
+
+def _named(text: str, names: dict[str, str]) -> str:
+    for placeholder, name in names.items():
+        text = text.replace(placeholder, name)
     return text

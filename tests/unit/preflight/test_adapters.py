@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_grpo.config.checks.unused import idle_settings
+from megatron_grpo.config.checks.unused import unused_settings
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.preflight.model import adapter_problems
 from megatron_grpo.weights.families import shape_of_config
@@ -68,7 +68,7 @@ def test_an_unknown_layer_is_refused() -> None:
 
 
 def test_settings_of_adapters_without_adapters_change_nothing() -> None:
-    found = {problem.subject: problem.text for problem in idle_settings(config(rank=0, alpha=3.0))}
+    found = {problem.subject: problem.text for problem in unused_settings(config(rank=0, alpha=3.0))}
     assert found == {"policy.lora.alpha=3.0": "needs policy.lora.rank above 0"}
 
 

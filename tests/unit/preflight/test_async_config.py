@@ -10,7 +10,7 @@ from megatron_grpo.algorithms.grpo import async_grpo_train
 from megatron_grpo.config.checks.cautions import remarks
 from megatron_grpo.config.metric_names import step_metrics
 from megatron_grpo.config.suggestions import translated
-from megatron_grpo.preflight.load import compose_config, outlook
+from megatron_grpo.preflight.load import compose_config, summary
 from tests.support.config_problems import problems_of
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import make_run
@@ -28,7 +28,7 @@ def test_the_recipe_and_the_algorithm() -> None:
     assert config.grpo.async_grpo.enabled
     assert config.loss_fn.use_importance_sampling_correction
     assert list(remarks(config)) == []
-    assert "quickstart_async, asynchronous GRPO, up to 400 steps" in outlook(config, None)
+    assert "quickstart_async, asynchronous GRPO, up to 400 steps" in summary(config, None)
     assert "trajectory_age" in step_metrics(config)
     assert "trajectory_age" not in step_metrics(compose_config(["+exp=quickstart"]))
 

@@ -20,7 +20,7 @@ def test_nothing_is_said_of_the_recipes(recipe: str) -> None:
     assert list(remarks(compose_config([recipe]))) == []
 
 
-def test_idle_settings_are_remarked_on() -> None:
+def test_unused_settings_are_remarked_on() -> None:
     (remark,) = remarks(compose_config([QUICKSTART, "grpo.early_stop.threshold=0.9"]))
     assert (remark.subject, remark.text) == (
         "grpo.early_stop.threshold=0.9",

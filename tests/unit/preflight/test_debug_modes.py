@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rollout_files import StepRecord, rollouts_file, write_rollouts
-from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, outlook
+from megatron_grpo.preflight.load import check_overrides, compose_config, load_config, summary
 from megatron_grpo.weights.source import vocabulary_digest
 from tests.support.config_problems import problems_of
 from tests.support.recording import RUN, make_facts, make_record
@@ -50,7 +50,7 @@ def reading(model: Path, tmp_path: Path, recording: Path) -> list[str]:
 def test_a_recording_is_all_that_is_needed(reading: list[str], recording: Path) -> None:
     checked = check_overrides(reading)
     assert (checked.problems, checked.remarks) == ([], [])
-    assert f"rollouts of {recording}, on" in outlook(checked.require(), None)
+    assert f"rollouts of {recording}, on" in summary(checked.require(), None)
     load_config([*reading, f"debug.rollouts_from={recording}/rollouts"])
 
 
@@ -135,7 +135,7 @@ def test_without_training_no_checkpoint_is_ranked_and_no_gpu_of_a_policy_needed(
     keys = ["checkpointing.keep_top_k=2", "cluster.gpus_per_node=1", "policy.parallel.data=4"]
     config = compose_config([*given, "debug.train=false", *keys, "generation.parallel.data=1"])
     assert not config.saves
-    assert "nothing is trained" in outlook(config, None)
+    assert "nothing is trained" in summary(config, None)
     assert "checkpointing.metric_name=val_accuracy" in problems_of([*given, *keys[:1]])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.checks.unused import idle_settings
+from megatron_grpo.config.checks.unused import unused_settings
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.preflight import model as checks
 from megatron_grpo.preflight.model import fp8_machine_problems, fp8_problems, gpu_capability
@@ -131,7 +131,7 @@ def test_the_oldest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_settings_that_change_nothing_are_named() -> None:
     def idle(made: Config) -> dict[str, str]:
-        return {problem.subject: problem.text for problem in idle_settings(made)}
+        return {problem.subject: problem.text for problem in unused_settings(made)}
 
     assert idle(config(format="off", simulate=True)) == {
         "policy.fp8.simulate=True": "needs policy.fp8.format=hybrid or e4m3"

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.unused import idle_settings
+from megatron_grpo.config.checks.unused import unused_settings
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
 
 MINIBATCHES = "policy.train_global_batch_samples=64"
 
 
-def idle(*overrides: str) -> dict[str, str]:
-    return {problem.subject: problem.text for problem in idle_settings(compose_config(list(overrides)))}
+def unused(*overrides: str) -> dict[str, str]:
+    return {problem.subject: problem.text for problem in unused_settings(compose_config(list(overrides)))}
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_ppo"])
-def test_nothing_in_the_recipes_is_idle(recipe: str) -> None:
-    assert idle(f"+exp={recipe}") == {}
+def test_nothing_in_the_recipes_is_unused(recipe: str) -> None:
+    assert unused(f"+exp={recipe}") == {}
 
 
 @pytest.mark.parametrize("variant", config_groups()["variant"])
-def test_with_minibatches_nothing_in_a_preset_is_idle(variant: str) -> None:
-    assert idle("+exp=quickstart", f"+variant={variant}", MINIBATCHES) == {}
+def test_with_minibatches_nothing_in_a_preset_is_unused(variant: str) -> None:
+    assert unused("+exp=quickstart", f"+variant={variant}", MINIBATCHES) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_with_minibatches_nothing_in_a_preset_is_idle(variant: str) -> None:
     ],
 )
 def test_a_variant_of_the_ratio_does_nothing_where_all_ratios_are_1(variant: str, subject: str) -> None:
-    found = idle("+exp=quickstart", f"+variant={variant}")
+    found = unused("+exp=quickstart", f"+variant={variant}")
     assert "all ratios are 1" in found[subject]
     assert "grpo.num_iterations above 1" in found[subject]
-    assert subject not in idle("+exp=quickstart", f"+variant={variant}", "grpo.num_iterations=2")
+    assert subject not in unused("+exp=quickstart", f"+variant={variant}", "grpo.num_iterations=2")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_variant_of_the_ratio_does_nothing_where_all_ratios_are_1(variant: str
     ],
 )
 def test_a_setting_whose_switch_is_off(override: str, switch: str | None) -> None:
-    ((subject, text),) = idle("+exp=quickstart", MINIBATCHES, override).items()
+    ((subject, text),) = unused("+exp=quickstart", MINIBATCHES, override).items()
     assert subject.partition("=")[0] == override.partition("=")[0]
     assert text == (f"needs {switch}" if switch else "there is no reference policy")
 
@@ -71,13 +71,13 @@ def test_a_setting_whose_switch_is_off(override: str, switch: str | None) -> Non
 def test_settings_of_rows_that_are_not_read() -> None:
     both = ("data.train_split=test", "data.subset=main")
     sets = ("policy.model.path=nowhere", "data.train_sets.one.path=a.jsonl")
-    assert idle("+exp=quickstart", *both) == {}
-    assert list(idle(*sets, "data.val_path=b.jsonl", *both)) == ["data.train_split=test"], "validation has the subset"
-    assert set(idle(*sets, "data.val_sets.one.path=b.jsonl", *both)) == set(both)
+    assert unused("+exp=quickstart", *both) == {}
+    assert list(unused(*sets, "data.val_path=b.jsonl", *both)) == ["data.train_split=test"], "validation has the subset"
+    assert set(unused(*sets, "data.val_sets.one.path=b.jsonl", *both)) == set(both)
 
 
 def test_settings_of_a_validation_that_never_is() -> None:
-    found = idle("+exp=quickstart", "data.val_path=null", "data.val_split=train", "checkpointing.keep_top_k=null")
+    found = unused("+exp=quickstart", "data.val_path=null", "data.val_split=train", "checkpointing.keep_top_k=null")
     assert found.pop("data.val_split=train") == "needs data.val_path"
     assert set(found) == {"grpo.val_period=50", "grpo.val_batch_size=512", "grpo.max_val_samples=512"}
     assert set(found.values()) == {"needs data.val_path or data.val_sets"}
@@ -86,37 +86,37 @@ def test_settings_of_a_validation_that_never_is() -> None:
 def test_chunks_are_of_the_chunked_kernel() -> None:
     size = "policy.logprob_chunk_size=64"
     of_gpus = ["+exp=qwen3_8b_8gpu", "data.train_path=/nowhere"]
-    assert size not in idle("+exp=quickstart", size)
-    assert size not in idle(*of_gpus, size, "policy.logprob_kernel=chunked")
+    assert size not in unused("+exp=quickstart", size)
+    assert size not in unused(*of_gpus, size, "policy.logprob_kernel=chunked")
     for kernel in ("auto", "fused"):
-        found = idle(*of_gpus, size, f"policy.logprob_kernel={kernel}")
+        found = unused(*of_gpus, size, f"policy.logprob_kernel={kernel}")
         assert found[size] == "is for policy.logprob_kernel=chunked"
 
 
 def test_reinforce_is_what_ratios_of_1_are_anyway() -> None:
     subject = "loss_fn.disable_ppo_ratio=True"
-    assert "give more" not in idle("+exp=quickstart", "+variant=rloo")[subject]
-    assert subject not in idle("+exp=quickstart", "+variant=rloo", "grpo.num_iterations=2")
+    assert "give more" not in unused("+exp=quickstart", "+variant=rloo")[subject]
+    assert subject not in unused("+exp=quickstart", "+variant=rloo", "grpo.num_iterations=2")
 
 
 def test_early_stopping_that_never_decides() -> None:
     on = ("+exp=quickstart", "grpo.early_stop.enabled=true", "grpo.val_period=400")
     subject = "grpo.early_stop.enabled=True"
-    assert subject in idle(*on, "grpo.early_stop.patience=1")
-    assert idle(*on, "grpo.early_stop.threshold=0.9") == {}
-    assert subject in idle(*on, "grpo.early_stop.threshold=0.9", "grpo.val_at_start=false")
+    assert subject in unused(*on, "grpo.early_stop.patience=1")
+    assert unused(*on, "grpo.early_stop.threshold=0.9") == {}
+    assert subject in unused(*on, "grpo.early_stop.threshold=0.9", "grpo.val_at_start=false")
 
 
 def test_a_multiplier_that_adds_no_prompt() -> None:
     dynamic = ("+exp=quickstart", "grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=32")
-    assert "adds no whole prompt" in idle(*dynamic, "grpo.batch_multiplier=1.02")["grpo.batch_multiplier=1.02"]
-    assert idle(*dynamic, "grpo.batch_multiplier=1.25") == {}
+    assert "adds no whole prompt" in unused(*dynamic, "grpo.batch_multiplier=1.02")["grpo.batch_multiplier=1.02"]
+    assert unused(*dynamic, "grpo.batch_multiplier=1.25") == {}
 
 
 def test_a_forced_ratio_needs_another_one_to_replace() -> None:
     forced = "loss_fn.force_on_policy_ratio=true"
-    assert "loss_fn.force_on_policy_ratio=True" in idle("+exp=quickstart", forced)
-    assert idle("+exp=quickstart", forced, "grpo.seq_logprob_error_threshold=1.5") == {}
+    assert "loss_fn.force_on_policy_ratio=True" in unused("+exp=quickstart", forced)
+    assert unused("+exp=quickstart", forced, "grpo.seq_logprob_error_threshold=1.5") == {}
 
 
 @pytest.mark.parametrize(
@@ -135,55 +135,55 @@ def test_a_forced_ratio_needs_another_one_to_replace() -> None:
     ],
 )
 def test_more_settings_that_need_another(overrides: list[str], subject: str) -> None:
-    assert subject in idle("+exp=quickstart", *overrides)
+    assert subject in unused("+exp=quickstart", *overrides)
 
 
 def test_a_switch_of_another_kind() -> None:
     on = ("+exp=quickstart", MINIBATCHES)
-    assert "loss_fn.ratio_clip_max=0.3" in idle(*on, "loss_fn.use_sapo=true", "loss_fn.ratio_clip_max=0.3")
-    assert "loss_fn.ratio_clip_max=0.3" in idle(*on, "loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_max=0.3")
+    assert "loss_fn.ratio_clip_max=0.3" in unused(*on, "loss_fn.use_sapo=true", "loss_fn.ratio_clip_max=0.3")
+    assert "loss_fn.ratio_clip_max=0.3" in unused(*on, "loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_max=0.3")
     batch = "grpo.normalize_rewards_over=batch"
-    assert batch in idle(*on, batch, "grpo.normalize_rewards=false")
-    assert batch not in idle(*on, batch)
+    assert batch in unused(*on, batch, "grpo.normalize_rewards=false")
+    assert batch not in unused(*on, batch)
     penalty = "grpo.reward_shaping.overlong_buffer_penalty=0.5"
     shaping = ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.5")
-    assert idle(*on, *shaping, penalty) == {penalty: "needs grpo.reward_shaping.overlong_buffer_length"}
+    assert unused(*on, *shaping, penalty) == {penalty: "needs grpo.reward_shaping.overlong_buffer_length"}
 
 
 def test_a_responses_ratio_also_weighs_the_sampling_correction() -> None:
     gspo = ("+exp=quickstart", "+variant=gspo")
-    assert "loss_fn.sequence_level_importance_ratios=True" in idle(*gspo)
+    assert "loss_fn.sequence_level_importance_ratios=True" in unused(*gspo)
     correction = "loss_fn.use_importance_sampling_correction=true"
-    assert "loss_fn.sequence_level_importance_ratios=True" not in idle(*gspo, correction)
+    assert "loss_fn.sequence_level_importance_ratios=True" not in unused(*gspo, correction)
 
 
 def test_a_reference_that_never_moves() -> None:
     sync = ("grpo.sync_ref_model=true", "loss_fn.reference_policy_kl_penalty=0.1")
-    found = idle("+exp=quickstart", *sync)
+    found = unused("+exp=quickstart", *sync)
     assert found == {"grpo.sync_ref_model=True": "needs grpo.ref_model_sync_steps below grpo.max_num_steps"}
-    assert "grpo.sync_ref_model=True" in idle("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=400")
-    assert idle("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=100") == {}
+    assert "grpo.sync_ref_model=True" in unused("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=400")
+    assert unused("+exp=quickstart", *sync, "grpo.ref_model_sync_steps=100") == {}
 
 
 def test_a_baseline_that_the_estimator_does_not_read() -> None:
     baseline = "grpo.use_leave_one_out_baseline=false"
     gdpo = ("env.addition.type=reward_functions", "env.addition.reward_funcs=[pkg.one]", "grpo.adv_estimator.name=gdpo")
     for estimator in (("grpo.adv_estimator.name=reinforce_plus_plus",), gdpo):
-        assert "grpo.use_leave_one_out_baseline=False" in idle("+exp=quickstart", *estimator, baseline)
-    assert idle("+exp=quickstart", baseline) == {}
+        assert "grpo.use_leave_one_out_baseline=False" in unused("+exp=quickstart", *estimator, baseline)
+    assert unused("+exp=quickstart", baseline) == {}
 
 
 def test_settings_of_the_value_model() -> None:
     clip = "value_loss_fn.value_clip=0.5"
-    assert "one optimizer step" in idle("+exp=quickstart_ppo", clip)[clip]
-    assert idle("+exp=quickstart_ppo", clip, "value.train_global_batch_samples=64") == {}
+    assert "one optimizer step" in unused("+exp=quickstart_ppo", clip)[clip]
+    assert unused("+exp=quickstart_ppo", clip, "value.train_global_batch_samples=64") == {}
     lam = "ppo.adv_estimator.gae_lambda=0.9"
-    assert idle("+exp=quickstart_ppo", lam) == {}
-    assert lam in idle("+exp=quickstart_ppo", lam, "ppo.adv_estimator.gae_lambda_policy=0.0")
-    assert lam in idle("+exp=quickstart_ppo", lam, "ppo.adv_estimator.length_adaptive_alpha=0.5")
+    assert unused("+exp=quickstart_ppo", lam) == {}
+    assert lam in unused("+exp=quickstart_ppo", lam, "ppo.adv_estimator.gae_lambda_policy=0.0")
+    assert lam in unused("+exp=quickstart_ppo", lam, "ppo.adv_estimator.length_adaptive_alpha=0.5")
 
 
 def test_ppo_has_names_of_its_own() -> None:
-    found = idle("+exp=quickstart_ppo", "loss_fn.ratio_clip_max=0.3", "ppo.ref_model_sync_steps=5")
+    found = unused("+exp=quickstart_ppo", "loss_fn.ratio_clip_max=0.3", "ppo.ref_model_sync_steps=5")
     assert found["ppo.ref_model_sync_steps=5"] == "needs ppo.sync_ref_model=true"
     assert "ppo.ppo_epochs above 1" in found["loss_fn.ratio_clip_max=0.3"]
