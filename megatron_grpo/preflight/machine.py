@@ -120,8 +120,10 @@ def machine_problems(config: Config) -> list[Problem]:
 
 
 def examine_machine(config: Config) -> MachineReport:
-    """Check everything that a run needs of this machine. Without the GPUs nothing else is checked: the run, and with it the
-    files, will be on another machine."""
+    """Check everything that a run needs of this machine.
+
+    Without the GPUs nothing else is checked: the run, and with it the files, will be on another machine.
+    """
     missing_gpus = list(_gpus(config))
     if missing_gpus:
         return MachineReport(missing_gpus)
