@@ -77,7 +77,7 @@ def _output(request: GenerationRequest) -> GenerationOutput:
 class IdleModel:
     """Stands in for a `ModelRank` on the last pipeline stage; computes nothing."""
 
-    is_reporter = True
+    is_output_rank = True
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the stored entries that a last pipeline stage uses, as `ModelRank.stored_entries` gives them."""

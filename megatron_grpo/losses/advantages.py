@@ -7,14 +7,10 @@ from torch import Tensor
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups can teach anything: those whose rewards are not all equal.
-
-    Decided from the whole group. The standard deviation that a leave-one-out baseline pairs with a sample, that of the
-    *other* samples, is 0 for a lone success, the sample that matters most.
+    """Which groups have a learning signal: those whose rewards are not all equal.
 
     Args:
-        rewards: [groups, samples], floating point, as the advantages are to see them; NaN where there is none, which is
-            no difference.
+        rewards: [groups, samples], floating point; NaN where there is none, which is ignored.
 
     Returns:
         [groups], bool.

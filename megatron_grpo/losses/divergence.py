@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence between two policies from sampled tokens."""
+"""Divergences between policies, estimated from sampled tokens, and corrections for a mismatch of engine and trainer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def kl_estimate(
 
 
 def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """Per-token estimates of divergences between the training framework's policy P and the sampling one's, G.
+    """Per-token estimates of divergences between the policy P as the trainer computes it and G as the engine did.
 
     Tokens are drawn from G; with r = P/G of a token, each estimate is an f-divergence's f(r) with f(1) = f'(1) = 0
     (Csiszar 1967), so it is unbiased and never negative:
@@ -153,7 +153,7 @@ def sampling_correction(
         config: level, kind and limits of the weights.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
     """
-    # Detached: a weight corrects for who drew the sample; a gradient through it would change the objective.
+    # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()
     weights = bounded_exp(log_weights)
     if config.sequence_level_importance_ratios:

@@ -15,12 +15,12 @@ VARIANCE_EPSILON = 1e-8
 
 
 class Estimate(NamedTuple):
-    """What the policy and the value model learn from, token by token."""
+    """Training targets of the policy and of the value model, token by token."""
 
     advantages: Tensor
     """[sum(lengths)], floating point: how much better a token turned out than the value model expected."""
     returns: Tensor
-    """[sum(lengths)], floating point: what the value model should have said before the token."""
+    """[sum(lengths)], floating point: target of the value before the token."""
 
 
 def token_rewards(rewards: Tensor, lengths: list[int], token_penalty: Tensor | None = None) -> Tensor:

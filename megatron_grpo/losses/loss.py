@@ -1,4 +1,19 @@
-"""What a loss is to the ranks that train with it: a share of the optimizer step's loss, divided by global counts."""
+"""What a loss is: one microbatch's share of an optimizer step's loss, divided by counts of the whole step.
+
+Per-token tensors come in two forms. Ranks train on flat microbatches: [tokens], with `Segments` that say which sequence
+each token belongs to. Without segments (None) they are rectangles, [sequences, length], whose rows are the sequences;
+definitions and oracles are written that way. A mask is bool in the shape of the values: the tokens in the loss.
+
+Why global counts: with T tokens in the loss of a step, the mean over tokens is sum(loss) / T. A microbatch that divided
+by its own count t would contribute the mean of a part, and the average of such means weighs a token by 1 / (t * number
+of microbatches): tokens in short microbatches count more, and the result changes with packing, with the number of
+microbatches and of data-parallel ranks, and with context parallelism, where a rank holds some tokens of every sequence.
+So the driver, which knows all lengths and masks, counts once per optimizer step (`GlobalCounts.of`); every microbatch
+on every rank divides its sum by these numbers, and the shares only have to be added. Megatron-Core must therefore not
+average: gradients are summed over microbatches, context-parallel and data-parallel ranks (calculate_per_token_loss, a
+token count of 0, and `optimizer._sum_model_grads`). What concerns a whole sequence (its mean, its probability ratio) is
+summed over the context-parallel ranks that share it first, by `Segments.join`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +38,8 @@ if TYPE_CHECKING:
 class Segments:
     """The sequences that the tokens of a flat microbatch, [tokens], belong to.
 
-    Context-parallel ranks each hold some tokens of every sequence. What speaks of a whole sequence is added up over
-    them; it has no gradient, so that nothing has to flow back.
+    Context-parallel ranks each hold some tokens of every sequence. Sums over whole sequences are taken over these ranks
+    and have no gradient, so that backward needs no communication.
     """
 
     of_token: Tensor
@@ -48,7 +63,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
-    """What losses and metrics of one optimizer step are divided by, over all ranks and microbatches."""
+    """The denominators of losses and metrics of one optimizer step, over all ranks and microbatches."""
 
     tokens: float
     """Tokens in the loss (sum of loss_mask), at least one."""
@@ -57,16 +72,11 @@ class GlobalCounts:
     all_sequences: float
     """All sequences, those without a token in the loss included."""
     positive_tokens: float = 0.0
-    """Tokens in the loss of correct responses; 0 when the batch does not say which are correct."""
+    """Tokens in the loss of correct responses; 0 if the batch does not mark them."""
 
     @staticmethod
     def of(batch: StepBatch, sequences: NDArray[np.int64]) -> GlobalCounts:
-        """The counts of an optimizer step on some sequences of a batch, which have a token in the loss.
-
-        Args:
-            batch: the step's batch, with all its sequences.
-            sequences: [chosen], int64: numbers of the sequences in this optimizer step.
-        """
+        """The counts of an optimizer step on some `sequences` of a batch, [chosen], int64."""
         tokens = batch.response_tokens[sequences] * batch.in_loss[sequences]
         positive = tokens[batch.positive[sequences]] if batch.positive is not None else tokens[:0]
         counts = GlobalCounts(
@@ -84,7 +94,7 @@ class LossFunction(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the stored entries (`STORED_DTYPES`) that the loss is computed from; absent ones are left out."""
+        """Names of the stored fields (`STORED_DTYPES`) that the loss reads; absent ones are left out."""
 
     def __call__(
         self, curr_logprobs: Tensor, /, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
@@ -92,11 +102,11 @@ class LossFunction(Protocol):
         """Share of the step's loss and metrics that one microbatch has.
 
         Args:
-            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: of the token at its place.
-                What a value model trains on gets values here.
-            tokens: entries that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
-                positive when the batch says which responses are correct; of a policy also entropy.
-            counts: what losses and metrics are divided by, counted over the whole optimizer step.
+            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: log-probability of each token;
+                for a value model the value before it.
+            tokens: the fields that the loss reads and loss_mask, each in the shape of curr_logprobs, zero on padding;
+                positive if the batch marks correct responses; for a policy also entropy.
+            counts: denominators of the whole optimizer step.
             segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
@@ -106,14 +116,14 @@ class LossFunction(Protocol):
 
 
 def combine_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics from the shares of the parts: sums, or extremes for names ending in _max or _min."""
+    """Combine shares of metrics: sums, or extremes for names ending in _max or _min."""
     total: dict[str, float] = {}
     join: dict[str, Callable[[float, float], float]] = {}
     for share in shares:
         for name, value in share.items():
             if name in total:
                 total[name] = join[name](total[name], value)
-            else:  # looked at once: the driver comes by here for every metric of every microbatch
+            else:  # the name is parsed once: the driver does this for every metric of every microbatch
                 total[name] = value
                 join[name] = max if name.endswith("_max") else min if name.endswith("_min") else add
     return total
@@ -125,8 +135,8 @@ def is_extreme(name: str) -> bool:
 
 
 MAX_LOG_RATIO = 40.0
-"""Where log ratios of probabilities are cut off: e^40 = 2e17 and its square are float32 numbers. Such a ratio is a
-defect, or of a response so long that its weight means nothing; infinite, it would turn an advantage of 0 into NaN."""
+"""Limit of log ratios of probabilities: e^40 = 2e17 and its square are float32 numbers. A larger ratio is a defect, or
+belongs to a response so long that its weight is meaningless; infinite, it would turn an advantage of 0 into NaN."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -140,11 +150,8 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values inside a mask and 0 outside it, whatever stands there, infinities and NaN included.
-
-    Values [...] of any shape and dtype; mask [...], bool, in the shape of the values.
-    """
-    # A product with the mask would keep NaN, and its gradient too; where() cuts both.
+    """Values [...], any dtype, inside a mask and 0 outside, where they may be infinite or NaN."""
+    # A product with the mask would keep NaN, in the value and in the gradient; where() removes both.
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -154,29 +161,18 @@ def token_mean(values: Tensor, mask: Tensor, counts: GlobalCounts) -> Tensor:
 
 
 def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over each response's tokens in the mask, at every token of the response, without gradient.
-
-    Args:
-        values: [sequences, length], or flat [tokens], float32.
-        mask: bool, in the shape of the values: tokens in the loss.
-        segments: the sequences of a flat microbatch; None: the rows are the sequences.
-    """
+    """Sum over each response's tokens in the mask, at every token of the response, without gradient."""
     kept = (values * mask).detach()
     return kept.sum(dim=1, keepdim=True).expand_as(values) if segments is None else segments.totals(kept)
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over a token and those of its response after it, as far as they are in the mask, without gradient.
-
-    Args:
-        values: [sequences, length], or flat [tokens], float32.
-        mask: bool, in the shape of the values: tokens in the loss.
-        segments: the sequences of a flat microbatch, one after the other; None: the rows are the sequences.
+    """Sum over a token and the later tokens of its response in the mask, without gradient.
 
     Raises:
-        ValueError: ranks share the sequences, and each has only some of a response's tokens.
+        ValueError: with context parallelism, where a rank holds only some of a response's tokens.
     """
-    kept = (values * mask).detach().double()  # sums over a whole microbatch are subtracted from one another
+    kept = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
     onwards = kept.flip(-1).cumsum(-1).flip(-1)
     if segments is None:
         return onwards.to(values.dtype)
@@ -188,23 +184,12 @@ def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Te
 
 
 def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Mean over each response's tokens in the mask, at every token of the response, without gradient.
-
-    Args:
-        values: [sequences, length], or flat [tokens], float32.
-        mask: bool, in the shape of the values: tokens in the loss.
-        segments: the sequences of a flat microbatch; None: the rows are the sequences.
-    """
+    """Mean over each response's tokens in the mask, at every token of the response, without gradient."""
     return response_sum(values, mask, segments) / response_size(mask, segments)
 
 
 def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
-    """Tokens in the loss of each token's response, at least 1; [sequences, 1] for rows and [tokens] for segments.
-
-    Args:
-        mask: [sequences, length], or flat [tokens], bool: tokens in the loss.
-        segments: the sequences of a flat microbatch; None: the rows are the sequences.
-    """
+    """Tokens in the loss of each token's response, at least 1; [sequences, 1] for rows and [tokens] for segments."""
     # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
     return mask.sum(dim=1, keepdim=True).clamp(min=1) if segments is None else segments.size_of_token
 
@@ -218,14 +203,8 @@ def loss_share(
         token_level_loss=false       sum_i (sum_t loss_it / n_i) / N    (GRPO, Shao et al. 2024, eq. 3)
         constant_normalizer_tokens   sum_it loss_it / (M * constant)    (Dr. GRPO, Liu et al. 2025, section 3.2)
 
-    Args:
-        loss: [sequences, length], or flat [tokens], float32, with gradient: loss of each token.
-        mask: bool, in the shape of the loss: tokens in the loss.
-        counts: what losses are divided by, counted over the whole optimizer step.
-        config: which of the three averages.
-        segments: the sequences of a flat microbatch; None: the rows are the sequences.
+    `loss` is each token's, float32, with gradient; n_i is of the whole sequence, also when ranks share it.
     """
-    # Divided by counts of the step, never of the microbatch: shares add up to one loss under any packing and layout.
     if config.constant_normalizer_tokens is not None:
         return (loss * mask).sum() / (counts.all_sequences * config.constant_normalizer_tokens)
     if config.token_level_loss:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClippedPGLossFn:
-    """A `losses.interface.LossFunction`: a policy-gradient surrogate, a KL penalty, an entropy bonus, and imitation.
+    """A `losses.loss.LossFunction`: a policy-gradient surrogate, a KL penalty, an entropy bonus, and imitation.
 
     ::
 
@@ -37,7 +37,7 @@ class ClippedPGLossFn:
       kl_score_function_gradient adds, to the gradient at each token, that of its log-probability times the sum of the
       estimates from there to the end of the response (Tang and Munos 2025, arXiv 2506.09477, section 4): the expected
       gradient is then that of the divergence between whole responses.
-    - average: see `token_means.loss_share`.
+    - average: see `loss.loss_share`.
 
     Entries outside loss_mask may hold anything, infinities and NaN included: they are replaced before any arithmetic.
     """
@@ -51,15 +51,14 @@ class ClippedPGLossFn:
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the policy's loss and metrics; a call of `losses.interface.LossFunction`.
+        """The microbatch's share of the policy's loss and metrics; a call of `losses.loss.LossFunction`.
 
         Args:
-            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: under the policy that is being
-                trained.
-            tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs when
-                there is a KL penalty, entropy (with gradient) when there is an entropy bonus, positive when correct
-                responses are imitated. Each in the shape of curr_logprobs.
-            counts: what losses and metrics are divided by, counted over the whole optimizer step.
+            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: under the trained policy.
+            tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs for a KL
+                penalty, entropy (with gradient) for an entropy bonus, positive for imitation. Each in the shape of
+                curr_logprobs.
+            counts: denominators of the whole optimizer step.
             segments: the sequences of a flat microbatch; None: the rows are the sequences.
 
         Returns:
@@ -105,14 +104,7 @@ class ClippedPGLossFn:
     def _entropy_and_imitation(
         self, curr: Tensor, tokens: TokenFields, mask: Tensor, counts: GlobalCounts
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Entropy bonus and imitation of correct responses: shares of these loss terms and their metrics; 0 when off.
-
-        Args:
-            curr: [sequences, length], float32, with gradient: log-probabilities; 0 outside the mask.
-            tokens: entropy and positive, each [sequences, length], where the configuration asks for them.
-            mask: [sequences, length], bool: tokens in the loss.
-            counts: what losses and metrics are divided by, counted over the whole optimizer step.
-        """
+        """Entropy bonus and imitation of correct responses: the share of both loss terms (0 when off), and metrics."""
         config, total, metrics = self.config, curr.new_zeros(()), {}
         if config.entropy_coef:
             metrics["entropy"] = token_mean(masked(given(tokens.entropy), mask), mask, counts)
@@ -174,7 +166,7 @@ def _consistency_metrics(
 
 
 def add_derived_metrics(metrics: dict[str, float]) -> None:
-    """Replace means that only serve for it by what follows from them, once they are those of the whole step.
+    """Replace auxiliary means of the whole step by the metrics that follow from them.
 
     effective_sample_size from the mean squared weight; positive_nll, the mean of -log-probability over the tokens of
     correct responses, from its sum over them (left out when no response is correct).

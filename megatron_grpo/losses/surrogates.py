@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and what is reported of it."""
+    """The objective of each token and its statistics."""
 
     objective: Tensor
     """[sequences, length], float32, with gradient: what is maximised."""
@@ -62,8 +62,7 @@ def surrogate(
     Args:
         curr: [sequences, length], float32, with gradient: log-probabilities under the current policy; 0 outside the
             mask.
-        prev: [sequences, length], float32, without gradient: log-probabilities under the policy at the start of the
-            step; 0 outside the mask.
+        prev: [sequences, length], float32, without gradient: those under the policy at the start of the step.
         advantages: [sequences, length], float32: advantage of each token.
         mask: [sequences, length], bool: tokens in the loss.
         config: which objective, and the bounds of the ratio.
@@ -71,7 +70,7 @@ def surrogate(
     """
     log_ratio = curr - prev
     if config.sequence_level_importance_ratios:
-        # The value is the response's, the gradient the token's own: what is added last is 0.
+        # The value is the response's, the gradient the token's own: the last term has value 0.
         log_ratio = response_mean(log_ratio, mask, segments) + (curr - curr.detach())
     ratio = bounded_exp(log_ratio)
     if config.use_cispo:
@@ -136,6 +135,6 @@ def _sapo(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
 
 
 def _unclipped(objective: Tensor, ratio: Tensor) -> Surrogate:
-    """An objective that clips nothing, with what is reported of it; both tensors [sequences, length], float32."""
+    """An objective without clipping; both tensors [sequences, length], float32."""
     nowhere = torch.zeros_like(ratio, dtype=torch.bool)
     return Surrogate(objective=objective, ratio=ratio, clamped=ratio, low=nowhere, high=nowhere, dual=nowhere)

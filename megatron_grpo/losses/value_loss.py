@@ -1,4 +1,4 @@
-"""The value model's loss: squared distance to the returns, clipped around what it said before the step."""
+"""The value model's loss: squared error to the returns, clipped around the values before the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RELATIVE_VARIANCE = 1e-6
 
 
 class MseValueLossFn:
-    """A loss over values (a `losses.interface.LossFunction` whose first argument is values)::
+    """A loss over values (a `losses.loss.LossFunction` whose first argument is values)::
 
         loss = scale * token mean of 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -31,7 +31,7 @@ class MseValueLossFn:
     """
 
     reads = ("sampled", "values", "returns")
-    """Stored entries that the loss is computed from."""
+    """Stored fields that the loss reads."""
 
     def __init__(self, config: MseValueLossConfig) -> None:
         self.config = config
@@ -39,14 +39,14 @@ class MseValueLossFn:
     def __call__(
         self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the value model's loss and metrics; a call of `losses.interface.LossFunction`.
+        """The microbatch's share of the value model's loss and metrics; a call of `losses.loss.LossFunction`.
 
         Args:
             curr_values: [sequences, length], or flat [tokens], float32, with gradient: the value before each token.
-            tokens: loss_mask, values (before the step) and returns, each in the shape of curr_values. What stands
-                outside the mask takes no part.
-            counts: what losses and metrics are divided by, counted over the whole optimizer step.
-            segments: the sequences of a flat microbatch, which a mean over tokens does not ask for.
+            tokens: loss_mask, values (before the step) and returns, each in the shape of curr_values; ignored outside
+                the mask.
+            counts: denominators of the whole optimizer step.
+            segments: unused by a mean over tokens.
 
         Returns:
             The microbatch's share of the loss, shape [], and shares of means over the step's tokens: `loss`,

@@ -232,7 +232,7 @@ def _packages(config: Config) -> Iterator[Problem]:
 
 
 _LIBRARIES = {
-    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_fields"),
+    "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
     "generation.": ("vLLM", "vllm", "megatron_grpo.sampler.arguments"),
 }
 """By beginning of the section's key: the library that fields are passed on to, its package, and our module that checks

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(ABC):
-    """What every rank of a model is built from."""
+    """Everything that a rank of a model is built from."""
 
     config: PolicyConfig
     shape: ModelShape
@@ -43,18 +43,18 @@ class RankSettings(ABC):
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands in the layout."""
+    """What a rank reports when it has started."""
 
     data: int
     device_name: str
     """Name that the vendor gives the rank's GPU; "cpu" without one."""
     startup_s: dict[str, float]
-    """Seconds of the rank's start by part: "imports" of packages; "model": the group, the model and its weights."""
+    """Seconds of the rank's start by part: "imports"; "model" (process groups, the model and its weights)."""
 
 
 @dataclass(frozen=True)
 class ForwardShare:
-    """What one replica computed for every token of its shards."""
+    """One replica's outputs at every token of its shards."""
 
     shards: list[Any]
     """For each shard, Ray's reference to [tokens of the shard], float32."""
@@ -83,7 +83,7 @@ class RankActor:
         self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open the store in which all ranks meet, in this process; its address."""
+        """Open the ranks' rendezvous store in this process; returns its address."""
         from megatron_grpo.cluster.addresses import node_address
         from megatron_grpo.platform.device import open_store
 
@@ -91,7 +91,7 @@ class RankActor:
         return self.store.host, self.store.port
 
     def gpus(self) -> list[str]:
-        """What Ray calls the GPUs that this process has: one, or none on a CPU."""
+        """Ray's ids of this process's GPUs: one, or none on a CPU."""
         import ray
 
         return [str(gpu) for gpu in ray.get_gpu_ids()]
@@ -131,7 +131,7 @@ class RankActor:
         self.model = settings.build_rank()
         if current_platform().name == "cpu":
             keep_freed_memory()  # every microbatch takes and frees tensors of the same sizes
-        gc.freeze()  # nothing made so far is garbage; looking through all of it takes a third of a second each time
+        gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),
             device_name=torch.cuda.get_device_name() if current_platform().name == "cuda" else "cpu",
@@ -157,7 +157,7 @@ class RankActor:
             work: whole shards, their sequences in order.
 
         Returns:
-            References to the numbers, on the reporter; None elsewhere.
+            References to the numbers, on the output rank; None elsewhere.
         """
         import numpy as np
         import ray
@@ -175,30 +175,30 @@ class RankActor:
         )
 
     def _fetch(self, work: ReplicaWork, loss_fn: Any) -> Any:
-        """The entries that this rank's stage uses, out of the object store: nothing else is moved to its node."""
+        """Get the fields that this rank's stage reads from the object store; no others are moved to its node."""
         import ray
 
         wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
-        with phase("fetch tokens"):  # they may still be on their way
+        with phase("fetch tokens"):  # waits for shards that are still in transfer
             arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
         return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
 
 
 def give_up_memory(rank: Any, weights: bool) -> None:
-    """Let others have this rank's memory on the device (`DeviceMemory.give_up`); runs on every rank."""
+    """Release this rank's memory on the device (`DeviceMemory.give_up`); runs on every rank."""
     rank.memory.give_up(weights=weights)
 
 
 def take_back_memory(rank: Any) -> None:
-    """Have this rank's memory on the device again; runs on every rank."""
+    """Restore this rank's memory on the device; runs on every rank."""
     rank.memory.take_back()
 
 
 def save_checkpoint(rank: Any, folder: str, background: bool) -> None:
     """Write this rank's part of a checkpoint, or begin to in the background; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_told, save_rank
+    from megatron_grpo.trainer.checkpoint import errors_in_one_line, save_rank
 
-    with errors_told(f"{folder} cannot be written"):
+    with errors_in_one_line(f"{folder} cannot be written"):
         save_rank(rank, folder, background=background)
 
 
@@ -209,18 +209,18 @@ def checkpoint_is_written(rank: Any) -> bool:
 
 def finish_checkpoint(rank: Any) -> None:
     """Complete a checkpoint that was begun in the background; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_told
+    from megatron_grpo.trainer.checkpoint import errors_in_one_line
 
     writing, rank.writing = rank.writing, None
-    with errors_told("a checkpoint cannot be written"):
+    with errors_in_one_line("a checkpoint cannot be written"):
         writing.finish()
 
 
 def load_checkpoint(rank: Any, folder: str) -> None:
     """Load this rank's part of a checkpoint; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_told, load_rank
+    from megatron_grpo.trainer.checkpoint import errors_in_one_line, load_rank
 
-    with errors_told(f"{folder} cannot be loaded"):
+    with errors_in_one_line(f"{folder} cannot be loaded"):
         load_rank(rank, folder)
 
 
@@ -228,37 +228,33 @@ MEMORY_EVENTS = 200_000
 """Allocations that a memory snapshot remembers, the latest ones."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """The profile that this process is recording."""
-
-    profiler: profile | None = None
-
-
-_running = _Running()
+_profiler: profile | None = None
+"""The profile that this process is recording."""
 
 
 def begin_profile(_: Any) -> None:
-    """Record from here on; runs on every rank."""
+    """Start recording; runs on every rank."""
+    global _profiler
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-    _running.profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
-    _running.profiler.start()
+    _profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+    _profiler.start()
 
 
 def end_profile(_: Any, folder: str, name: str) -> None:
     """Stop, and write NAME.json (a trace for chrome://tracing or Perfetto) and on a GPU NAME.memory.pickle.
 
     Args:
-        folder: where; exists.
-        name: of this rank's files.
+        folder: an existing folder.
+        name: name of this rank's files.
     """
-    assert _running.profiler is not None, "a profile ends that did not begin"
-    _running.profiler.stop()
-    _running.profiler.export_chrome_trace(str(Path(folder) / f"{name}.json"))
-    _running.profiler = None
+    global _profiler
+    assert _profiler is not None, "a profile ends that did not begin"
+    _profiler.stop()
+    _profiler.export_chrome_trace(str(Path(folder) / f"{name}.json"))
+    _profiler = None
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(str(Path(folder) / f"{name}.memory.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -53,14 +53,14 @@ _ERRORS = (
 
 
 @contextmanager
-def errors_told(what: str) -> Iterator[None]:
-    """Around reading or writing a distributed checkpoint.
+def errors_in_one_line(what: str) -> Iterator[None]:
+    """Turn errors of reading or writing a distributed checkpoint into one line.
 
     Args:
-        what: begins the line: which folder cannot be loaded, or written.
+        what: beginning of the line: which folder cannot be loaded, or written.
 
     Raises:
-        RunError: the error that was raised, told in one line; the original is the cause.
+        RunError: with the error's first line; the original is its cause.
     """
     try:
         yield
@@ -78,11 +78,11 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWrite:
-    """Writes what the rank held when this was made: forking keeps tensors of the host as they were, and those of a GPU
-    are copied to the host first.
+    """Writes a snapshot of the rank in a forked process, which keeps host tensors as they are at the fork; tensors on a
+    GPU are copied to the host first.
 
     Args:
-        request: what Megatron-Core's asynchronous save has left to do.
+        request: from Megatron-Core's asynchronous save.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
@@ -105,13 +105,13 @@ class BackgroundWrite:
         return self._process is None or not self._process.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and write what makes their files a checkpoint; collective over all ranks.
+        """Wait until all ranks have written, then write the metadata; collective over all ranks of the model.
 
         Raises:
             CheckpointException: a rank could not write its part, or its process was killed.
         """
         if self._process is not None:
-            # The driver's deadline for completing the checkpoint names the ranks whose writers are late.
+            # Without a deadline of its own: the driver has one, and names the ranks that are overdue.
             self._process.join()
             logger.info(
                 "process %d, the checkpoint's writer, ended with code %s", self._process.pid, self._process.exitcode
@@ -158,9 +158,10 @@ def load_rank(rank: ModelRank, folder: str) -> None:
     """
     state = _sharded_state(rank, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(folder)
-    adapters = common.get("lora")  # those of versions before adapters say nothing of them
+    adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
-        raise RunError(f"the checkpoint was written with {_told(adapters)}, and this run has {_told(state['lora'])}")
+        was, now = _adapters_text(adapters), _adapters_text(state["lora"])
+        raise RunError(f"the checkpoint was written with {was}, and this run has {now}")
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
@@ -181,11 +182,11 @@ def load_rank(rank: ModelRank, folder: str) -> None:
 
 
 def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What `state` asks for. Replicas read a part each of what all of them need, and tell each other."""
+    """Load what `state` asks for; of weights, each replica reads a part and sends it to the others."""
     shared = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), _replicas())
     common = {name: state.pop(name) for name in ("model", "reference") if name in state}
     loaded: dict[str, Any] = dist_checkpointing.load(common, folder, shared)
-    # Nobody else needs what a rank asks for of the optimizer.
+    # Optimizer state is different on every replica.
     return loaded | dist_checkpointing.load(state, folder)
 
 
@@ -215,8 +216,8 @@ def _sharded_state(rank: ModelRank, *, is_loading: bool) -> dict[str, Any]:
     }
 
 
-def _told(adapters: dict[str, Any] | None) -> str:
-    """Adapters, as a configuration says them."""
+def _adapters_text(adapters: dict[str, Any] | None) -> str:
+    """Adapters, as the configuration spells them."""
     if adapters is None:
         return "policy.lora.rank=0"
     targets = ",".join(adapters["target_modules"])
@@ -224,14 +225,13 @@ def _told(adapters: dict[str, Any] | None) -> str:
 
 
 def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """What a distributed checkpoint holds of the weights of a rank, by the number of the chunk.
+    """The checkpoint's entries of a rank's weights, by number of the chunk; of a model with adapters only these.
 
-    Names in the checkpoint are those of the whole model, so that another layout can load it. Of a model with adapters
-    it holds these alone.
+    Names in the checkpoint are those of the whole model, so that another layout can load it.
 
     Args:
         chunks: the rank's shard of the model.
-        metadata: the checkpoint's metadata, which Megatron-Core adds its process groups to; None: it has none.
+        metadata: the checkpoint's metadata, to which Megatron-Core adds process groups; None: it has none.
     """
     whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
     if not any(_is_adapters(name) for weights in whole.values() for name in weights):
@@ -243,10 +243,10 @@ def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None)
 
 
 def set_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Put weights in their place that were loaded as `sharded_weights` asks for them."""
+    """Set weights that were loaded as `sharded_weights` lists them."""
     partial = any(_is_adapters(name) for weights in loaded.values() for name in weights)
     for number, chunk in enumerate(chunks):
-        # Beside adapters the model's own weights are missing: they are the base model's.
+        # A checkpoint of adapters lacks the base model's weights.
         missing, unexpected = chunk.load_state_dict(loaded[str(number)], strict=not partial)
         assert not unexpected, f"no parameter is called {unexpected}"
         assert not any(map(_is_adapters, missing)), f"nothing was loaded for {missing}"

@@ -1,4 +1,4 @@
-"""What a rank keeps on its device between steps, given up while others need the device and taken back."""
+"""Moves a rank's weights, gradients and optimizer state off its device while engines use it, and back."""
 
 from __future__ import annotations
 
@@ -18,59 +18,62 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Storages = dict[int, torch.UntypedStorage]
-"""Storages by the address of torch's object, which is theirs as long as they are held."""
-
 
 class DeviceMemory:
     """The memory of a rank's model on its device: the weights, and what only training needs.
 
-    It is given up storage by storage: a storage then has no bytes, and stays what its tensors refer to. So views of
-    Megatron's flat buffers, parameters among them, are right again when the bytes are back, and nobody has to be told.
+    Memory is released storage by storage, by resizing each storage to 0 bytes and later back. The distributed optimizer
+    makes this necessary: Megatron-Core keeps parameters and gradients in flat buffers, of which every parameter and
+    every main_grad, every bucket and every shard of the optimizer is a view. Moving parameters with `.to("cpu")` would
+    give each of them memory of its own and break the views, so that all-gathers would write into buffers that no
+    parameter reads. An emptied storage stays the same object, so when its bytes return all views are valid again, and
+    neither Megatron-Core nor the optimizer notices. Three kinds of memory are told apart by what they cost to restore:
 
-    Args:
-        rank: whose memory it is.
+    - the optimizer's float32 weights and moments are copied to pinned host memory and back;
+    - gradients are forgotten, and come back as zeros;
+    - weights are copied only if asked (`weights=True`), since a refit reads them while engines already run.
+
+    A storage can be of two kinds: without bfloat16 the optimizer's float32 weights are the weights themselves.
     """
 
     def __init__(self, rank: ModelRank) -> None:
         self._rank = rank
         self._emptied: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        """Storages that were given up, with their bytes."""
+        """Storages that are empty now, with the number of bytes they had."""
         self._hosts: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """Host memory of storages, [bytes], uint8; kept while they are on the device, since pinning it takes longer
-        than copying."""
+        """Host copies of storages, [bytes], uint8; kept for the next time, since pinning takes longer than copying."""
         self._without_weights = False
 
     def require_weights(self) -> None:
-        """Stop whoever wants to compute with weights, or read them, when they are not there.
+        """Check that the weights are on the device.
 
         Raises:
-            RuntimeError: they were given up.
+            RuntimeError: they are in host memory.
         """
         if self._without_weights:
             raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
 
     @torch.no_grad()
     def give_up(self, *, weights: bool) -> None:
-        """Move the optimizer's state to host memory and forget gradients; collective over data-parallel ranks.
+        """Move the optimizer's state to host memory and drop gradients; collective over data-parallel ranks.
 
-        What was given up before stays so.
+        Storages that are empty already stay so.
 
         Args:
-            weights: whether to move the weights too, those of a reference policy on the device among them.
+            weights: move the weights too, including those of a reference policy on the device.
         """
         if self._without_weights:
             return
-        self._rank.whole_chunks()  # nobody may still have to fetch updated weights from this rank
+        self._rank.whole_chunks()  # completes all-gathers of updated weights that are still pending
         of_weights = _on_device(_weights(self._rank))
         state, gradients = _on_device(_optimizer_state(self._rank)), _on_device(_gradients(self._rank))
-        # In float32 what the optimizer updates are the weights themselves.
+        # In float32 the weights that the optimizer updates are the model's own.
         moved = {key: one for key, one in state.items() if key not in of_weights} | (of_weights if weights else {})
-        forgotten = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
+        dropped = {key: one for key, one in gradients.items() if key not in state and key not in of_weights}
         for key, storage in moved.items():
             self._host(key, storage).copy_(_bytes(storage), non_blocking=True)
         _finish_copies()
-        for key, storage in (moved | forgotten).items():
+        for key, storage in (moved | dropped).items():
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
         self._without_weights = weights
@@ -80,7 +83,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Have everything as it was, gradients aside, which are zero."""
+        """Restore everything; gradients are zero."""
         for key, (storage, nbytes) in self._emptied.items():
             storage.resize_(nbytes)
             if key in self._hosts:
@@ -92,7 +95,7 @@ class DeviceMemory:
         self._emptied, self._without_weights = {}, False
 
     def _host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        """[bytes of the storage], uint8: where its content goes."""
+        """[bytes of the storage], uint8: host memory for its content."""
         known = self._hosts.get(key)
         if known is None or known[1].numel() != storage.nbytes():
             pinned = current_platform().name == "cuda"
@@ -102,7 +105,7 @@ class DeviceMemory:
 
 
 def _weights(rank: ModelRank) -> Iterator[Tensor]:
-    """Parameters, flat or not, and buffers of what the rank computes with."""
+    """Parameters, buffers and flat parameter buffers of the model and its reference."""
     for chunk in (*rank.chunks, *(rank.reference or ())):
         yield from chunk.parameters()
         yield from chunk.buffers()
@@ -112,9 +115,9 @@ def _weights(rank: ModelRank) -> Iterator[Tensor]:
 
 
 def _optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
-    """Float32 weights, moments and whatever else the optimizers of the chunks keep."""
+    """Float32 weights, moments and other state of the optimizers."""
     for megatron in rank.optimizer.optimizer.chained_optimizers:
-        optimizer = getattr(megatron, "optimizer", None)  # a stage without experts has one without any for them
+        optimizer = getattr(megatron, "optimizer", None)  # stages without experts have an empty expert optimizer
         if optimizer is None:
             continue
         for group in optimizer.param_groups:
@@ -124,7 +127,7 @@ def _optimizer_state(rank: ModelRank) -> Iterator[Tensor]:
 
 
 def _gradients(rank: ModelRank) -> Iterator[Tensor]:
-    """The buffers that gradients are summed in, and what was made of them for the last optimizer step."""
+    """The buffers that gradients are summed in, and the gradients that the optimizer made of them."""
     yield from (buffer.grad_data for buffer in _flat_buffers(rank))
     for parameter in _optimizer_state(rank):
         made = (parameter.grad, getattr(parameter, "decoupled_grad", None))
@@ -137,8 +140,8 @@ def _flat_buffers(rank: ModelRank) -> Iterator[Any]:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
-def _on_device(tensors: Iterable[Tensor]) -> Storages:
-    """The storages of those tensors that are on the platform's device and have bytes, each once."""
+def _on_device(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The non-empty storages of the tensors that are on the platform's device, by the address of torch's object."""
     device = current_platform().device.type
     found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
     return {storage._cdata: storage for storage in found if storage.nbytes() and storage.resizable()}
@@ -150,15 +153,15 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _finish_copies() -> None:
-    """Wait for the device: copies to and from pinned memory are only begun."""
+    """Wait for the device, because copies to and from pinned memory are asynchronous."""
     if current_platform().name == "cuda":
         torch.cuda.synchronize()
 
 
 class OffloadedWeights:
-    """The frozen weights of a model, in host memory; pinned where there is a GPU, which copies from there directly.
+    """The frozen weights of a model in host memory, pinned if there is a GPU.
 
-    They are never copied back: whoever changes them does so in host memory, where they are outside of `on_device`.
+    Outside of `on_device` the parameters are the host copies, and are changed there; nothing is copied back.
 
     Args:
         chunks: the model, whose parameters are moved to host memory.
@@ -172,7 +175,7 @@ class OffloadedWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The weights on the platform's device, within the body."""
+        """Have the weights on the platform's device within the body."""
         device = current_platform().device
         hosted = [parameter.data for parameter in self._parameters]
         try:

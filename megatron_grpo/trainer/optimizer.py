@@ -1,10 +1,10 @@
-"""AdamW over Megatron's gradient buffers, its learning-rate schedule and gradient clipping."""
+"""AdamW over Megatron's gradient buffers: schedule, clipping, and its state in checkpoints of any layout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -24,42 +24,167 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.model.megatron_fields import made
+from megatron_grpo.trainer.model.megatron_config import made
+
+_DECAY_STYLES = {
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "inverse_sqrt": "inverse-square-root",
+}
+"""What Megatron-Core calls the schedules that have another name in transformers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What data-parallel ranks tell each other while they compute."""
+class ModelOptimizer:
+    """Wraps the chunks of a model for data-parallel training and steps them.
 
-    grad_reduce: bool
-    param_gather: bool
+    Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
+    step does not depend on how it was split.
+    """
 
-    @classmethod
-    def of(cls, config: PolicyConfig) -> Overlap:
-        """As the configuration says it, or where it leaves that open, on GPUs; never where there is nobody to tell."""
-        if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
-            return cls(grad_reduce=False, param_gather=False)
-        on_gpu = current_platform().name == "cuda"
-        reduce = on_gpu if config.overlap_grad_reduce is None else config.overlap_grad_reduce
-        possible = reduce and config.optimizer.distributed
-        gather = possible if config.overlap_param_gather is None else config.overlap_param_gather
-        return cls(grad_reduce=reduce, param_gather=gather)
+    def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
+        settings = config.optimizer
+        overlap_grad_reduce, self._gathers_late = _overlaps(config)
+        ours = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": settings.distributed,
+            "fp8_param_gather": config.fp8.parameters and config.fp8.on_device,
+            "overlap_grad_reduce": overlap_grad_reduce,
+            "overlap_param_gather": self._gathers_late,
+        }
+        buffers = made(DistributedDataParallelConfig, ours, config.ddp)
+        self.chunks = [
+            DistributedDataParallel(
+                config=chunk.config,
+                ddp_config=replace(buffers),
+                module=chunk,
+                # The backward pass of the first chunk comes last, and hides the communication of the others whole.
+                disable_bucketing=number > 0,
+            )
+            for number, chunk in enumerate(chunks)
+        ]
+        shared = chunks[0].config  # all chunks have one configuration
+        shared.finalize_model_grads_func = _sum_model_grads
+        if overlap_grad_reduce:  # only the last microbatch's backward pass completes a gradient
+            without = [chunk.no_sync for chunk in self.chunks]
+            shared.no_sync_func = without if len(without) > 1 else without[0]
+        optimizer_config = _adam_config(config, gathers_late=self._gathers_late)
+        self._decoupled = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config,
+            self.chunks,
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+        )
+        shard_by_boxes(self.optimizer)
+        self.settings = settings
+        self.max_grad_norm = config.max_grad_norm
+        warmup = settings.warmup(decay_steps)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(decay_steps, warmup + 1),
+            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def zero_grad(self) -> None:
+        """Zero the gradients of the previous step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def finish_gathering(self) -> None:
+        """Complete the all-gathers of weights that the last step left to the next forward pass; collective over
+        data-parallel ranks, idempotent."""
+        if not self._gathers_late:
+            return
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Global L2 norm of the gradient over all ranks; call once, after backward and before `step`."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, grad_norm: float) -> float:
+        """Clip to the configured norm and update the weights.
+
+        Returns:
+            The learning rate that was used. The schedule counts this step first, so warm-up does not start at zero.
+        """
+        # With the norm over all ranks and chained optimizers, so that all gradients are scaled by one factor.
+        if self.max_grad_norm > 0:
+            for optimizer in self.optimizer.chained_optimizers:
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self.max_grad_norm,
+                        total_norm=grad_norm,
+                        use_decoupled_grad=self._decoupled,
+                    )
+        self.scheduler.step(1)
+        self.optimizer.step_with_ready_grads()
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
+        """Load a checkpoint's moments and position in the schedule; the settings stay those of this run.
+
+        Loading would otherwise restore the settings of the run that saved, which parameter groups contain.
+        """
+        # Empty expert optimizers save step 0; restore the real step.
+        for group in _parameter_groups(state):
+            if "step" in group:
+                group["step"] = schedule_steps
+        self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group.update(
+                max_lr=self.settings.lr,
+                min_lr=self.settings.min_lr,
+                betas=(self.settings.adam_beta1, self.settings.adam_beta2),
+                eps=self.settings.adam_eps,
+            )
+        self.scheduler.num_steps = schedule_steps
+        self.scheduler.step(0)
 
 
-def ddp_config(config: PolicyConfig, overlap: Overlap) -> DistributedDataParallelConfig:
-    """Settings of the gradient buffers, in which gradients are summed in float32 unless policy.ddp says otherwise."""
-    ours = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.optimizer.distributed,
-        "fp8_param_gather": config.fp8.parameters and config.fp8.on_device,
-        "overlap_grad_reduce": overlap.grad_reduce,
-        "overlap_param_gather": overlap.param_gather,
-    }
-    return made(DistributedDataParallelConfig, ours, config.ddp)
+def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups in the state of one optimizer or of several chained ones."""
+    yield from state.get("param_groups", ())
+    for part in state.values():
+        if isinstance(part, dict) and "param_groups" not in state:
+            yield from _parameter_groups(part)
 
 
-def adam_config(config: PolicyConfig, overlap: Overlap) -> OptimizerConfig:
-    """Settings of AdamW."""
+def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
+    """Megatron's gradient reduction without its division by the number of tokens."""
+    finalize_model_grads(list(model), None, **keywords)
+
+
+def _overlaps(config: PolicyConfig) -> tuple[bool, bool]:
+    """Whether gradients are reduced during the backward pass, and whether weights are gathered during the next forward.
+
+    By default on GPUs only, and never without data-parallel neighbours.
+    """
+    if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
+        return False, False
+    on_gpu = current_platform().name == "cuda"
+    reduce = on_gpu if config.overlap_grad_reduce is None else config.overlap_grad_reduce
+    possible = reduce and config.optimizer.distributed
+    return reduce, possible if config.overlap_param_gather is None else config.overlap_param_gather
+
+
+def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig:
+    """Megatron-Core's settings of AdamW."""
     settings = config.optimizer
     half = config.precision == "bfloat16"
     ours = {
@@ -73,8 +198,8 @@ def adam_config(config: PolicyConfig, overlap: Overlap) -> OptimizerConfig:
         "bf16": half,
         "params_dtype": torch.bfloat16 if half else torch.float32,
         "use_distributed_optimizer": settings.distributed,
-        "overlap_param_gather": overlap.param_gather,
-        # Offloading goes through the code of the precision-aware optimizer.
+        "overlap_param_gather": gathers_late,
+        # Megatron-Core offloads with its precision-aware optimizer only.
         "use_precision_aware_optimizer": settings.precision_aware or settings.cpu_offload > 0,
         "optimizer_cpu_offload": settings.cpu_offload > 0,
         "optimizer_offload_fraction": settings.cpu_offload,
@@ -85,11 +210,19 @@ def adam_config(config: PolicyConfig, overlap: Overlap) -> OptimizerConfig:
 
 
 def shard_by_boxes(optimizer: Any) -> None:
-    """Have an optimizer of Megatron-Core write and load "fully_reshardable" checkpoints box by box.
+    """Have Megatron-Core's distributed optimizers save and load "fully_reshardable" checkpoints box by box.
+
+    A distributed optimizer cuts the flat buffer of all parameters into equal ranges, one per data-parallel rank, so a
+    rank owns the main weights and moments of a range of elements that begins and ends anywhere within a parameter. A
+    checkpoint that any layout can load must name elements by parameter and coordinate. Megatron-Core's own way gathers
+    each parameter's whole state on data-parallel rank 0, which writes all of it: the memory and time of one rank grow
+    with the model. Here every rank writes its own range. A range of a tensor's elements in memory order is not one box
+    of the tensor, but a few: the end of its first row, the whole rows between, the beginning of its last row, and so on
+    within a row (`boxes`). Boxes become sharded tensors under the parameter's name, which loading reads and
+    concatenates in the same order in whatever layout it runs.
 
     Args:
-        optimizer: what get_megatron_optimizer gave; optimizers that are not distributed hold whole parameters, and stay
-            as they are.
+        optimizer: from get_megatron_optimizer; optimizers that are not distributed are left as they are.
     """
     for one in optimizer.chained_optimizers:
         if isinstance(one, DistributedOptimizer):
@@ -125,7 +258,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
 def _in_row(
     shape: Sequence[int], number: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of a range that lies within a row; none if it is empty."""
+    """Boxes of a range that lies within row `number`; none if it is empty."""
     before = number * math.prod(shape[1:])
     for offset, size in boxes(shape[1:], start - before, stop - before):
         yield (number, *offset), (1, *size)
@@ -134,14 +267,14 @@ def _in_row(
 def _own_state(
     self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Boxes of this rank's main weights and moments, by number of the parameter and name of the state."""
+    """The boxes of this rank's main weights and moments, by number of the parameter and name of the state."""
     found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     of_parameter = {one.data: one for one in nested_values(found)}
     return {
         number: {
             name: list(_boxes_of(of_parameter[parameter], f"optimizer.state.{name}", state, start, stop))
             for name, state in self._get_main_param_and_optimizer_states(parameter).items()
-            if name != "step"  # the same for all; it comes with the parameter groups
+            if name != "step"  # stored once, with the parameter groups
         }
         for number, (parameter, start, stop) in enumerate(_own_ranges(self))
     }
@@ -149,7 +282,7 @@ def _own_state(
 
 @torch.no_grad()
 def _set_own_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Put main weights and moments in their place that were loaded as `_own_state` asks for them."""
+    """Set main weights and moments from boxes that were loaded as `_own_state` lists them."""
     for number, (parameter, _, _) in enumerate(_own_ranges(self)):
         state = {name: torch.cat([box.reshape(-1) for box in found]) for name, found in loaded[number].items()}
         self._set_main_param_and_optimizer_states(parameter, state)
@@ -158,7 +291,7 @@ def _set_own_state(self: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> Non
 
 
 def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """The parameters that this rank updates a part of, [...] each, with the range of their elements that it does."""
+    """The parameters that this rank updates, each with the range of its elements that are this rank's."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -169,17 +302,17 @@ def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _boxes_of(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """What a checkpoint holds of one kind of state of a range of a parameter.
+    """The checkpoint's entries of one kind of state of a range of a parameter.
 
     Args:
-        weight: what it holds of the parameter; a factory where that is several tensors (gate and up projections).
-        prefix: what the state's name in the checkpoint begins with.
-        state: [stop - start]: the state, which the boxes share memory with.
+        weight: the parameter's entry; a factory if it is stored as several tensors (gate and up projections).
+        prefix: prefix of the state's name in the checkpoint.
+        state: [stop - start]: the state; the boxes share its memory.
         start, stop: the range of the parameter's elements.
     """
     parts: list[tuple[int, ShardedTensor]]
     if isinstance(weight, ShardedTensorFactory):
-        # Of a tensor without memory, whose views say where in it they lie.
+        # Built from a tensor without memory: the storage offsets of the views say which elements they hold.
         place = torch.empty(weight.data.shape, dtype=state.dtype, device="meta")
         built = list(nested_values({"": weight.build_fn(weight.key, place, weight.replica_id, None)}))
         assert all(part.data.is_contiguous() for part in built), f"{weight.key} is cut otherwise than along its rows"
@@ -194,7 +327,7 @@ def _boxes_of(
 
 
 def _boxes_of_part(part: ShardedTensor, key: str, state: Tensor, start: int, stop: int) -> Iterator[ShardedTensor]:
-    """Boxes of the range [start, stop) of what a rank holds of one tensor of the checkpoint."""
+    """Boxes of the range [start, stop) of a rank's shard of one stored tensor."""
     shape = (*(1,) * part.prepend_axis_num, *part.local_shape)
     taken = 0
     for offset, size in boxes(shape, start, stop):
@@ -208,144 +341,7 @@ def _boxes_of_part(part: ShardedTensor, key: str, state: Tensor, start: int, sto
             global_offset=tuple(base + within for base, within in zip(part.global_offset, offset, strict=True)),
             axis_fragmentations=None,
             allow_shape_mismatch=part.allow_shape_mismatch,  # the padding of the vocabulary depends on the layout
-            # Data-parallel ranks hold different boxes; equal ones are those of the ranks that hold equal weights.
+            # Data-parallel ranks hold different boxes, so only replicas of the weights count as replicas here.
             replica_id=(*part.replica_id[:2], 0),
         )
         taken += numel
-
-
-_DECAY_STYLES = {
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "inverse_sqrt": "inverse-square-root",
-}
-"""What Megatron-Core calls the schedules that have another name in transformers."""
-
-
-class ModelOptimizer:
-    """Wraps the chunks of a model for data-parallel training and steps them.
-
-    Gradients are summed over microbatches and ranks, never averaged: losses come normalised by global counts, so that a
-    step does not depend on how it was split.
-    """
-
-    def __init__(self, chunks: Sequence[GPTModel], config: PolicyConfig, decay_steps: int) -> None:
-        settings, overlap = config.optimizer, Overlap.of(config)
-        buffers = ddp_config(config, overlap)
-        self.chunks = [
-            DistributedDataParallel(
-                config=chunk.config,
-                ddp_config=replace(buffers),
-                module=chunk,
-                # The gradients of the first chunk are the last to come: there is nothing to overlap with them.
-                disable_bucketing=number > 0,
-            )
-            for number, chunk in enumerate(chunks)
-        ]
-        self._gathers_late = overlap.param_gather
-        shared = chunks[0].config  # all chunks have one configuration
-        shared.finalize_model_grads_func = _sum_model_grads
-        if overlap.grad_reduce:  # only the last microbatch's backward pass completes a gradient
-            without = [chunk.no_sync for chunk in self.chunks]
-            shared.no_sync_func = without if len(without) > 1 else without[0]
-        optimizer_config = adam_config(config, overlap)
-        self._decoupled = optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config,
-            self.chunks,
-            config_overrides=get_standard_config_overrides(optimizer_config),
-            use_gloo_process_groups=False,
-        )
-        shard_by_boxes(self.optimizer)
-        self.settings = settings
-        self.max_grad_norm = config.max_grad_norm
-        warmup = settings.warmup(decay_steps)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(decay_steps, warmup + 1),
-            lr_decay_style=_DECAY_STYLES.get(settings.decay_style, settings.decay_style),
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
-    def zero_grad(self) -> None:
-        """Forget the gradients of the previous step."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def finish_gathering(self) -> None:
-        """Have all weights as the last step made them, of which ranks may still gather some; collective over
-        data-parallel ranks, and nothing to do when it was done since that step."""
-        if not self._gathers_late:
-            return
-        for chunk in self.chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-    @torch.no_grad()
-    def grad_norm(self) -> float:
-        """Global L2 norm of the gradient over all ranks; call once, after backward and before `step`."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
-
-    @torch.no_grad()
-    def step(self, grad_norm: float) -> float:
-        """Clip to the configured norm and update the weights.
-
-        Returns:
-            The learning rate that was used. The schedule counts this step first, so warm-up does not start at zero.
-        """
-        # By the norm over all ranks and chained optimizers, so that every weight is scaled by one factor.
-        if self.max_grad_norm > 0:
-            for optimizer in self.optimizer.chained_optimizers:
-                parameters = optimizer.get_parameters()
-                if parameters:
-                    clip_grad_by_total_norm_fp32(
-                        parameters,
-                        max_norm=self.max_grad_norm,
-                        total_norm=grad_norm,
-                        use_decoupled_grad=self._decoupled,
-                    )
-        self.scheduler.step(1)
-        self.optimizer.step_with_ready_grads()
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def load_state_dict(self, state: dict[str, Any], schedule_steps: int) -> None:
-        """Continue from a checkpoint's moments and place in the schedule, with the settings of this run.
-
-        Megatron's parameter groups carry their settings, and loading brings back those of the run that saved.
-        """
-        # A stage without experts has an optimizer for them that never made a step, and may be the one that wrote this.
-        for group in _parameter_groups(state):
-            if "step" in group:
-                group["step"] = schedule_steps
-        self.optimizer.load_state_dict(state)
-        for group in self.optimizer.param_groups:
-            group.update(
-                max_lr=self.settings.lr,
-                min_lr=self.settings.min_lr,
-                betas=(self.settings.adam_beta1, self.settings.adam_beta2),
-                eps=self.settings.adam_eps,
-            )
-        self.scheduler.num_steps = schedule_steps
-        self.scheduler.step(0)
-
-
-def _parameter_groups(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups in the state of an optimizer, or of several that are chained."""
-    yield from state.get("param_groups", ())
-    for part in state.values():
-        if isinstance(part, dict) and "param_groups" not in state:
-            yield from _parameter_groups(part)
-
-
-def _sum_model_grads(model: Sequence[torch.nn.Module], _num_tokens: Any = None, **keywords: Any) -> None:
-    """Megatron's gradient reduction without its division by the number of tokens."""
-    finalize_model_grads(list(model), None, **keywords)

@@ -1,4 +1,4 @@
-"""Process groups of one policy rank: torch.distributed and Megatron-Core's parallel state."""
+"""Process groups of a rank (torch.distributed, Megatron-Core's parallel state) and the shapes that stages exchange."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from megatron_grpo.cpu.megatron import apply_patches
 from megatron_grpo.platform.device import current_platform
 
 _KEPT = 16
-"""Messages that may be on their way: their memory must live until they have arrived."""
+"""Sends that may still be in flight, whose tensors must stay alive."""
 
-_told = False
-"""Whether this process has the repair."""
+_patched = False
 
 
-def let_stages_tell_shapes() -> None:
-    """Have interleaved stages tell each other shapes in the way and order of the tensors that follow; idempotent.
+def exchange_shapes_in_order() -> None:
+    """Have interleaved pipeline stages exchange shapes in the order of the tensors that follow; idempotent.
 
-    Megatron-Core sends both shapes of a step in one batch and waits for all of it. Two stages have one peer in both
-    directions, so that the shapes of the forward and of the backward pass change places; and where a stage only
-    receives later what another is sending now, both wait for ever.
+    Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
+    receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,
+    then a wait for all of it. Interleaved, it breaks twice. A step sends an activation to the next stage and a gradient
+    to the previous one, and with two stages these are the same peer: a batch matches messages by their order on that
+    connection, so the shape of the activation arrives as that of the gradient. And a stage of the interleaved schedule
+    may send now what its peer receives only in its next step; when each waits for its sends, both wait for ever. Here
+    shapes go through the same function as the tensors, `_p2p_ops`, which orders sends and receives by even and odd
+    ranks, and only receives are waited for. Sent tensors are kept alive until _KEPT later exchanges.
     """
-    global _told
-    if _told:
+    global _patched
+    if _patched:
         return
-    _told = True
+    _patched = True
     original = p2p.P2PCommunicator._communicate_shapes
-    on_their_way: deque[Any] = deque(maxlen=_KEPT)
+    in_flight: deque[Any] = deque(maxlen=_KEPT)
 
     def communicate_shapes(
         self: Any, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -64,10 +68,10 @@ def let_stages_tell_shapes() -> None:
             prev_pipeline_rank=self.prev_rank,
             next_pipeline_rank=self.next_rank,
         )
-        for kind in ("recv_prev", "recv_next"):  # never for what is sent: the other may first send itself
+        for kind in ("recv_prev", "recv_next"):  # never for sends: the peer may have to send first
             if kind in requests:
                 requests.pop(kind).wait()
-        on_their_way.append((requests, to_previous, to_next))
+        in_flight.append((requests, to_previous, to_next))
         return (
             [0, 0, 0] if previous is None else previous.tolist(),
             [0, 0, 0] if following is None else following.tolist(),
@@ -89,16 +93,16 @@ def initialize_parallel(
 
     Args:
         parallel: their sizes multiply to world_size.
-        rank: number of the calling process; consecutive ranks are first of all tensor-parallel neighbours.
-        store: store in which the ranks meet.
-        timeout_s: after which starting up, or any later collective, fails.
+        rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
+        store: rendezvous of the ranks.
+        timeout_s: deadline of the start-up and of every later collective.
     """
     assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
     apply_patches()
-    let_stages_tell_shapes()
+    exchange_shapes_in_order()
     platform = current_platform()
-    # Megatron-Core counts on one hardware queue to order a layer's communication before its computation; it complains
-    # about anything else even without a GPU.
+    # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the
+    # variable even without a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if platform.name == "cuda":
         torch.cuda.set_device(platform.device)

@@ -1,4 +1,4 @@
-"""One rank of a model in training: its shard, a number for each token, optimizer steps. Knows nothing of Ray."""
+"""One rank of a model in training: its shard, forward passes, optimizer steps, the reference policy. Without Ray."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.actor import StepShare
 from megatron_grpo.trainer.checkpoint import BackgroundWrite
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
-from megatron_grpo.trainer.model.build import build_model, build_value_model
+from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
-from megatron_grpo.trainer.model.megatron_fields import transformer_fields
+from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
@@ -40,25 +40,25 @@ Microbatches = list[list[int]]
 
 
 class ModelRank(ABC):
-    """A rank's share of a model with one number per token as its output, and of the model's optimizer.
+    """A rank's shard of a model that outputs one number per token, and of the model's optimizer.
 
     Args:
         chunks: the rank's shard of the model, its weights loaded; more than one with a virtual pipeline.
         shape: sizes of the model.
-        config: how the model is trained; torch.distributed and Megatron's groups are set up for config.parallel.
+        config: the model's configuration; process groups are already set up for config.parallel.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
     routing_name: ClassVar[str] = "moe"
-    """What the names of metrics about experts begin with."""
+    """Prefix of the names of expert metrics."""
     reference: list[DecoderModel] | None = None
-    """The frozen reference policy, which a checkpoint holds too once it has moved; only a policy has one."""
+    """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
     reference_moved = False
-    """Whether the reference policy is no longer the model that the run started from."""
+    """Whether the reference policy differs from the model that the run started from."""
     writing: BackgroundWrite | None = None
-    """What is being written of a checkpoint in the background."""
+    """The checkpoint that is being written in the background."""
     replays_routing = False
-    """Whether tokens go through the experts that the engine chose; only a policy's may."""
+    """Whether tokens are routed to the experts that the engine recorded (a policy only)."""
 
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
@@ -70,43 +70,43 @@ class ModelRank(ABC):
         self.memory = DeviceMemory(self)
 
     def whole_chunks(self) -> list[DecoderModel]:
-        """The chunks with all weights as the last optimizer step made them; collective over data-parallel ranks.
+        """The chunks with up-to-date weights; collective over data-parallel ranks.
 
-        Whatever reads weights outside of training goes through here: after a step, ranks may still lack those that
-        others have updated (policy.overlap_param_gather).
+        All code that reads weights outside of training calls this: after a step, parameters that other ranks have
+        updated may not have been gathered yet (policy.overlap_param_gather).
 
         Raises:
-            RuntimeError: engines have the device, and the weights are in host memory.
+            RuntimeError: the weights are in host memory because engines use the device.
         """
         self.memory.require_weights()
         self.optimizer.finish_gathering()
         return self.chunks
 
     def parameters(self) -> list[Any]:
-        """The parameters, [...] each, of all chunks of this rank's shard; those in training have a `main_grad`.
-        Collective as `whole_chunks` is."""
+        """All parameters of `whole_chunks`, which is collective; trained ones have a `main_grad`."""
         return [parameter for chunk in self.whole_chunks() for parameter in chunk.parameters()]
 
     @property
-    def is_reporter(self) -> bool:
-        """Whether this rank speaks for its data-parallel replica: last pipeline stage, tensor and context rank 0."""
+    def is_output_rank(self) -> bool:
+        """Whether this rank returns its replica's outputs: last pipeline stage, tensor and context rank 0."""
         return self._has_loss and parallel_state.get_context_parallel_rank() == 0
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's share of the loss counts: its replica's loss is that of all such ranks together."""
+        """Whether this rank's share of the loss counts: last pipeline stage, tensor rank 0, every context rank."""
         return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     @abstractmethod
-    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """A number for each of some tokens, [rows], float32; and what is known of the tokens, with what the head adds.
+    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """Apply the head: hidden states before some tokens, [rows, hidden], to numbers [rows], float32.
 
-        Hidden states, [rows, hidden], are those before the tokens, from the model's last stage.
+        Also returns the tokens' fields, which the head may add to (entropy).
         """
 
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
-        """Names of the stored entries that this rank's pipeline stage uses: in the middle of the pipeline none but the
-        recorded experts, when its layers have any to replay.
+        """Names of the batch fields that this rank's pipeline stage reads, so that nothing else travels to it.
+
+        Token ids go to the first and the last stage, recorded experts to every stage with routers.
 
         Args:
             loss_fn: loss function of an optimizer step; None: the pass only computes outputs.
@@ -122,9 +122,9 @@ class ModelRank(ABC):
     def train(
         self, batch: TokenBatch, microbatches: Microbatches, loss_fn: LossFunction, counts: GlobalCounts
     ) -> StepShare:
-        """One optimizer step; `batch` is this replica's share, `counts` are those of all replicas together.
+        """One optimizer step on this replica's `batch`; `counts` are global, over all replicas.
 
-        When the gradient is not finite the weights are left untouched, which the share's grad_norm says.
+        When the gradient is not finite (grad_norm of the result) the weights stay as they are.
         """
         metrics = self.compute_gradients(batch, microbatches, loss_fn, counts)
         grad_norm = self.optimizer.grad_norm()
@@ -133,9 +133,9 @@ class ModelRank(ABC):
         if self.routing is not None and math.isfinite(grad_norm):
             chosen = self.routing.counts()
             self.routing.move_biases(chosen)
-            told = self.routing.metrics(chosen)
-            if shares and self.is_reporter and parallel_state.get_data_parallel_rank() == 0:
-                shares[0] |= told  # once: metrics are added up over microbatches and replicas
+            expert_metrics = self.routing.metrics(chosen)
+            if shares and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
+                shares[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
         return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=shares)
 
     def compute_gradients(
@@ -155,12 +155,12 @@ class ModelRank(ABC):
 
         def loss_of(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """[rows, hidden] of the last stage to loss, token count and metrics, each []."""
-            self.optimizer.finish_gathering()  # the head's weight is read without a call that would
-            values, tokens = self._of_rows(self.chunks[-1], output, microbatch.tokens)
+            self.optimizer.finish_gathering()  # no forward hook gathers the head's weight, which is read directly
+            values, tokens = self._outputs(self.chunks[-1], output, microbatch.tokens)
             loss, metrics = loss_fn(values, tokens, counts, microbatch.segments)
-            # Clones: the schedule divides the loss in place, which a metric of the same storage would follow.
+            # Cloned because the schedule divides the loss in place, and metrics may share its storage.
             metrics = {name: value.detach().clone() for name, value in metrics.items()}
-            # The schedule asks for a token count to average by; `counts` has already done that.
+            # The schedule sums this token count to average by; the loss is already divided by global counts.
             return loss, loss.new_zeros((), dtype=torch.int), metrics
 
         return self._run_schedule(self.optimizer.chunks, batch, microbatches, "loss_mask", loss_of, forward_only=False)
@@ -169,14 +169,14 @@ class ModelRank(ABC):
     def _forward_tokens(
         self, chunks: list[DecoderModel], batch: TokenBatch, microbatches: Microbatches
     ) -> Tensor | None:
-        """The output for the sampled tokens of `batch`, or for all if it does not say which are, and 0 for the others:
-        [sum(lengths)], float32, on the reporter's host; None elsewhere."""
+        """Outputs at the sampled tokens of `batch` (at all tokens without that field), 0 at the others:
+        [sum(lengths)], float32, on the host of the output rank; None elsewhere."""
         for chunk in chunks:
             chunk.eval()
 
         def keep(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, tuple[Tensor, NDArray[np.int64]]]:
-            """[rows, hidden] to a loss and a count of 0, each [], and numbers, [rows], float32, with their places."""
-            values, _ = self._of_rows(chunks[-1], output, microbatch.tokens)
+            """[rows, hidden] to a loss and a count of 0, each [], and numbers, [rows], float32, with their indices."""
+            values, _ = self._outputs(chunks[-1], output, microbatch.tokens)
             return values.new_zeros(()), values.new_zeros((), dtype=torch.int), (values, microbatch.flat)
 
         pieces = self._run_schedule(chunks, batch, microbatches, "sampled", keep, forward_only=True)
@@ -184,11 +184,11 @@ class ModelRank(ABC):
             return None
         found = torch.cat([values for values, _ in pieces])
         places = torch.from_numpy(np.concatenate([flat for _, flat in pieces]))
-        result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes what nobody asks about
+        result = found.new_zeros(sum(batch.lengths) + 1)  # the last entry takes rows that stand for no token (index -1)
         result[places.to(result.device)] = found
-        if self.config.parallel.context > 1:  # each rank has some of the tokens, and 0 for the others
+        if self.config.parallel.context > 1:  # each rank has its tokens, and 0 for the others
             result = joined_over_context(result)
-        return result[:-1].cpu() if self.is_reporter else None
+        return result[:-1].cpu() if self.is_output_rank else None
 
     def _run_schedule(
         self,
@@ -200,37 +200,44 @@ class ModelRank(ABC):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Run Megatron's pipeline schedule; the third value of `finish` per microbatch, on the last stage."""
+        """Run Megatron's pipeline schedule, and return the third value of `finish` per microbatch, on the last stage.
+
+        Stages do not know the length of a microbatch beforehand, because packed microbatches all differ. With
+        variable_seq_lengths each stage first sends the shape of its output, [tokens, 1, hidden], then the tensor;
+        seq_length and micro_batch_size below are ignored. The stages run 1F1B: forward passes fill the pipeline, then
+        each stage alternates one forward with one backward, so at most `pipeline` microbatches of activations live at
+        once. `finish` is called on the last stage only, with the rows of its hidden states.
+        """
         padded = [*microbatches, *[[]] * self._empty_microbatches(len(microbatches))]
 
         def forward_step(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            """The stage's output for the next microbatch, [1, tokens or rows, ...], and what makes a loss of it."""
+            """The stage's output for the next microbatch, [1, tokens or rows, ...], and what finishes it."""
             microbatch = next(data)
             inner = getattr(module, "module", module)
             if inner.post_process:
                 inner.rows = microbatch.rows
-            # Positions are those of the packed sequences, which the rotary embedding looks at.
+            # The rotary embedding takes its positions from the packed sequences.
             output = module(microbatch.token_ids, None, None, packed_seq_params=microbatch.sequences)
             return output, lambda output: finish(output[0], microbatch)
 
-        # Made one at a time, as the schedule asks for them: the places of a whole step need not fit the device.
+        # Made lazily, one at a time: the index tensors of a whole step may not fit the device.
         made = (self._maker.make(batch, indices, asked) for indices in padded)
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk has a use for every microbatch
+            data_iterator=list(itertools.tee(made, len(chunks))),  # every chunk iterates over all microbatches
             model=list(chunks),
             num_microbatches=len(padded),
-            seq_length=1,  # neither is looked at: pipeline stages tell each other the shapes of what they send
+            seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
         return results[: len(microbatches)]
 
     def _empty_microbatches(self, number: int) -> int:
-        """How many microbatches without tokens have to follow so many.
+        """Number of empty microbatches to append to `number` of them.
 
-        Ranks that share experts pass a layer together, so all need as many as the one that has most; and an interleaved
-        pipeline takes groups of as many as it has ranks.
+        Ranks that share experts run each layer together, so all need as many microbatches as the rank with most; and an
+        interleaved pipeline needs a multiple of its number of stages.
         """
         parallel, most = self.config.parallel, number
         if parallel.expert > 1 or parallel.expert_tensor > 1:
@@ -243,22 +250,22 @@ class ModelRank(ABC):
 
 
 def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """Metrics by microbatch, each of shape [], as numbers: the host waits for the device once for all of them."""
+    """Metrics by microbatch, each of shape [], as numbers, in one transfer from the device."""
     values = [value.double() for one in metrics for value in one.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in one} for one in metrics]
 
 
 class PolicyRank(ModelRank):
-    """A rank's share of the policy, of its optimizer and, when asked for, of the frozen reference policy.
+    """A rank's shard of the policy, of its optimizer and of the frozen reference policy, if there is one.
 
     Args:
-        config: the policy's configuration; torch.distributed and Megatron's groups are set up for config.parallel.
+        config: the policy's configuration; process groups are already set up for config.parallel.
         shape: sizes of the model in config.model.path.
         folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none. With adapters it is the policy without them,
-            and nothing is held beside it.
-        temperature: sampling temperature, which log-probabilities are taken under.
+        reference: how to hold the reference policy; None: there is none. With adapters the reference is the policy
+            without them and needs no weights of its own.
+        temperature: sampling temperature; log-probabilities are of the distribution at this temperature.
         decay_steps: optimizer steps of the learning-rate schedule.
     """
 
@@ -274,34 +281,22 @@ class PolicyRank(ModelRank):
     ) -> None:
         self.shape, self.temperature = shape, temperature
         self.replays_routing = config.moe.replay_routing
-        chunks = self._build(config)
+        chunks = _build(config, shape)
         load_hf_weights(chunks, shape, folder)
         self._has_reference = reference is not None
         self._offloaded: OffloadedWeights | None = None
         if reference is not None and not config.lora.rank:  # else it is the policy without its adapters
-            self.reference = [chunk.requires_grad_(False) for chunk in self._build(config)]
-            _copy_weights(chunks, self.reference)  # nothing is read from disk a second time
+            self.reference = [chunk.requires_grad_(False) for chunk in _build(config, shape)]
+            _copy_weights(chunks, self.reference)  # faster than reading from disk again
             if reference.offload:
                 self._offloaded = OffloadedWeights(self.reference)
         super().__init__(chunks, shape, config, decay_steps)
-
-    def _build(self, config: PolicyConfig) -> list[DecoderModel]:
-        return build_model(
-            self.shape,
-            config.parallel,
-            precision=config.precision,
-            activation_checkpointing=config.activation_checkpointing,
-            fields=transformer_fields(config),
-            lora=config.lora,
-            fp8=config.fp8,
-            quantization=config.quantization,
-        )
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the current weights.
 
         Returns:
-            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
         """
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
@@ -309,7 +304,7 @@ class PolicyRank(ModelRank):
         """Log-probability of every token of `batch` under the frozen reference policy.
 
         Returns:
-            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
         """
         assert self._has_reference, "the reference policy was not loaded"
         if self.reference is None:
@@ -328,8 +323,8 @@ class PolicyRank(ModelRank):
                 moved.copy_(torch.lerp(moved.float(), weight.to(moved.device).float(), alpha))
         self.reference_moved = True
 
-    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """[rows, hidden] to log-probabilities, [rows], float32, and the entries with the entropy among them."""
+    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """[rows, hidden] to log-probabilities, [rows], float32; adds the entropy to the fields."""
         logprobs, entropy = row_logprobs(
             model,
             self.shape.vocab,
@@ -342,9 +337,24 @@ class PolicyRank(ModelRank):
         return logprobs, replace(tokens, entropy=entropy)
 
 
+def _build(config: PolicyConfig, shape: ModelShape, *, value_head: bool = False) -> list[DecoderModel]:
+    """The chunks of this rank's shard of a model as the configuration says, weights uninitialised."""
+    return build_model(
+        shape,
+        config.parallel,
+        precision=config.precision,
+        activation_checkpointing=config.activation_checkpointing,
+        fields=transformer_fields(config),
+        lora=config.lora,
+        fp8=config.fp8,
+        quantization=config.quantization,
+        value_head=value_head,
+    )
+
+
 @torch.no_grad()
 def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> None:
-    """Give the chunks of a model the parameters and buffers of another of the same layout."""
+    """Copy parameters and buffers between models of the same layout, chunk by chunk."""
     for one, other in zip(source, target, strict=True):
         for tensors, others in ((one.parameters(), other.parameters()), (one.buffers(), other.buffers())):
             for tensor, copied in zip(tensors, others, strict=True):
@@ -352,7 +362,7 @@ def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> Non
 
 
 class ValueRank(ModelRank):
-    """A rank's share of the value model and of its optimizer.
+    """A rank's shard of the value model and of its optimizer.
 
     Args:
         config: how the value model is laid out and trained (`Config.value_model`).
@@ -364,13 +374,7 @@ class ValueRank(ModelRank):
     routing_name = "value_moe"
 
     def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
-        chunks = build_value_model(
-            shape,
-            config.parallel,
-            precision=config.precision,
-            activation_checkpointing=config.activation_checkpointing,
-            fields=transformer_fields(config),
-        )
+        chunks = _build(config, shape, value_head=True)
         load_hf_weights(chunks, shape, folder)
         super().__init__(chunks, shape, config, decay_steps)
 
@@ -378,10 +382,10 @@ class ValueRank(ModelRank):
         """The value before every token of `batch` under the current weights.
 
         Returns:
-            [sum(lengths)], float32, on the host, on the reporter; None elsewhere.
+            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
         """
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
-    def _of_rows(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
-        """[rows, hidden] to values, [rows], float32: what is known before each token."""
+    def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
+        """[rows, hidden] to values before each token, [rows], float32."""
         return model.output_layer(hidden), tokens

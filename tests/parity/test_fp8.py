@@ -15,8 +15,8 @@ from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.build import transformer_config
-from megatron_grpo.trainer.model.fp8 import round_blocks, round_tensor
-from megatron_grpo.trainer.model.megatron_fields import require_fp8
+from megatron_grpo.trainer.model.megatron_config import require_fp8
+from megatron_grpo.trainer.model.rounding import round_blocks, round_tensor
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.shape import ModelShape
 from tests.parity.fp8_oracle import block_scales, e4m3, simulate
@@ -92,7 +92,7 @@ def batch() -> TokenBatch:
 def measured_on_rank(
     layout: Layout, model: TinyModel, fp8: Fp8Config, recompute: bool
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Log-probabilities of all tokens, on the reporter, and gradients."""
+    """Log-probabilities of all tokens, on the output rank, and gradients."""
     config = PolicyConfig(
         model=ModelConfig(path=str(model.path)),
         parallel=layout.parallel,

@@ -26,7 +26,7 @@ from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.trainer.model.quantization import QuantizedLinear
+from megatron_grpo.trainer.model.rounding import QuantizedLinear
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.hf_export import quantized_rows
 from tests.parity.fp8_oracle import e4m3
@@ -99,7 +99,7 @@ def policy(layout: Layout, model: TinyModel, quantization: str | None) -> Policy
 def measured_on_rank(
     layout: Layout, model: TinyModel, quantization: str
 ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-    """Log-probabilities of all tokens under policy and reference, on the reporter, and gradients."""
+    """Log-probabilities of all tokens under policy and reference, on the output rank, and gradients."""
     config = policy(layout, model, quantization)
     rank = PolicyRank(config, model.shape, str(model.path), reference=ReferenceConfig(), temperature=1.0, decay_steps=1)
     microbatches = [[index] for index in range(len(LENGTHS))]

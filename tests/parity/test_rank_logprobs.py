@@ -45,7 +45,7 @@ def logprobs_on_rank(layout: Layout, model: TinyModel) -> tuple[list[BySequence]
     found = [rank.logprobs(batch, microbatches)]
     rank.train(*train_arguments(layout))
     found += [rank.reference_logprobs(batch, microbatches), rank.logprobs(batch, microbatches)]
-    assert all((values is not None) == rank.is_reporter for values in found)
+    assert all((values is not None) == rank.is_output_rank for values in found)
     reported = [values for values in found if values is not None]
     assert all((values.dtype, values.shape) == (torch.float32, (sum(share.lengths),)) for values in reported)
     return [dict(zip(order, values.split(share.lengths), strict=True)) for values in reported], whole_tensors(rank)

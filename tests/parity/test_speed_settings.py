@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.trainer.model.attention import TorchCoreAttention
-from megatron_grpo.trainer.model.megatron_fields import made
+from megatron_grpo.trainer.model.megatron_config import made
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import fetched, whole_tensors

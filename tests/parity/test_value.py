@@ -130,7 +130,7 @@ def gradients_on_rank(layout: Layout, paths: list[Path]) -> list[tuple[dict[str,
         for parameter in engine.parameters():
             parameter.data.copy_(parameter.main_grad)
         gradients = whole_tensors(engine)
-        reported = sum(float(share["loss"]) for share in shares) if engine.is_reporter else 0.0
+        reported = sum(float(share["loss"]) for share in shares) if engine.is_output_rank else 0.0
         found.append((gradients, engine.optimizer.grad_norm(), reported))
     return found
 

@@ -1,4 +1,4 @@
-"""Causal attention of the torch layer spec: over rectangles, packed sequences, windows and context-parallel ranks."""
+"""Causal attention and rotary embeddings of the torch layers: packed sequences, windows, context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -15,15 +16,16 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_grpo.trainer.model.packed_sequences import AttentionCalls, AttentionGroup, PackedSequences
+from megatron_grpo.weights.shape import ModelShape
 
 
 def into_slots(tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
-    """Copy tokens to the slots of rectangles. What backward is given for slots that repeat a token has to be 0.
+    """Copy tokens to the slots of rectangles. The gradients of slots that repeat a token have to be 0.
 
     Args:
         tokens: [tokens, ...], any float type.
         slots: [slots], int64: the token of each slot.
-        back: [tokens], int64: the slot of each token; further slots that hold it only repeat it.
+        back: [tokens], int64: the first slot of each token; other slots may repeat it.
 
     Returns:
         [slots, ...], the dtype of the tokens.
@@ -33,7 +35,7 @@ def into_slots(tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
 
 
 def out_of_slots(values: Tensor, back: Tensor) -> Tensor:
-    """Take each token's value out of its slot, and leave those of slots that repeat a token.
+    """Take each token's value out of its slot; slots that repeat a token are dropped.
 
     Args:
         values: [slots, ...], any float type.
@@ -47,7 +49,7 @@ def out_of_slots(values: Tensor, back: Tensor) -> Tensor:
 
 
 class _IntoSlots(torch.autograd.Function):
-    """A gather whose backward is a gather: autograd's own would add up into zeros, number by number."""
+    """A gather whose backward is a gather; autograd's own is a scatter-add, which is far slower."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class _IntoSlots(torch.autograd.Function):
 
 
 class _OutOfSlots(torch.autograd.Function):
-    """A gather whose backward copies to the slots that were taken, and leaves 0 in the others."""
+    """A gather whose backward copies gradients to the gathered slots, and leaves 0 in the others."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, back: Tensor) -> Tensor:
@@ -116,13 +118,13 @@ class TorchCoreAttention(torch.nn.Module):
             [length, sequences, heads * value_dim], the dtype of the query.
         """
         if packed_seq_params is None:
-            assert self._context is None, "context parallelism needs to know where the sequences lie"
+            assert self._context is None, "context parallelism needs packed sequences"
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             out = self._attend(q, k, v, self._rectangle_mask(query.shape[0], query.device))
             return out.permute(2, 0, 1, 3).flatten(2)
-        assert isinstance(packed_seq_params, PackedSequences), "packed sequences without their places"
+        assert isinstance(packed_seq_params, PackedSequences), "packed sequences without their layout"
         if self._context is not None:
-            # In one message. Backward adds up what every rank's queries say of a key, and hands each rank its own.
+            # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
@@ -134,13 +136,13 @@ class TorchCoreAttention(torch.nn.Module):
         """[tokens, heads or groups, head_dim] each, to [tokens of this rank, heads, value_dim]."""
         if calls.slots is not None and calls.out is not None:
             query = into_slots(query, calls.slots, calls.out)
-            if calls.own_keys:  # slots that repeat a key are of keys that only queries see whose output is left out
+            if calls.own_keys:  # repeated slots are visible only to queries whose output is discarded
                 key, value = (into_slots(tensor, calls.slots, calls.out) for tensor in (key, value))
         sizes = [group.queries.numel() for group in calls.groups]
         queries = query.split(sizes)
         if calls.own_keys:
             keys, values = key.split(sizes), value.split(sizes)
-        else:  # queries of several parts may see a key
+        else:  # a key may be seen by the queries of several parts
             keys, values = ([tensor[group.keys.flatten()] for group in calls.groups] for tensor in (key, value))
         parts = [self._group(*each) for each in zip(queries, keys, values, calls.groups, strict=True)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -185,18 +187,87 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
-    """Self-attention that rotates queries and keys by one of two embeddings, as its layer has a window or has none."""
+    """Self-attention of models that rotate queries and keys otherwise in layers with a window (Gemma 3)."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **named: Any
     ) -> Any:
-        """Megatron-Core's, with one of two rotary embeddings.
-
-        Args:
-            hidden_states: [length, sequences, hidden], any float type; with sequence parallelism this rank's tokens.
-            attention_mask: ignored by the core attention.
-            rotary_pos_emb: [2, length, 1, 1, head_dim], float32: `GlobalAndLocalRotary`.
-            named: passed on.
-        """
+        """Megatron-Core's; rotary_pos_emb, [2, length, 1, 1, head_dim], float32, is from `GlobalAndLocalRotary`."""
         rotary = rotary_pos_emb[0 if self.core_attention.window is None else 1]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary, **named)
+
+
+class RotaryAtPositions(torch.nn.Module):
+    """Replaces Megatron-Core's rotary embedding in the torch layers: angles at given positions, not at 0 to length.
+
+    Every packed sequence begins at position 0, and context-parallel ranks hold chunks of sequences, so the microbatch
+    says each token's position. Frequencies are those of the wrapped embedding.
+    """
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
+        self.rotary = rotary
+
+    def get_rotary_seq_len(self, *given: Any) -> Any:
+        """The argument of `forward`: the positions of packed sequences, else the length that Megatron-Core computes.
+
+        Args:
+            given: Megatron-Core's arguments; the last is the packed sequences, or None.
+        """
+        *_, packed = given
+        if isinstance(packed, PackedSequences):
+            return packed.positions
+        return self.rotary.get_rotary_seq_len(*given)
+
+    def forward(self, positions: Tensor | int, **_: Any) -> Tensor:
+        """Positions [tokens], int64, or a length (positions from 0), to angles [tokens, 1, 1, head_dim], float32."""
+        if isinstance(positions, int):
+            return self.rotary(positions)
+        frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
+        return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
+
+
+class GlobalAndLocalRotary(torch.nn.Module):
+    """Two rotary embeddings at once: of layers that see the whole sequence, and of those with a window."""
+
+    def __init__(self, everywhere: RotaryAtPositions, local: RotaryAtPositions) -> None:
+        super().__init__()
+        self.everywhere, self.local = everywhere, local
+
+    def get_rotary_seq_len(self, *given: Any) -> Any:
+        """The argument of `forward`, as `RotaryAtPositions` has it."""
+        return self.everywhere.get_rotary_seq_len(*given)
+
+    def forward(self, positions: Tensor | int, **_: Any) -> Tensor:
+        """[tokens], int64, or a length, to angles [2, tokens, 1, 1, head_dim], float32: without and with a window."""
+        return torch.stack([self.everywhere(positions), self.local(positions)])
+
+
+def scaled_rope_frequencies(shape: ModelShape) -> Tensor:
+    """Inverse frequencies of a model whose rotary embeddings are scaled: [head_dim / 2], float32."""
+    return _frequencies_and_factor(shape)[0].float()
+
+
+def rope_factor(shape: ModelShape) -> float:
+    """Factor of the rotated vectors (YaRN); 1 for models without scaled rotary embeddings."""
+    return 1.0 if shape.rope_scaling is None else _frequencies_and_factor(shape)[1]
+
+
+def _frequencies_and_factor(shape: ModelShape) -> tuple[Tensor, float]:
+    # Imported here because it takes seconds and only models with scaled frequencies need it.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert shape.rope_scaling is not None
+    scaling = {**shape.rope_scaling, "rope_theta": shape.rope_theta}
+    rope_type = scaling.get("rope_type") or scaling.get("type")
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.attention_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters={**scaling, "rope_type": rope_type},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    return frequencies, float(factor)

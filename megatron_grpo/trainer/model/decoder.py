@@ -1,41 +1,45 @@
-"""A pipeline stage of the model that ends in hidden states of chosen tokens, and what becomes of them in the head."""
+"""The decoder of a pipeline stage, which ends in hidden states of chosen tokens, and the two heads on top of it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_grpo.platform.device import current_platform
 from megatron_grpo_kernels.logprob import linear_logprobs
 
 
 class DecoderModel(GPTModel):
-    """Megatron-Core's model; the head is left to whoever asks, for the tokens that are asked about alone.
+    """Megatron-Core's model without its head, which `row_logprobs` or `ValueHead` applies to chosen tokens alone.
 
-    The head is the largest matrix of a small model, and its output the largest tensor of any: prompts and padding cost
-    nothing there, and logits of all tokens are never held.
+    The head is the largest matrix of a small model, and its output the largest tensor of any model. So prompts and
+    padding never reach it, and logits of all tokens are never held.
     """
 
     rows: Tensor | None = None
-    """[rows], int64: places of the wanted tokens of the next microbatch, one sequence of [1, tokens]; None: the model
-    gives logits of every token, [sequences, length, columns of this rank]."""
+    """[rows], int64: indices of the chosen tokens of the next microbatch, [1, tokens]; None: the model returns logits
+    of every token, [sequences, length, columns of this rank]."""
 
     def _postprocess(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, 1, hidden] of hidden states to those of the rows, [1, rows, hidden], on the last stage."""
         if not self.post_process or self.rows is None:
             output: Tensor = super()._postprocess(hidden_states, *arguments, **keywords)
             return output
-        assert hidden_states.shape[1] == 1, "rows are places in packed sequences"
+        assert hidden_states.shape[1] == 1, "rows index packed sequences"
         hidden = hidden_states
         if self.config.sequence_parallel:
-            # The head gives every rank the complete gradient of the rows, so each takes its part of it.
+            # Every rank gets the complete gradient of the rows from the head, so backward only slices out its tokens.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[self.rows].transpose(0, 1)
 
@@ -61,12 +65,12 @@ def row_logprobs(
     """Log-probabilities of tokens after hidden states, and entropies of the distributions that they are drawn from.
 
     Args:
-        model: whose head it is; its last stage.
+        model: the last pipeline stage, which holds the head.
         vocab: vocabulary entries; the head's further rows are padding.
         hidden: [rows, hidden], the model's float type.
         targets: [rows], int64.
         temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
-        kernel: how the logits are gone through: "fused" in Triton, "chunked" in torch, "auto": fused where it can be.
+        kernel: how the logits are reduced: "fused" in Triton, "chunked" in torch, "auto": fused where it can be.
         chunk_tokens: tokens whose logits the chunked kernel holds at once; None: its own choice.
 
     Returns:
@@ -86,3 +90,22 @@ def row_logprobs(
         kernel=kernel,
         chunk_tokens=chunk_tokens,
     )
+
+
+class ValueHead(torch.nn.Module):
+    """A number for each token: hidden state times weight plus bias, in float32, equal on all tensor-parallel ranks.
+
+    Sequence parallelism does not split its input (`DecoderModel.rows`): every rank computes all of the head and its
+    gradient.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        placed = {"dtype": config.params_dtype, "device": current_platform().device}
+        weight: Any = torch.nn.Parameter(torch.zeros(1, config.hidden_size, **placed))
+        bias: Any = torch.nn.Parameter(torch.zeros(1, **placed))
+        self.weight, self.bias = weight, bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden], any float type, to the value after each token: [rows], float32."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]

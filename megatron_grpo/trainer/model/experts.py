@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: levelled sequence by sequence, so that no layout or packing changes the gradient."""
+"""Routing of tokens to experts: load balancing per sequence, replay of recorded experts, counts and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSeque
 
 
 class RoutingReplay:
-    """What Megatron-Core's routing asks for the experts of tokens: those on record, or else the router's own.
+    """Chooses the recorded experts of tokens, or else the router's own; called by Megatron-Core's routing.
 
     Args:
         record: [tokens, experts of a token], integers: recorded experts; -1 where there are none.
@@ -32,7 +32,7 @@ class RoutingReplay:
         self.known = (self._record >= 0).all(dim=1)
         """[tokens], bool: whether the token's experts are on record."""
         self.agreed: Tensor | None = None
-        """[tokens], int64: how many of its own choices the router finds on record; None: it was not asked."""
+        """[tokens], int64: how many of the router's own choices are on record; None before the routing."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
@@ -56,10 +56,11 @@ class RoutingReplay:
 
 
 class ExpertRouter(TopKRouter):
-    """Chooses a token's experts, counts who is chosen, and adds the losses that keep experts in use.
+    """Chooses a token's experts, counts the choices, and adds the losses that balance the load of experts.
 
-    Megatron-Core takes the level of experts over a microbatch, and scales it by counts that only its own normalisation
-    takes out again. Here it is that of each sequence, averaged over the sequences of the optimizer step.
+    Ours because Megatron-Core balances the load over a microbatch, which depends on packing and layout, and scales it
+    by token counts that only its own loss normalisation cancels. Here the load is balanced within each sequence, and
+    averaged over the sequences of the optimizer step.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
@@ -67,24 +68,24 @@ class ExpertRouter(TopKRouter):
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
         self.sequences_in_step = 1.0
-        """Sequences of the optimizer step, over all replicas: what both losses are averaged over."""
+        """Sequences of the optimizer step over all replicas, which both losses are averaged over."""
         self.membership: Membership | None = None
-        """Which sequences the tokens of the microbatch belong to; `DecoderLayer` sets it before every pass."""
+        """Sequence of each token of the microbatch; `DecoderLayer` sets it before every pass."""
         self.chosen: Tensor | None = None
-        """[experts], float32: how many of this rank's real tokens chose each expert since the counts were cleared."""
+        """[experts], float32: this rank's real tokens by chosen expert, in this step."""
         self.losses: Tensor | None = None
-        """[2], float32: this rank's share of the auxiliary and of the z loss since the counts were cleared."""
+        """[2], float32: this rank's share of the auxiliary and of the z loss, in this step."""
         self.replays = False
-        """Whether tokens go through recorded experts: true of a policy's routers, when the configuration says so."""
+        """Whether tokens are routed to recorded experts."""
         self.record: Tensor | None = None
         """[tokens of this rank, experts of a token], int8 or int16: recorded experts of the microbatch, -1 where there
         are none; `DecoderLayer` sets it before every pass."""
         self.agreement: Tensor | None = None
-        """[2], float32: of this rank's real tokens on record, how many recorded experts the router would have chosen
-        too, and how many there were, since the counts were cleared."""
+        """[2], float32: recorded experts of this rank's real tokens that the router would have chosen too, and all
+        recorded experts, in this step."""
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts at the start of a step."""
         self.chosen = self.losses = self.agreement = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ class ExpertRouter(TopKRouter):
 
         Args:
             logits: [tokens of this rank, 1, experts], float32.
-            padding_mask: not looked at: `membership` says more.
+            padding_mask: unused: `membership` has it.
 
         Returns:
             Both [tokens, experts]: the weights, in the dtype of the logits, 0 for experts that are not chosen; bool.
@@ -112,7 +113,7 @@ class ExpertRouter(TopKRouter):
             expert_bias=self.expert_bias,
             router_replay=replay,
         )
-        # With recomputed activations the first pass has no gradient, and does not count.
+        # With recomputed activations only the second pass, which has a gradient, is counted.
         if self.training and torch.is_grad_enabled() and self.membership is not None:
             self._count(chosen, self.membership, replay)
             if self.aux_loss_coeff or self.z_loss_coeff:
@@ -121,7 +122,7 @@ class ExpertRouter(TopKRouter):
 
     @torch.no_grad()
     def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
-        """Count who was chosen, [tokens, experts], bool, and where that is what the router would have chosen."""
+        """Count chosen experts, [tokens, experts], bool, and how often the router agrees with the record."""
         real = membership.weight > 0
         counts = chosen[real].sum(dim=0, dtype=torch.float32)
         self.chosen = counts if self.chosen is None else self.chosen + counts
@@ -131,7 +132,7 @@ class ExpertRouter(TopKRouter):
             self.agreement = both if self.agreement is None else self.agreement + both
 
     def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
-        """The weights, [tokens, experts], whose backward pass also begins that of the losses of the logits."""
+        """The weights, [tokens, experts], with the balancing losses attached to their backward pass."""
         sigmoid = self.score_function == "sigmoid"
         level = load_level(logits.float(), membership, top_k=self.topk, sigmoid=sigmoid, join=_over_parts)
         level = level * self.aux_loss_coeff / self.sequences_in_step
@@ -146,10 +147,10 @@ class ExpertRouter(TopKRouter):
 def load_level(
     logits: Tensor, members: Membership, *, top_k: int, sigmoid: bool, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20), this rank's share of it.
+    """This rank's share of the sum over sequences of sum_i f_i P_i (DeepSeek-V3, 2024, equations 17 to 20).
 
     f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of its
-    normalised score. f has no gradient, so that ranks which share a sequence need only add up f.
+    normalised score. f has no gradient, so ranks that share a sequence only have to sum f.
 
     Args:
         logits: [tokens, experts], float32.
@@ -183,21 +184,21 @@ def _over_parts(shares: Tensor) -> Tensor:
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer, whose router knows the sequences of the tokens that it routes, and their recorded experts.
+    """Megatron-Core's layer, which hands its router the sequences and recorded experts of the microbatch.
 
-    Layers are also called anew in the backward pass, when other microbatches have passed since: both come with the
-    call, and are never those of the microbatch before.
+    Recomputation calls a layer again in the backward pass, after other microbatches; so both are set from the arguments
+    of every call.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         if self.is_moe_layer and self.mlp.moe_layer_recompute:
-            # Megatron-Core would compute the experts again with whatever sequences the router has seen last.
+            # Megatron-Core would recompute the experts with the sequences of a later microbatch.
             self.mlp.moe_layer_recompute = False
             self._experts, self.mlp.forward = self.mlp.forward, self._recomputed_experts
 
     def _recomputed_experts(self, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
-        """What the experts give for [tokens, 1, hidden]; in training, without keeping what they compute on the way."""
+        """The experts' output for [tokens, 1, hidden]; recomputed in the backward pass."""
         router = self.mlp.router
         of_microbatch = router.membership, router.record
 
@@ -208,7 +209,7 @@ class DecoderLayer(TransformerLayer):
         return tensor_parallel.checkpoint(compute, False, hidden) if self.training else compute(hidden)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **keywords: Any) -> Any:
-        """What Megatron-Core's layer takes and gives."""
+        """Megatron-Core's forward."""
         if self.is_moe_layer:
             known = packed_seq_params if isinstance(packed_seq_params, PackedSequences) else None
             router = self.mlp.router
@@ -229,10 +230,10 @@ def routers(chunks: Any) -> list[ExpertRouter]:
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Tell Megatron-Core's gradient reduction which parameters are an expert's, whatever the layout.
+    """Mark the experts' parameters for Megatron-Core's gradient reduction, whatever the layout.
 
-    It looks at the size of the expert group alone, and gives wrong gradients where only their matrices are split
-    otherwise than those of the other layers.
+    Megatron-Core marks them only with expert parallelism, and reduces gradients over the wrong ranks if only the
+    expert-tensor size differs from the tensor size.
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
@@ -240,13 +241,13 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 
 class StepRouting:
-    """The routers of a rank's shard, over one optimizer step after the other.
+    """The routers of a rank's shard during optimizer steps: counts, bias updates and metrics.
 
     Args:
         chunks: the rank's shard of a model with experts.
-        config: how experts are kept in use.
-        name: what names of metrics begin with.
-        replays: whether tokens go through the experts that the engine chose.
+        config: how the load of experts is balanced.
+        name: prefix of the names of metrics.
+        replays: whether tokens are routed to the experts that the engine recorded.
     """
 
     def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:
@@ -259,19 +260,16 @@ class StepRouting:
             router.replays = replays
 
     def begin(self, sequences: float) -> None:
-        """A step begins, on so many sequences over all replicas."""
+        """Start a step on `sequences` sequences over all replicas."""
         for router in self.routers:
             router.clear()
             router.sequences_in_step = sequences
 
     @torch.no_grad()
     def move_biases(self, counts: Tensor) -> None:
-        """Add the rate to the bias of every expert that was chosen less than the mean, and take it from the others.
+        """Raise the bias of experts that were chosen less than the mean and lower the others' (DeepSeek-V3, 2.1.2).
 
-        From DeepSeek-V3 (2024), section 2.1.2, without auxiliary loss.
-
-        Args:
-            counts: [layers of this rank, experts], float32, from `counts`.
+        `counts`, [layers of this rank, experts], float32, are those of the method `counts`.
         """
         if not self._rate:
             return
@@ -279,11 +277,7 @@ class StepRouting:
             router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
 
     def counts(self) -> Tensor:
-        """How many tokens of the step chose each expert; collective over the ranks of a pipeline stage.
-
-        Returns:
-            [layers of this rank, experts], float32, over all ranks that hold tokens.
-        """
+        """Tokens of the step by expert, [layers of this rank, experts], float32; collective over a pipeline stage."""
         device = current_platform().device
         rows = [router.chosen for router in self.routers if router.chosen is not None]
         assert len(rows) in (0, len(self.routers)), "every layer sees every token"
@@ -294,10 +288,9 @@ class StepRouting:
         return counts
 
     def metrics(self, counts: Tensor) -> dict[str, float]:
-        """What the step tells about the experts, the same on every rank; collective over all ranks of the model.
+        """The step's metrics about experts, equal on every rank; collective over all ranks of the model.
 
-        Args:
-            counts: [layers of this rank, experts], float32, from `counts`.
+        `counts`, [layers of this rank, experts], float32, are those of the method `counts`.
         """
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
         nothing = counts.new_zeros(2)
@@ -310,10 +303,10 @@ class StepRouting:
         sums = torch.cat([extremes, over_tokens, losses.new_tensor([float(len(level))])])
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         highest, lowest, aux, z, agreed, compared, layers = sums.tolist()
-        told = {
+        found = {
             f"{self._name}_load_highest": highest / layers,
             f"{self._name}_load_lowest": lowest / layers,
             f"{self._name}_aux_loss": aux,
             f"{self._name}_z_loss": z,
         }
-        return told | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self._replays else {})
+        return found | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self._replays else {})

@@ -1,4 +1,4 @@
-"""What a transformer layer is built of: Transformer Engine on a GPU that has it, else Megatron-Core with torch."""
+"""The spec of a transformer layer: Transformer Engine's modules where they are installed, else plain torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, QuantizationFormat
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention
+from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, rope_factor
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
-from megatron_grpo.trainer.model.fp8 import with_rounding
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
 from megatron_grpo.trainer.model.lora import with_adapters
-from megatron_grpo.trainer.model.quantization import QuantizedLinear
-from megatron_grpo.trainer.model.rotary import rope_factor
+from megatron_grpo.trainer.model.rounding import QuantizedLinear, RoundedLinear
 from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
 
 def uses_transformer_engine(shape: ModelShape) -> bool:
-    """Whether a model's layers come from Transformer Engine: from where that is, if it can express them."""
+    """Whether a model's layers are Transformer Engine's: it is installed beside a GPU and can express them."""
     if not _transformer_engine_found():
         return False
     if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
@@ -48,7 +46,7 @@ def _say_beyond_transformer_engine(family: str) -> None:
 
 @cache
 def _transformer_engine_found() -> bool:
-    """Whether there is a GPU with Transformer Engine; says so once when a GPU has to do without it."""
+    """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
     if current_platform().name == "cpu":
         return False
     found = importlib.util.find_spec("transformer_engine") is not None
@@ -59,7 +57,7 @@ def _transformer_engine_found() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What linear layers of torch have besides their weights."""
+    """What is added to the plain linear layers of a model."""
 
     lora: LoraConfig
     fp8: Fp8Config
@@ -75,8 +73,8 @@ def layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
 
-    With something in the linear layers, these and the norms are torch's also where Transformer Engine is: its own keep
-    the norm before them inside, and with it the input that an adapter needs. The attention stays its own.
+    With additions, the linear layers and norms are torch's even where Transformer Engine is installed: its linear
+    layers contain the norm before them, which hides the input that an adapter needs. Its attention stays in use.
     """
     engine = uses_transformer_engine(shape) and not additions
     if shape.experts is None and engine:
@@ -88,7 +86,8 @@ def layer_spec(
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
     if additions.fp8.simulated:
-        block = with_rounding(block, additions.fp8)
+        assert additions.fp8.recipe != "delayed", "its scales depend on earlier steps"
+        block = with_front(block, RoundedLinear, fp8=additions.fp8)
     if additions.quantization is not None:
         block = with_front(block, QuantizedLinear, quantization=additions.quantization)
     return with_adapters(block, additions.lora) if additions.lora.rank else block
@@ -97,7 +96,7 @@ def layer_spec(
 def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
     if not engine:
         return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm  # here: it is of no use without the package
+    from megatron.core.extensions.transformer_engine import TENorm  # lazy: the package may be missing
 
     norm: type[torch.nn.Module] = TENorm
     return norm
@@ -112,14 +111,9 @@ def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool) -> Modul
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
-        # Stored as Transformer Engine's layers store it, where no matrix that follows takes the norm in.
+        # In checkpoints the norm keeps its own name, as in Transformer Engine's layers with experts.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
-
-
-def _latent_attention(shape: ModelShape) -> ModuleSpec:
-    scales = {"softmax_scale": shape.softmax_scale, "rope_factor": rope_factor(shape)}
-    return ModuleSpec(LatentAttention, params={"latent": shape.latent, **scales}, submodules=LatentAttentionParts())
 
 
 def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
@@ -127,10 +121,17 @@ def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if shape.latent is not None:
-        parts.self_attention = _latent_attention(shape)
+        scales = {"softmax_scale": shape.softmax_scale, "rope_factor": rope_factor(shape)}
+        parts.self_attention = ModuleSpec(
+            LatentAttention, params={"latent": shape.latent, **scales}, submodules=LatentAttentionParts()
+        )
         return layer
     attention = parts.self_attention.submodules
-    attention.core_attention = _transformer_engine_attention() if uses_transformer_engine(shape) else TorchCoreAttention
+    attention.core_attention = TorchCoreAttention
+    if uses_transformer_engine(shape):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention  # lazy: it may be missing
+
+        attention.core_attention = TEDotProductAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.post_norms:
@@ -138,11 +139,3 @@ def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
     if shape.local_rope_theta is not None:
         parts.self_attention.module = LocalOrGlobalSelfAttention
     return layer
-
-
-def _transformer_engine_attention() -> type:
-    # Imported here because it can only be where Transformer Engine is.
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    attention: type = TEDotProductAttention
-    return attention

@@ -1,4 +1,4 @@
-"""RMS norms of the torch layer spec; Megatron-Core's own wrapper refuses sequence parallelism."""
+"""RMS norms of the torch layers, and a way to put a class in front of every linear layer of a spec."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RMSNorm(torch.nn.Module):
     With zero-centered norms (`TransformerConfig.layernorm_zero_centered_gamma`) the factor is 1 + weight, and
     everything is computed in float32: a small weight would vanish in a 1 of bfloat16.
 
-    The weight is marked `sequence_parallel` like Transformer Engine's: each tensor-parallel rank then sees only part of
-    the tokens, and Megatron-Core adds the gradients up.
+    Ours because Megatron-Core's wrapper of torch's norm refuses sequence parallelism. With it each tensor-parallel rank
+    sees only part of the tokens; the mark `sequence_parallel` on the weight has Megatron-Core add the gradients up.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -36,17 +36,17 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size], any float type, to the norm of every row, in shape and dtype of `hidden`."""
+        """[..., hidden_size], any float type, to every row normalised, in shape and dtype of `hidden`."""
         if not self.zero_centered:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(hidden)
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """The projection back into the residual stream, and the norm of what it gives.
+    """The projection back into the residual stream, followed by a norm.
 
-    The norm sees whole rows: tensor-parallel ranks have added up their parts, and with sequence parallelism each has
-    all features of some tokens.
+    The norm sees whole rows: tensor-parallel ranks have summed their partial products, and with sequence parallelism
+    each has all features of some tokens.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **settings: Any) -> None:
@@ -61,37 +61,36 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any) -> TransformerBlockSubmodules:
-    """The spec of a stage's layers with a class in front of that of every linear layer; changes it.
+    """Give every linear layer of a stage's spec, which is changed, a class as its first base class.
 
     Args:
-        block: whose layers are made of torch modules.
-        front: the class; it overrides what it wants to and leaves the rest to the layer's, which comes after it.
-        arguments: what the class's constructor takes by name, besides the layer's own arguments.
+        block: the spec; its layers are torch modules.
+        front: the class; overrides what it wants to and leaves the rest to the layer's own class, the next base.
+        arguments: keyword arguments of the front's constructor, besides those of the layer.
     """
     for layer in block.layer_specs:
-        _put_within(layer.submodules, front, arguments)
+        _put_in_front(layer.submodules, front, arguments)
     return block
 
 
 @cache
 def fronted(front: type, layer: type) -> type:
-    """A subclass of a linear layer of Megatron-Core's, or of one of its subclasses, with a class in front of it."""
+    """A subclass of one of Megatron-Core's linear layers whose methods are those of `front` first."""
     return type(f"{front.__name__}{layer.__name__}", (front, layer), {})
 
 
-def _put_within(parts: Any, front: type, arguments: dict[str, Any]) -> None:
-    """Change the linear layers among some submodules of a spec, and those within them."""
-    if not is_dataclass(parts):
-        return
-    for field in fields(parts):
+def spec_of(part: Any) -> tuple[Any, dict[str, Any]]:
+    """Class and keyword arguments of a submodule of a spec, which is a ModuleSpec or the class itself."""
+    return (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
+
+
+def _put_in_front(parts: Any, front: type, arguments: dict[str, Any]) -> None:
+    """Change the linear layers among the submodules of a spec, and among theirs."""
+    for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
-        kind, params = (part.module, part.params) if isinstance(part, ModuleSpec) else (part, {})
-        if _is_linear(kind):
+        kind, params = spec_of(part)
+        if isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
             if not issubclass(kind, front):  # the layers may share one spec
                 setattr(parts, field.name, ModuleSpec(module=fronted(front, kind), params={**params, **arguments}))
         elif isinstance(part, ModuleSpec):
-            _put_within(part.submodules, front, arguments)
-
-
-def _is_linear(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
+            _put_in_front(part.submodules, front, arguments)

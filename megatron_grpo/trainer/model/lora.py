@@ -12,14 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -30,6 +28,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig
+from megatron_grpo.trainer.model.layers import fronted, spec_of
 
 STACKED = "linear_fc1"
 """The module whose weight holds two matrices, one above the other, on every rank: gate and up."""
@@ -47,10 +46,10 @@ class AdapterSettings:
 
 
 class AdaptedLinear(ABC):
-    """What adapted layers have in common, in front of the class of the layer itself.
+    """An adapter, as the first base class of a linear layer (`layers.fronted`).
 
-    The adapter acts in `_forward_impl`, the product with this rank's weight: gathering before it and reducing after it
-    are those of the layer, and so is whatever a subclass of it does to the result.
+    The adapter acts in `_forward_impl`, the product with this rank's weight. Gathering the input before it and reducing
+    the output after it stay those of the layer.
     """
 
     config: Any
@@ -60,7 +59,7 @@ class AdaptedLinear(ABC):
     tp_group: Any
     adapter: AdapterSettings
     adapter_on = True
-    """Whether the adapter takes part; without it the layer is that of the base model."""
+    """False: the layer computes as the base model's."""
 
     def merged_weight(self) -> Tensor:
         """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
@@ -72,7 +71,7 @@ class AdaptedLinear(ABC):
         """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
 
         Args:
-            name: name of the layer in the whole model, which alone decides what is drawn, the same in every layout.
+            name: name of the layer in the whole model; seeds the draw, so that it is the same in every layout.
         """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
@@ -83,7 +82,7 @@ class AdaptedLinear(ABC):
 
     @abstractmethod
     def _added(self, hidden: Tensor) -> Tensor:
-        """What the adapter adds to the product of this rank, [length, sequences, rows], in the dtype of `hidden`."""
+        """The adapter's term of this rank's product, [length, sequences, rows], in the dtype of `hidden`."""
 
     def _attach(self, settings: AdapterSettings, rows: int, columns: int, split: str) -> None:
         """Make the two matrices, their values not yet set.
@@ -97,14 +96,14 @@ class AdaptedLinear(ABC):
         self.adapter = settings
         for name, shape in (("lora_a", (settings.rank, columns)), ("lora_b", (rows, settings.rank))):
             parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
-            # Megatron-Core counts what is not split once in the norm of the gradient.
+            # With these marks Megatron-Core counts a parameter that is not split once in the gradient norm.
             parameter.tensor_model_parallel = name == split
             parameter.partition_dim = (1 if name == "lora_a" else 0) if name == split else -1
             parameter.partition_stride = 1
             setattr(self, name, parameter)
 
     def _shards(self, name: str, axis: int, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """What a checkpoint holds of the matrix that is split."""
+        """The checkpoint's entry of the matrix that is split."""
         return make_sharded_tensors_for_checkpoint(
             {name: getattr(self, name)},
             prefix,
@@ -116,13 +115,13 @@ class AdaptedLinear(ABC):
 
 
 class AdaptedColumn(AdaptedLinear):
-    """Of a layer whose rows are split: every rank has A, and the rows of B that stand beside its own."""
+    """The adapter of a layer whose rows are split: every rank has all of A, and its rows of B."""
 
     def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         rows, columns = self.weight.shape
         self._attach(adapter, rows, columns, split="lora_b")
-        # Each rank sees its part of the tokens: Megatron-Core adds the gradients of A up.
+        # Each rank sees only its tokens, so Megatron-Core has to add the gradients of A up.
         marked: Any = self.lora_a
         marked.sequence_parallel = self.config.sequence_parallel
 
@@ -132,10 +131,10 @@ class AdaptedColumn(AdaptedLinear):
             self.lora_b.zero_()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What a checkpoint holds of this rank's layer, by name; the signature is Megatron-Core's."""
+        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         rows = self._shards("lora_b", 0, prefix, sharded_offsets, metadata)
-        if self.adapter.stacked:  # other layouts cut the two matrices one by one
+        if self.adapter.stacked:  # stored as two matrices, which other layouts split one by one
             single = (metadata or {}).get("singleton_local_shards", False)
             rows = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in rows.items()}
         return state | rows
@@ -144,15 +143,15 @@ class AdaptedColumn(AdaptedLinear):
         low = F.linear(hidden, self.lora_a)
         if self.config.sequence_parallel:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:  # backward: what all ranks' rows of B say
+        else:  # backward sums the gradients that come through each rank's rows of B
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         return self.adapter.scale * F.linear(low, self.lora_b)
 
 
 class AdaptedRow(AdaptedLinear):
-    """Of a layer whose columns are split: a rank has its columns of A, and all of B.
+    """The adapter of a layer whose columns are split: a rank has its columns of A, and all of B.
 
-    What it adds is a part, as the product itself is; the layer's reduction completes both in one message.
+    Its term is a partial sum, like the product itself, and the layer's own reduction completes both in one message.
     """
 
     def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
@@ -168,34 +167,21 @@ class AdaptedRow(AdaptedLinear):
             self.lora_b.zero_()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What a checkpoint holds of this rank's layer, by name; the signature is Megatron-Core's."""
+        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         return state | self._shards("lora_a", 1, prefix, sharded_offsets, metadata)
 
     def _added(self, hidden: Tensor) -> Tensor:
-        # Each rank's columns make a part of B's gradient; backward adds the parts up.
+        # Each rank's columns give a partial gradient of B; backward sums them.
         whole_b = copy_to_tensor_model_parallel_region(self.lora_b, group=self.tp_group)
         return self.adapter.scale * F.linear(F.linear(hidden, self.lora_a), whole_b)
 
 
-@cache
-def adapted_class(layer: type) -> type:
-    """A subclass of a linear layer of Megatron-Core's (or of one of its subclasses) with an adapter.
-
-    Args:
-        layer: class whose rows or columns tensor parallelism splits.
-    """
-    if issubclass(layer, ColumnParallelLinear):
-        return type(f"Adapted{layer.__name__}", (AdaptedColumn, layer), {})
-    assert issubclass(layer, RowParallelLinear), f"{layer} is no linear layer that takes an adapter"
-    return type(f"Adapted{layer.__name__}", (AdaptedRow, layer), {})
-
-
 def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> TransformerBlockSubmodules:
-    """The spec of a stage's layers with adapters in the place of the layers that they are asked for; changes it.
+    """Put adapters on the target modules of a stage's spec, which is changed.
 
     Args:
-        block: whose layers are made of torch modules; those with experts keep their feed-forward networks as they are.
+        block: the spec; its layers are torch modules. Experts get no adapters.
         lora: the adapters' settings; its rank is above 0.
     """
     for layer in block.layer_specs:
@@ -204,17 +190,17 @@ def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> Transf
         if parts.mlp.submodules is not None and hasattr(parts.mlp.submodules, "linear_fc1"):
             places |= {"linear_fc1": parts.mlp.submodules, "linear_fc2": parts.mlp.submodules}
         for name, place in places.items():
-            if name not in lora.target_modules or _is_adapted(getattr(place, name)):  # the layers may share one spec
+            kind, params = spec_of(getattr(place, name))
+            if name not in lora.target_modules or issubclass(kind, AdaptedLinear):  # the layers may share one spec
                 continue
-            current = getattr(place, name)
             settings = AdapterSettings(lora.rank, lora.alpha / lora.rank, stacked=name == STACKED)
-            kind, params = (current.module, current.params) if isinstance(current, ModuleSpec) else (current, {})
-            setattr(place, name, ModuleSpec(module=adapted_class(kind), params={**params, "adapter": settings}))
+            adapted = fronted(AdaptedColumn if issubclass(kind, ColumnParallelLinear) else AdaptedRow, kind)
+            setattr(place, name, ModuleSpec(module=adapted, params={**params, "adapter": settings}))
     return block
 
 
 def train_adapters_alone(chunk: Any) -> None:
-    """Freeze every parameter but the adapters', whose first values are drawn.
+    """Freeze every parameter but the adapters', and draw the first values of these.
 
     Args:
         chunk: a GPTModel with adapters in its layers.
@@ -225,7 +211,7 @@ def train_adapters_alone(chunk: Any) -> None:
         for parameter in (layer.lora_a, layer.lora_b):
             parameter.requires_grad_(True)
     if chunk.pre_process:
-        # Nothing before the first adapter has a gradient, and recomputed layers have one only if their input has.
+        # Recomputed layers have a gradient only if their input has one, and nothing before the first adapter has.
         chunk.embedding.register_forward_hook(_carry_gradients)
 
 
@@ -253,11 +239,6 @@ def _adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
         for name, module in layer.named_modules():
             if isinstance(module, AdaptedLinear):
                 yield f"layers.{layer.layer_number - 1}.{name}", module
-
-
-def _is_adapted(spec: Any) -> bool:
-    module = spec.module if isinstance(spec, ModuleSpec) else spec
-    return isinstance(module, type) and issubclass(module, AdaptedLinear)
 
 
 def _carry_gradients(_module: Any, _given: Any, embedded: Tensor) -> Tensor:

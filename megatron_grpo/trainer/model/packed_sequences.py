@@ -1,16 +1,28 @@
-"""Where the tokens of a microbatch stand when its sequences are laid end to end and split over context-parallel ranks.
+"""How the sequences of a microbatch are packed end to end, split over context-parallel ranks, and attended over.
 
-Everything here is computed on the host, in NumPy: no part of a microbatch makes the host wait for the device.
+Everything here is NumPy on the host, so that preparing a microbatch never waits for the device.
 
-With context parallelism of n, a sequence is padded to 2n chunks of equal length, and rank r holds chunks r and
-2n - 1 - r: under causal attention every rank then has equally much to do (Llama 3, 2024, section 3.3.2).
+Without context parallelism a rank holds the sequences one after the other. With context parallelism of n the split is
+zig-zag: each sequence is padded to a multiple of 2n and cut into 2n chunks, of which rank r holds chunk r and chunk
+2n - 1 - r. Under causal attention chunk i costs in proportion to i + 1/2 (its queries see all chunks before it), so a
+split into n consecutive parts would give the last rank almost twice the average work, while r + (2n - 1 - r) is the
+same for every rank (Llama 3, 2024, section 3.3.2). With n = 2 and sequences A (8 tokens) and B (4 tokens):
+
+    sequence order   A0 A1 | A2 A3 | A4 A5 | A6 A7 | B0 | B1 | B2 | B3
+    rank 0           A0 A1 A6 A7 B0 B3          chunks 0 and 3 of each
+    rank 1           A2 A3 A4 A5 B1 B2          chunks 1 and 2 of each
+
+Each sequence is cut on its own, so a rank holds two runs of consecutive tokens of every sequence, and each run is one
+part of an attention call. Its keys are the tokens of its sequence from position 0 to its own end, held by all ranks:
+ranks gather keys and values, which then lie rank by rank, and `PackedLayout.places` maps sequence order to that order.
+The order that Transformer Engine expects for packed ("thd") sequences is the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -21,80 +33,36 @@ from torch import Tensor
 
 from megatron_grpo.data.routed import UNKNOWN
 
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Which sequences tokens belong to, in the order in which the layers between attention calls hold them."""
-
-    sequence: Tensor
-    """[tokens], int64: number of the token's sequence in the microbatch; padding belongs to one behind the last."""
-    weight: Tensor
-    """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
-    sequences: int
-
-
-def membership(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Membership:
-    """Which sequences a rank's tokens belong to.
-
-    Args:
-        layout: where the tokens stand.
-        part: which part of them the rank holds under sequence parallelism.
-        parts: in how many parts they are split.
-        real: whether they are tokens of the batch; if not, all of them count as padding.
-    """
-    source = held_source(layout, part=part, parts=parts)
-    count = len(layout.lengths)
-    sequence = np.searchsorted(np.cumsum(layout.lengths), source, side="right")
-    sequence = np.where(source < 0, count, sequence)
-    weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32) * real
-    return Membership(torch.from_numpy(sequence), torch.from_numpy(weight.astype(np.float32)), count)
-
-
-def held_source(layout: PackedLayout, *, part: int, parts: int) -> NDArray[np.int64]:
-    """[tokens of a rank's part], int64: their indices in the flat sequences, -1 on padding; one of `parts` equal parts
-    of what the context-parallel rank holds, as sequence parallelism cuts it."""
-    each = layout.local_tokens // parts
-    return layout.source[part * each : (part + 1) * each]
-
-
-def held_routing(layout: PackedLayout, routed: Tensor, *, part: int, parts: int, real: bool) -> Tensor:
-    """The recorded experts of a rank's tokens, in the order in which the layers between attention calls hold them.
-
-    Args:
-        layout: where the tokens stand.
-        routed: [tokens of the flat sequences, numbers of a token], int8 or int16, on the host.
-        part: which part of the tokens the rank holds under sequence parallelism.
-        parts: in how many parts they are split.
-        real: whether they are tokens of the batch; if not, nothing is known of them.
-
-    Returns:
-        [tokens, numbers of a token], in the dtype of `routed`; -1 on padding.
-    """
-    source = torch.from_numpy(held_source(layout, part=part, parts=parts))
-    held = routed[source.clamp(min=0)]
-    held[source < 0 if real else slice(None)] = UNKNOWN
-    return held
-
-
 LEAST_FILL = 0.75
-"""Sequences share an attention call as long as the shortest has this share of the longest's tokens."""
+"""Sequences share an attention call if the shortest has at least this share of the longest's tokens."""
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class Membership:
+    """The sequence that each token belongs to, in the order of the tokens between attention calls."""
+
+    sequence: Tensor
+    """[tokens], int64: number of the token's sequence in the microbatch; padding counts as one more sequence."""
+    weight: Tensor
+    """[tokens], float32: one over the tokens of the sequence; 0 on padding."""
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Parts of sequences that one attention call serves, as a rectangle; shorter ones repeat their last token."""
+    """Parts of sequences that one attention call computes, as a rectangle; shorter ones repeat their last token."""
 
     queries: Tensor
-    """[parts, most queries], int64: places of the queries among this rank's tokens."""
+    """[parts, most queries], int64: index of each query in this rank's tokens."""
     keys: Tensor
-    """[parts, most keys], int64: places of the keys among the tokens of all context-parallel ranks, rank by rank."""
+    """[parts, most keys], int64: index of each key in the gathered tokens of all context-parallel ranks."""
     first: Tensor
-    """[parts], int64: how many tokens a part's first query stands behind its first key. That has position 0, unless a
-    window hides the beginning of the sequence."""
+    """[parts], int64: position of the first query minus that of the first key, which is 0 unless a window hides the
+    beginning of the sequence."""
     square: bool
-    """Whether every part begins with its sequence: as many queries as keys, from position 0 on."""
+    """Whether every part has as many queries as keys, both from position 0, so that the mask is simply causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,52 +71,51 @@ class AttentionCalls:
 
     groups: list[AttentionGroup]
     slots: Tensor | None
-    """[slots], int64: each query's place among this rank's tokens, for the queries of all groups one after the other;
-    None: the tokens as they are."""
+    """[slots], int64: index of each query in this rank's tokens, group by group; None: the tokens in their order."""
     out: Tensor | None
-    """[tokens of this rank], int64: the slot of each token's query; None: that of its number."""
+    """[tokens of this rank], int64: slot of each token's query; None: slots are in the order of tokens."""
     own_keys: bool
-    """Whether the keys of all groups stand where their queries do."""
+    """Whether keys have the same slots as their queries."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """A microbatch's sequences as Megatron-Core's layers are told of them.
+    """The packed sequences of a microbatch, as an argument of Megatron-Core's layers.
 
-    qkv_format is "sbhd" in the torch layers: Megatron-Core then treats the microbatch as one long sequence, and only
-    the rotary embedding and the attention, which are ours, look at the entries below.
+    For the torch layers qkv_format is "sbhd": Megatron-Core then sees one long sequence, and only our rotary embedding,
+    attention and expert router read the fields below.
     """
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
     membership: Membership | None = None
-    """Of this rank's tokens, or of its part of them under sequence parallelism; None: no layer asks."""
+    """Of this rank's tokens, or of its part of them under sequence parallelism; None: the model has no experts."""
     routed: Tensor | None = None
-    """[tokens of the same part, layers with experts * experts of a token], int8 or int16: which experts to send tokens
-    through, -1 where the router chooses; None: it chooses everywhere."""
+    """[tokens of the same part, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
+    -1 where the router chooses; None: it chooses everywhere."""
     calls: AttentionCalls | None = None
-    """Of layers in which a token sees everything before it."""
+    """For layers in which a token sees all tokens before it."""
     windowed_calls: AttentionCalls | None = None
-    """Of layers with a window; None: the model has none."""
+    """For layers with a window; None: the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of sequences whose queries are next to each other on this rank, as are the keys that these see."""
+    """Parts of sequences: each has consecutive queries on this rank, and consecutive keys in sequence order."""
 
     queries: Ints
     """[parts]: number of queries."""
     keys: Ints
-    """[parts]: number of keys; the last has the position of the last query."""
+    """[parts]: number of keys; the last key has the position of the last query."""
     first_query: Ints
-    """[parts]: place of the first query among this rank's tokens."""
+    """[parts]: index of the first query in this rank's tokens."""
     first_key: Ints
-    """[parts]: place of the first key among the tokens of all ranks, in the order of the sequences."""
+    """[parts]: index of the first key among all tokens in sequence order."""
 
     def within(self, window: int) -> _Parts:
-        """These parts, cut so that nothing is computed of keys that no query of a part sees through the window.
+        """These parts, cut into parts of at most `window` queries without the keys that none of these sees.
 
-        A part of at most `window` queries has fewer than twice as many keys, however long its sequence is.
+        A part then has fewer than 2 * window keys, however long its sequence is.
         """
         blocks = -(-self.queries // window)
         part = np.repeat(np.arange(len(blocks)), blocks)
@@ -163,17 +130,16 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The places of a microbatch's tokens on one context-parallel rank."""
+    """Which tokens of a microbatch one context-parallel rank holds, and in which order."""
 
     source: Ints
     """[tokens of this rank]: index of each token in the flat sequences; -1 is padding."""
     positions: Ints
     """[tokens of this rank]: position of each token in its sequence."""
     places: Ints
-    """[all tokens, padding included]: place of each among the tokens of all ranks, rank by rank. The order is that of
-    the sequences, each padded to its width."""
+    """[all tokens, padding included], in sequence order: index of each in the tokens of all ranks, rank by rank."""
     widths: Ints
-    """[sequences]: tokens of each, padding included, over all ranks."""
+    """[sequences]: padded length of each, over all ranks."""
     lengths: Ints
     """[sequences]: tokens of each."""
     rank: int
@@ -185,14 +151,17 @@ class PackedLayout:
         return len(self.source)
 
     def predicting(self, wanted: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Which hidden states of this rank say something about wanted tokens: those of the token before each.
+        """Find the hidden states of this rank that predict wanted tokens: each is that of the token before.
+
+        With context parallelism the token before may be on another rank than the token itself; the rank that holds the
+        hidden state computes the token's loss.
 
         Args:
-            wanted: [tokens of the flat sequences], bool. The first of a sequence is left out: nothing predicts it.
+            wanted: [tokens of the flat sequences], bool. First tokens are left out: nothing predicts them.
 
         Returns:
-            Places among this rank's tokens, and indices of the tokens that they predict in the flat sequences, both
-            [predicted tokens of this rank], int64, in the order of the flat sequences.
+            Indices into this rank's tokens, and the flat indices of the tokens that these predict, both [predicted
+            tokens of this rank], int64, in the order of the flat sequences.
         """
         starts, columns = np.cumsum(self.lengths) - self.lengths, np.cumsum(self.widths) - self.widths
         chosen = wanted.copy()
@@ -213,8 +182,8 @@ def lay_out(
         lengths: tokens of each sequence, at least one sequence of at least one token.
         rank: this context-parallel rank.
         size: number of context-parallel ranks.
-        tensor_multiple: what the tokens of a rank are to be a multiple of; the last sequence is padded for it.
-        width: tokens that every sequence is padded to; None: as few as can be.
+        tensor_multiple: the number of tokens of a rank is made a multiple of this by padding the last sequence.
+        width: length that every sequence is padded to; None: only what the split needs.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     chunks = 2 * size if size > 1 else 1
@@ -228,6 +197,8 @@ def lay_out(
         owner, slot = np.zeros_like(position), np.arange(len(position))
     else:
         chunk_length = (widths // chunks)[sequence]
+        # Chunk c belongs to rank c in the first half and to rank 2n - 1 - c in the second. On its rank it follows the
+        # rank's shares of the sequences before; the second chunk of a sequence follows the first.
         chunk = position // chunk_length
         owner = np.where(chunk < size, chunk, chunks - 1 - chunk)
         slot = (columns // size)[sequence] + position % chunk_length + np.where(chunk < size, 0, chunk_length)
@@ -240,7 +211,7 @@ def lay_out(
 
 
 def _parts(layout: PackedLayout) -> _Parts:
-    """Every sequence; with context parallelism, the two chunks of each that this rank has."""
+    """One part per sequence; with context parallelism two, the rank's chunks, each with all keys up to its end."""
     columns = np.cumsum(layout.widths) - layout.widths
     size, rank = layout.size, layout.rank
     if size == 1:
@@ -258,12 +229,12 @@ def attention_calls(layout: PackedLayout, window: int | None = None) -> Attentio
     """The attention calls of a microbatch on this rank.
 
     Args:
-        layout: where its tokens stand.
+        layout: which tokens the rank holds.
         window: tokens that each token sees, itself included; None: all before it.
     """
     parts = _parts(layout) if window is None else _parts(layout).within(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
-    # Longest first: neighbours are of like length, so that little of a rectangle is padding.
+    # Longest first, so that neighbours have similar lengths and rectangles little padding.
     order = np.lexsort((np.arange(len(keys)), -queries, -keys))
     out = np.empty(layout.local_tokens, dtype=np.int64)
     groups, done, begin = [], 0, 0
@@ -294,6 +265,42 @@ def attention_calls(layout: PackedLayout, window: int | None = None) -> Attentio
     return AttentionCalls(groups, slots, torch.from_numpy(out), own_keys)
 
 
+def membership(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Membership:
+    """The sequence of each of a rank's tokens.
+
+    Args:
+        layout: which tokens the context-parallel rank holds.
+        part: number of the part that this rank holds under sequence parallelism.
+        parts: number of parts.
+        real: False: the microbatch is empty, and all tokens count as padding.
+    """
+    source = held_source(layout, part=part, parts=parts)
+    count = len(layout.lengths)
+    sequence = np.searchsorted(np.cumsum(layout.lengths), source, side="right")
+    sequence = np.where(source < 0, count, sequence)
+    weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32) * real
+    return Membership(torch.from_numpy(sequence), torch.from_numpy(weight.astype(np.float32)), count)
+
+
+def held_source(layout: PackedLayout, *, part: int, parts: int) -> NDArray[np.int64]:
+    """[tokens of a part], int64: flat indices of the tokens in one of the `parts` equal parts that sequence parallelism
+    cuts a context-parallel rank's tokens into; -1 on padding."""
+    each = layout.local_tokens // parts
+    return layout.source[part * each : (part + 1) * each]
+
+
+def held_routing(layout: PackedLayout, routed: Tensor, *, part: int, parts: int, real: bool) -> Tensor:
+    """The recorded experts of a rank's tokens, with the arguments of `membership`.
+
+    `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16 on the host, becomes [tokens of
+    the part, layers * experts of a token] of the same dtype; -1 on padding.
+    """
+    source = torch.from_numpy(held_source(layout, part=part, parts=parts))
+    held = routed[source.clamp(min=0)]
+    held[source < 0 if real else slice(None)] = UNKNOWN
+    return held
+
+
 def packed_sequences(
     layout: PackedLayout,
     transformer_engine: bool,
@@ -301,14 +308,14 @@ def packed_sequences(
     members: Membership | None = None,
     routed: Tensor | None = None,
 ) -> PackedSequences:
-    """What the layers are told of a microbatch.
+    """The argument of Megatron-Core's layers for a microbatch.
 
     Args:
-        layout: where its tokens stand.
-        transformer_engine: whether Transformer Engine's attention does the work, which wants boundaries only.
-        window: tokens that each token sees in the layers with a window, itself included; None: no layer has one.
-        members: which sequences the tokens belong to; None: no layer asks.
-        routed: recorded experts of the tokens, as `PackedSequences` has them; None: routers choose.
+        layout: which tokens the rank holds.
+        transformer_engine: the attention is Transformer Engine's, which needs boundaries only.
+        window: tokens that each token sees in layers with a window, itself included; None: no layer has one.
+        members: sequence of each token; None: the model has no experts.
+        routed: recorded experts, as `PackedSequences.routed`.
     """
     if transformer_engine:
         ends = torch.from_numpy(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
@@ -334,19 +341,12 @@ def packed_sequences(
     )
 
 
-def moved(sequences: PackedSequences, move: Callable[[Tensor], Tensor]) -> PackedSequences:
-    """Packed sequences with every tensor, of any shape and dtype, passed through `move`: to a device, say."""
-
-    def all_moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return move(value)
-        if isinstance(value, AttentionGroup):
-            return AttentionGroup(move(value.queries), move(value.keys), move(value.first), value.square)
-        if isinstance(value, AttentionCalls):
-            groups = [all_moved(one) for one in value.groups]
-            return AttentionCalls(groups, all_moved(value.slots), all_moved(value.out), value.own_keys)
-        if isinstance(value, Membership):
-            return Membership(move(value.sequence), move(value.weight), value.sequences)
-        return value
-
-    return PackedSequences(**{name: all_moved(value) for name, value in vars(sequences).items()})
+def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of packed sequences, or of a part of them, with every tensor passed through `move` (to a device)."""
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, list):
+        return [moved(one, move) for one in value]
+    if isinstance(value, (PackedSequences, AttentionCalls, AttentionGroup, Membership)):
+        return type(value)(**{one.name: moved(getattr(value, one.name), move) for one in fields(value)})
+    return value

@@ -52,7 +52,7 @@ def test_rope_settings_in_both_spellings() -> None:
 
 
 def test_scaled_frequencies_are_those_of_the_transformers_model() -> None:
-    from megatron_grpo.trainer.model.build import scaled_rope_frequencies
+    from megatron_grpo.trainer.model.attention import scaled_rope_frequencies
 
     model = BUILDERS["llama_untied"]()
     shape = shape_of_config(model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})

@@ -1,22 +1,26 @@
-"""FP8 numerics in torch: linear layers whose inputs and weights are rounded to what FP8 holds, on any machine.
+"""Linear layers of torch whose operands are rounded: simulated FP8 on any machine, and quantisation-aware training.
 
-What Transformer Engine's recipes do to the operands of a product, without its speed: values are scaled so that the
-largest is E4M3's largest, rounded to E4M3 and scaled back. Scales are those of the whole matrix or of whole blocks in
-every layout, so that a layout changes nothing. Gradients pass the rounding as they are.
+In both, gradients pass the rounding unchanged (straight-through estimator), and scales follow from the values at hand,
+so that nothing is calibrated or kept in a checkpoint.
+
+- Simulated FP8 applies Transformer Engine's recipes: values are scaled so that the largest becomes E4M3's largest,
+  rounded to E4M3 and scaled back. Scales are of the whole matrix or of whole blocks in every layout.
+- Quantisation is modelopt's: each row of a weight and each token of an input has its own scale, so that merged matrices
+  need no common one.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
-from megatron_grpo.config.schema import Fp8Config
-from megatron_grpo.trainer.model.layers import with_front
+from megatron_grpo.config.schema import Fp8Config, QuantizationFormat
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest number of E4M3: 448. Operands are E4M3 in both formats; hybrid differs in gradients (E5M2)."""
@@ -67,7 +71,7 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 class RoundedLinear:
-    """What layers with FP8 numerics have in common, in front of the class of the layer itself."""
+    """Simulated FP8, as the first base class of a linear layer (`layers.with_front`)."""
 
     config: Any
     weight: Tensor
@@ -80,18 +84,17 @@ class RoundedLinear:
         self._recipe = fp8.recipe
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
+        """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
         if self.fp8_on:
             input = _straight_through(input, self._input(input))
             weight = _straight_through(weight, self._weight(weight))
-        # The class behind this one is the layer's.
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
 
     @torch.no_grad()
     def _input(self, values: Tensor) -> Tensor:
         if self._recipe == "tensorwise":
-            # Neighbours may hold other tokens, or other columns.
+            # Other ranks hold other tokens or other columns of the same matrix.
             return round_tensor(values, parallel_state.get_tensor_and_context_parallel_group())
         return round_blocks(values, 1, 32 if self._recipe == "mxfp8" else 128)
 
@@ -102,25 +105,8 @@ class RoundedLinear:
         return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, 128, 128)
 
 
-def with_rounding(block: TransformerBlockSubmodules, fp8: Fp8Config) -> TransformerBlockSubmodules:
-    """The spec of a stage's layers with FP8 numerics in every linear layer; changes it.
-
-    Args:
-        block: whose layers are made of torch modules.
-        fp8: the recipe; not delayed, whose scales depend on earlier steps.
-    """
-    assert fp8.recipe != "delayed", "its scales depend on earlier steps"
-    return with_front(block, RoundedLinear, fp8=fp8)
-
-
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
-    """Leave the first and last layers of the model as they are, as many as the configuration says.
-
-    Args:
-        chunk: a GPTModel with FP8 numerics in its layers.
-        layers: number of layers of the whole model.
-        fp8: how many.
-    """
+    """Switch rounding off in the first and last layers of a chunk, as many as `fp8` says of the model's `layers`."""
     for layer in chunk.decoder.layers:
         outer = layer.layer_number <= fp8.first_layers_bf16 or layer.layer_number > layers - fp8.last_layers_bf16
         for module in layer.modules():
@@ -130,7 +116,7 @@ def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
 
 def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
     """Values, [...], float32, at scales that broadcast to them, rounded to E4M3 (to even) and scaled back: float32."""
-    # The product may be past 448 by a rounding, and E4M3 has no infinity to stop at.
+    # Clamped: rounding may put the product just above 448, which E4M3 (it has no infinity) would turn into NaN.
     return (values * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() / scale
 
 
@@ -152,3 +138,66 @@ def _straight_through(values: Tensor, rounded: Tensor) -> Tensor:
     """Both [...], of one dtype: the rounded ones in the forward pass, the identity in the backward pass."""
     result: Tensor = _StraightThrough.apply(values, rounded)
     return result
+
+
+class QuantizedLinear:
+    """modelopt's rounding, as the first base class of a linear layer (`layers.with_front`)."""
+
+    tp_group: Any
+
+    def __init__(self, *arguments: Any, quantization: QuantizationFormat, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # A rank has whole rows and sees whole tokens, unless the columns of the matrix are split.
+        group = self.tp_group if isinstance(self, RowParallelLinear) else None
+        # One scale per token of an input, [length, sequences, columns], and per row of a weight, [rows, columns]. Kept
+        # in a tuple they are not submodules, so checkpoints ignore them.
+        self._quantizers = (_quantizer(quantization, (0, 1), group), _quantizer(quantization, 0, group))
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
+        of_input, of_weight = self._quantizers
+        output: Tensor = super()._forward_impl(of_input(input), of_weight(weight), *arguments, **keywords)  # type: ignore[misc]
+        return output
+
+
+NUM_BITS = {"int8": 8, "fp8": (4, 3)}
+"""modelopt's name of a format: bits of an integer, or of exponent and mantissa."""
+
+
+def _quantizer(quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None) -> Any:
+    """A quantiser with a scale for each index of `axis`.
+
+    Args:
+        quantization: format to round to.
+        axis: dimensions that have a scale for each index.
+        group: ranks that together have all columns; None: this rank has them.
+    """
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
+
+    # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.
+    attributes: Any = QuantizerAttributeConfig(
+        num_bits=NUM_BITS[quantization], type="dynamic", pass_through_bwd=True, axis=axis
+    )
+    return _split_quantizer_class()(attributes, group)
+
+
+@cache
+def _split_quantizer_class() -> type:
+    """A subclass of modelopt's quantiser for matrices whose columns are split over ranks; made here because modelopt is
+    optional."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    class SplitQuantizer(TensorQuantizer):  # type: ignore[misc,unused-ignore]
+        def __init__(self, attributes: Any, group: dist.ProcessGroup | None) -> None:
+            super().__init__(attributes)
+            self._group = group
+
+        def _get_amax(self, inputs: Tensor) -> Tensor:
+            """Largest absolute value of each scale's numbers, float32, in a shape that broadcasts to the inputs."""
+            largest: Tensor = super()._get_amax(inputs).float()
+            if self._group is not None and self._group.size() > 1:
+                # Scales are dynamic, so they are reduced over ranks each time; modelopt does so only in calibration.
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+            return largest
+
+    return SplitQuantizer

@@ -1,0 +1,268 @@
+"""Megatron-Core's configuration of a model: sizes, layout, speed, memory, FP8, and the fields that users pass on."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import os
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_grpo.config.checks.passthrough import library_problems
+from megatron_grpo.config.errors import Problem, RunError
+from megatron_grpo.config.schema import Fp8Config, ParallelConfig, PolicyConfig
+from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.weights.shape import ModelShape
+
+T = TypeVar("T")
+
+
+def transformer_config(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    precision: Literal["float32", "bfloat16"],
+    activation_checkpointing: bool,
+    fp8: Fp8Config,
+    fields: Mapping[str, Any],
+) -> TransformerConfig:
+    """Megatron-Core's settings of a decoder without dropout; `fields` are the user's and override the others."""
+    dtype = getattr(torch, precision)
+    ours: dict[str, Any] = dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn_hidden,
+        num_attention_heads=shape.attention_heads,
+        num_query_groups=shape.key_value_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **_parallel_settings(parallel),
+        bf16=precision == "bfloat16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        # Initialisation also marks which parameters are split over TP (without the marks, gradient norms leave the
+        # other ranks' shards out), so it has to run, but it need not draw values that load_hf_weights overwrites.
+        perform_initialization=True,
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
+        moe_token_dispatcher_type="alltoall",
+        **_expert_settings(shape),
+        recompute_granularity="full" if activation_checkpointing else None,
+        recompute_method="uniform" if activation_checkpointing else None,
+        recompute_num_layers=1 if activation_checkpointing else None,
+        # What not all families share.
+        activation_func={"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
+        layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        softmax_scale=shape.softmax_scale,
+        # Megatron-Core counts tokens before and after the query's own, and lists which layers have the window.
+        window_size=None if shape.window is None else (shape.window - 1, 0),
+        window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
+        **fp8_settings(fp8),
+        **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
+    )
+    return made(TransformerConfig, ours, fields)
+
+
+def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    """Fields that users pass on and the installed Megatron-Core does not have, or has with another type.
+
+    Args:
+        sections: the fields by section of the configuration: policy.megatron, policy.ddp, policy.megatron_optimizer.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    kinds: dict[str, type] = {
+        "policy.megatron": TransformerConfig,
+        "policy.ddp": DistributedDataParallelConfig,
+        "policy.megatron_optimizer": OptimizerConfig,
+    }
+    problems: list[Problem] = []
+    for section, values in sections.items():
+        kind = kinds[section]
+        what = f"field of Megatron-Core's {kind.__name__}"
+        problems += library_problems(section, values, typing.get_type_hints(kind), what)
+    return problems
+
+
+def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig that follow from the settings of speed and memory, and those that the user passes on.
+
+    With policy.deterministic it also sets the environment variable that Transformer Engine reads.
+    """
+    fields: dict[str, Any] = {"gradient_accumulation_fusion": _fuses_accumulation(config)}
+    if config.deterministic:
+        # Read by Transformer Engine, which refuses deterministic_mode without it.
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        # On a CPU results repeat anyway, and the flag would only choose a slower embedding.
+        fields["deterministic_mode"] = current_platform().name == "cuda"
+    if config.recompute_modules:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
+    return fields | config.megatron
+
+
+def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
+    """One of Megatron-Core's configuration objects.
+
+    Args:
+        kind: class of the configuration object.
+        ours: fields that the run sets.
+        passed: fields that the user sets, names and types checked; they override ours. Dtypes and members of
+            enumerations are written by name.
+
+    Raises:
+        ValueError: Megatron-Core refuses the combination.
+    """
+    hints = typing.get_type_hints(kind)
+    try:
+        return kind(**{**ours, **{name: _converted(hints[name], value) for name, value in passed.items()}})
+    except (AssertionError, ValueError) as error:
+        given = ", ".join(f"{name}={value}" for name, value in passed.items())
+        raise ValueError(f"Megatron-Core refuses {kind.__name__} with {given}: {error}") from error
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """A value of a configuration as a field of this type takes it."""
+    if isinstance(value, str):
+        for one in typing.get_args(hint) or (hint,):
+            if one is torch.dtype:
+                return getattr(torch, value)
+            if isinstance(one, type) and issubclass(one, enum.Enum):
+                return one[value]
+    if isinstance(value, list) and any(typing.get_origin(one) is tuple for one in (hint, *typing.get_args(hint))):
+        return tuple(value)
+    return value
+
+
+def _fuses_accumulation(config: PolicyConfig) -> bool:
+    """Whether a matrix's gradient is added to its sum where it is made, which apex's extension can on a GPU."""
+    if config.gradient_accumulation_fusion is not None:
+        return config.gradient_accumulation_fusion
+    if config.quantization is not None:
+        return False  # the product is with a rounded weight, which has no gradient buffer
+    extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    return current_platform().name == "cuda" and extension is not None
+
+
+def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+    """TransformerConfig's fields for FP8; none when it is off or simulated."""
+    if not fp8.on_device:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.parameters,
+        "fp8_amax_history_len": fp8.amax_history,
+        "fp8_amax_compute_algo": fp8.amax_algorithm,
+        "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
+        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+    }
+
+
+def require_fp8(fp8: Fp8Config, shape: ModelShape) -> None:
+    """Refuse FP8 on a rank that cannot compute in it; does nothing when it is off or simulated.
+
+    Raises:
+        RunError: there is no GPU or no Transformer Engine, or the GPU is too old for the recipe.
+    """
+    if not fp8.on_device:
+        return
+    what = f"policy.fp8.format={fp8.format}"
+    if not uses_transformer_engine(shape):
+        raise RunError(f"{what} needs a GPU and Transformer Engine; policy.fp8.simulate=true has its numerics without")
+    have = torch.cuda.get_device_capability()
+    if have < fp8.least_capability:
+        least, there = (".".join(map(str, capability)) for capability in (fp8.least_capability, have))
+        name = torch.cuda.get_device_name()
+        raise RunError(f"{what}, recipe={fp8.recipe}: needs compute capability {least}, and {name} has {there}")
+
+
+def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """Megatron-Core's settings for the layout of a model over its ranks."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "account_for_embedding_in_pipeline_split": parallel.count_embedding,
+        "account_for_loss_in_pipeline_split": parallel.count_loss,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence and parallel.tensor > 1,
+    }
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    """Megatron-Core's settings for a mixture of experts, without the losses and updates that `ExpertRouter` owns."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "moe_layer_freq": [int(one) for one in experts.layers],
+        "moe_router_topk": experts.top_k,
+        "moe_router_score_function": experts.score,
+        # Softmax over the chosen logits alone is softmax over all of them, scaled so that the chosen add up to one.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalised,
+        "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
+        "moe_router_enable_expert_bias": experts.selection_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": uses_transformer_engine(shape),
+    }
+
+
+def _leave_as_is(weight: Tensor) -> None:
+    """Initialisation of weights that are about to be loaded: does nothing to a weight of any shape [...] and dtype."""
+
+
+def gelu_tanh(gate: Tensor) -> Tensor:
+    """x Phi(x) in its approximation by tanh (Hendrycks and Gimpel 2016), [...], in the dtype of `gate`."""
+    return F.gelu(gate, approximate="tanh")
+
+
+def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any]:
+    """Fused kernels where there is a GPU for them."""
+    cuda = current_platform().name == "cuda"
+    engine = uses_transformer_engine(shape)
+    return {
+        "apply_rope_fusion": engine,
+        "bias_activation_fusion": cuda and shape.activation == "silu",
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        # Not used; the default value warns that it is deprecated.
+        "cuda_graph_scope": [],
+        "persist_layer_norm": False,
+        # Needs a CUDA extension from apex; policy.gradient_accumulation_fusion looks for it.
+        "gradient_accumulation_fusion": False,
+        # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
+        # a batch mixes them up.
+        "batch_p2p_comm": cuda and not interleaved,
+        "batch_p2p_sync": cuda,
+    }
