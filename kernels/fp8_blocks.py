@@ -19,7 +19,7 @@ LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
 
 SMALLEST_SCALE = 2.0**-126
-"""Smallest normal number of float32: what is below is flushed to zero by some devices, and cannot be divided by."""
+"""Smallest normal number of float32; some devices flush smaller ones to zero, by which nothing can be divided."""
 
 
 def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def quantise(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """What `quantise` gave, as numbers again: multiplied in float32, then rounded to the dtype.
+    """The inverse of `quantise`: multiplied in float32, then rounded to the dtype.
 
     Args:
         quantised: [rows, columns], float8_e4m3fn.
@@ -64,7 +64,7 @@ def dequantise(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dty
 
 
 def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """`quantise` in torch, on any device: what the kernel has to equal, bit by bit."""
+    """`quantise` in torch, on any device; the kernel equals it bit by bit."""
     rows, columns = values.shape
     across, along = scales_shape(values.shape, block)
     padded = F.pad(values.float(), (0, along * block[1] - columns, 0, across * block[0] - rows))
@@ -77,7 +77,7 @@ def quantise_in_torch(values: Tensor, block: tuple[int, int]) -> tuple[Tensor, T
 
 
 def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """`dequantise` in torch, on any device: what the kernel has to equal, bit by bit."""
+    """`dequantise` in torch, on any device; the kernel equals it bit by bit."""
     rows, columns = quantised.shape
     of_numbers = scale_inv.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (quantised.float() * of_numbers).to(dtype)

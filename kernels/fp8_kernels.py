@@ -41,7 +41,7 @@ def dequantise_in_triton(quantised: Tensor, scale_inv: Tensor, block: tuple[int,
 
 
 def _settings(block: tuple[int, int]) -> dict[str, int | bool]:
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
     by_row = block[0] == 1
     return {"ROWS": _ROWS_AT_A_TIME if by_row else block[0], "COLUMNS": block[1], "BY_ROW": by_row, "num_warps": 8}
 
@@ -74,7 +74,7 @@ def _quantise(
     place = row[:, None] * columns + column[None, :]
     value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(value)
-    # A maximum may leave out a NaN, so what is not finite is looked for by itself.
+    # A maximum may ignore NaN, so numbers that are not finite are searched for separately.
     largest = tl.max(size, axis=1)
     broken = tl.max(tl.where(size < float("inf"), 0, 1), axis=1)
     if not BY_ROW:

@@ -3,9 +3,9 @@
 Forward, one kernel multiplies and reduces: no logit reaches memory. Backward, a kernel makes the logits again, a block
 of the vocabulary at a time, and leaves their gradient, [tokens, columns of the block], for two products of torch's.
 
-Why not without that block: a kernel for either gradient would make the logits twice more instead of once, and one for
-both would add to shared memory in no fixed order. What is left are plain products, at which the vendor's library is
-best, and the block costs a write and two reads beside them. Not yet timed on a GPU.
+Why that block is held: separate kernels for the two gradients would each compute the logits again, and one kernel for
+both would sum into shared results in no fixed order. The products that remain are plain ones, at which the vendor's
+library is best; the block costs a write and two reads beside them. Not yet timed on a GPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from megatron_grpo_kernels.logprob import CHUNK_NUMBERS, Asked, Head, Statistics
 
 PROGRAMS = 1024
-"""Programs of the forward kernel to aim at: several for each processor of a GPU (an H100 has 132). Few tokens make few
-programs, so the vocabulary is split too; by a number of no device, so that sums are the same everywhere."""
+"""Number of programs that the forward kernel aims at: several for each processor of a GPU (an H100 has 132). With few
+tokens the vocabulary is split too. The number is the same for all devices, and so are the sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Logits that a program has in registers: of so many tokens and columns, adding up so many products at a time."""
+    """The logits that a program has in registers: tokens and columns; `width` products are summed at a time."""
 
     tokens: int
     columns: int
@@ -36,11 +36,11 @@ class _Tile:
 
 
 _HALF, _SINGLE = _Tile(128, 128, 64, warps=8, stages=3), _Tile(64, 64, 32, warps=4, stages=3)
-"""Of 16-bit numbers, for tensor cores; and of float32, multiplied as such."""
+"""Tiles for 16-bit numbers (tensor cores), and for float32."""
 
 
 class FusedLogprobs:
-    """Memory is that of a block of `CHUNK_NUMBERS` gradients in the backward pass, next to nothing in the forward."""
+    """In Triton; holds `CHUNK_NUMBERS` gradients of logits in the backward pass, and next to nothing in the forward."""
 
     def statistics(self, head: Head) -> Statistics:
         """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -51,7 +51,7 @@ class FusedLogprobs:
         splits = triton.cdiv(head.columns, columns_of_split)  # each has a column at least
         highest = torch.empty(splits, tokens, dtype=torch.float32, device=hidden.device)
         sums = torch.empty(3, splits, tokens, dtype=torch.float32, device=hidden.device)
-        # Programs that follow each other share their columns: the weight comes from memory once, then from the cache.
+        # Consecutive programs share their columns, so that the weight is read from memory once, then from the cache.
         _reduce_logits[token_tiles, splits](
             hidden,
             real,
@@ -86,7 +86,7 @@ class FusedLogprobs:
                 asked.logsumexp,
                 asked.entropy,
                 asked.of_logprobs.contiguous(),
-                # Never read without the entropy's gradient: a kernel has a pointer for every argument.
+                # Without the entropy's gradient the kernel does not read this pointer, but needs one.
                 asked.entropy if asked.of_entropy is None else asked.of_entropy.contiguous(),
                 tokens,
                 len(block),
@@ -122,18 +122,18 @@ def _checked(head: Head) -> tuple[Tensor, Tensor, _Tile]:
 
 
 def _tiles(tokens: int, columns: int, tile: _Tile) -> tuple[int, int]:
-    """How many of them lie over [tokens, columns], in each direction."""
+    """Number of tiles over [tokens, columns], in each direction."""
     return triton.cdiv(tokens, tile.tokens), triton.cdiv(columns, tile.columns)
 
 
 def _settings(tile: _Tile, hidden: Tensor) -> dict[str, int | bool]:
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
     return {
         "TOKENS": tile.tokens,
         "COLUMNS": tile.columns,
         "WIDTH": tile.width,
         "EVEN": hidden.shape[1] % tile.width == 0,
-        # The interpreter keeps bfloat16 as integers, and multiplies those.
+        # The interpreter stores bfloat16 as integers, and would multiply these.
         "WIDEN": triton.knobs.runtime.interpret and hidden.dtype == torch.bfloat16,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

@@ -1,4 +1,4 @@
-"""What every way of computing log-probabilities from hidden states takes and gives, and the arithmetic they share."""
+"""Log-probabilities and entropies from hidden states, without ever holding all logits: autograd, and torch's way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_NUMBERS = 2**26
-"""Logits, or gradients of them, that are held at once when nobody says how many: 256 MiB of float32. With fewer, adding
-up a gradient chunk by chunk takes longer than the products."""
+"""Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, summing a
+gradient chunk by chunk takes longer than the products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The products that logits come from: z = scale * weight @ hidden, for this rank's part of the vocabulary."""
+    """The operands of the logits z = scale * weight @ hidden, for this rank's part of the vocabulary."""
 
     hidden: Tensor
     """[tokens, hidden], any float type."""
@@ -38,7 +38,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the logits of tokens are reduced to over a part of the vocabulary."""
+    """Sums over a part of the vocabulary that log-probabilities and entropies follow from."""
 
     highest: Tensor
     """[..., tokens], float32: the highest logit, m; -inf over no entries."""
@@ -46,21 +46,21 @@ class Statistics:
     """[3, ..., tokens], float32: sum_j exp(z_j - m), sum_j exp(z_j - m) (z_j - m), and the target's logit or 0."""
 
     def relative_to(self, top: Tensor) -> Tensor:
-        """The sums as they are with `top`, [..., tokens], float32, at least the highest logit, in the place of m.
+        """The sums with `top`, [..., tokens], float32, which is at least the highest logit, in place of m.
 
         With d = m - top: exp(z - top) = exp(z - m) exp(d), and z - top = z - m + d. Sums of parts of the vocabulary can
         then be added up.
         """
         there = self.highest.isfinite()
         shift = torch.where(there, self.highest - top, 0.0)
-        factor = torch.where(there, shift.exp(), 0.0)  # 0 of a part that is all padding
+        factor = torch.where(there, shift.exp(), 0.0)  # 0 for a part that is all padding
         exponentials, weighted, target = self.sums
         return torch.stack([exponentials * factor, (weighted + exponentials * shift) * factor, target])
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the gradients of a head are asked for: the distribution that its logits made, and gradients of results."""
+    """The input of a head's backward pass: the distribution of its logits, and the gradients of its outputs."""
 
     logsumexp: Tensor
     """[tokens], float32, over all ranks' parts of the vocabulary."""
@@ -69,13 +69,13 @@ class Asked:
     of_logprobs: Tensor
     """[tokens], float32."""
     of_entropy: Tensor | None
-    """[tokens], float32; None: the entropy is in no loss."""
+    """[tokens], float32; None: no loss contains the entropy."""
     of_weight: bool
-    """Whether the weight is trained. Frozen, as beside adapters, the largest matrix of a model gets no gradient."""
+    """Whether the weight is trained; with adapters it is frozen, and needs no gradient."""
 
 
 class LogprobKernel(Protocol):
-    """A way through the head that never holds [tokens, columns]. Heads have a token and a column at least."""
+    """A way to compute the head that never holds [tokens, columns]; given at least one token and one column."""
 
     def statistics(self, head: Head) -> Statistics:
         """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -91,10 +91,10 @@ class LogprobKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLogprobs:
-    """Memory is that of one chunk, for a third more arithmetic than keeping [tokens, columns]."""
+    """In torch, chunk by chunk; the logits are computed again in the backward pass (a third more arithmetic)."""
 
     chunk_tokens: int | None
-    """Tokens whose logits are held at once; None: as many as make `CHUNK_NUMBERS` logits."""
+    """Tokens of a chunk; None: as many as have `CHUNK_NUMBERS` logits."""
 
     def statistics(self, head: Head) -> Statistics:
         """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
@@ -122,7 +122,7 @@ class ChunkedLogprobs:
         for rows in self._chunks(head):
             logp = _logits(head.hidden[rows], head.real, head.scale).sub_(asked.logsumexp[rows, None])
             coefficient = asked.of_logprobs[rows, None]
-            # In place: each tensor of a chunk is as large as all that the layers hold for its tokens.
+            # In place: a chunk's logits take as much memory as all activations of its tokens.
             if asked.of_entropy is None:
                 grad = logp.exp_().mul_(-coefficient)
             else:
@@ -231,7 +231,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logsumexp, entropy = highest + log_sum, log_sum - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, logsumexp, entropy)
         ctx.columns, ctx.scale, ctx.kernel = columns, scale, kernel
-        ctx.set_materialize_grads(False)  # few losses ask for the entropy's
+        ctx.set_materialize_grads(False)  # few losses contain the entropy
         return sums[2] - logsumexp, entropy
 
     @staticmethod
@@ -251,6 +251,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _of_nothing(local: Tensor) -> Statistics:
-    """Those of tokens, [tokens], over no vocabulary entries: this rank has nothing but padding."""
+    """The statistics of tokens, [tokens], on a rank whose part of the vocabulary is all padding."""
     empty = torch.zeros(3, len(local), dtype=torch.float32, device=local.device)
     return Statistics(torch.full_like(empty[0], -torch.inf), empty)

@@ -1,4 +1,4 @@
-"""The model that is verified: a folder, or a small random one, of a family or of another's configuration."""
+"""The model to verify: a folder or hub name, or a small random model of a family or of a given configuration."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ LATENT: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Sizes of small latent attention; one group of experts of two holds a token's."""
+"""Sizes of small latent attention; a token's experts come from one of two groups."""
 
 WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
-"""Of a small model that has windows: shorter than sequences, and with every second layer seeing everything."""
+"""Windows of a small model: shorter than the sequences, in every second layer."""
 
 GEMMA3: dict[str, Any] = {
     # The second half is not the first: a pipeline stage has to know which layers it holds.
@@ -92,7 +92,7 @@ TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": None}),
     "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
 }
-"""Configurations of families, and what they have beside `SMALL`."""
+"""Configuration classes of families, and their settings besides `SMALL`."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -101,8 +101,8 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     Args:
         model: `tiny:` and a family, a folder with a config.json, or a hub name.
         shrink: make a small random model of the folder's own configuration.
-        folder: where a model is made.
-        seed: of its weights.
+        folder: where a random model is written.
+        seed: seed of a random model's weights.
 
     Raises:
         UsageError: there is no such model.

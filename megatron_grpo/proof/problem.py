@@ -1,4 +1,4 @@
-"""The tokens that every layout is given, and what transformers makes of them."""
+"""The batch that every layout computes, and transformers' results for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.shape import ExpertShape
 
 MOE = MoeConfig(aux_loss_coeff=0.05, z_loss_coeff=0.01)
-"""The losses that keep experts in use are part of every layout's gradient."""
+"""Settings of the experts' balancing losses, which are part of every layout's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What transformers computes, in float32 on one process."""
+    """transformers' results, in float32 in one process."""
 
     logprobs: Tensor
     """[tokens], float32: of every token; 0 at the first of a sequence."""
@@ -57,7 +57,7 @@ def make_loss() -> ClippedPGLossFn:
 
 
 def counts_of(batch: TokenBatch) -> GlobalCounts:
-    """What the loss of a step on the whole batch is divided by."""
+    """The denominators of a step on the whole batch."""
     masks = given(batch.fields.loss_mask).split(batch.lengths)
     return GlobalCounts(
         tokens=float(sum(mask.sum() for mask in masks)),
@@ -67,7 +67,7 @@ def counts_of(batch: TokenBatch) -> GlobalCounts:
 
 
 def solve(folder: Path, batch: TokenBatch) -> Truth:
-    """What transformers says of a batch, one sequence at a time: no padding, no packing, no layout."""
+    """transformers' results for a batch, one sequence at a time: no padding, no packing, no layout."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     experts = shape_of_folder(folder).experts
     asked = {} if experts is None else {"output_router_logits": True}
@@ -93,10 +93,9 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
 
 
 def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
-    """What `MOE` asks of one layer's router for one sequence, [tokens, experts], float32; [].
+    """The losses of `MOE` for one layer and one sequence: logits [tokens, experts], float32, to [].
 
-    The level of experts that are chosen by softmax is transformers' own, which counts a token once for each of its
-    experts.
+    For softmax scores the balancing loss is transformers' own, which counts a token once for each of its experts.
     """
     if experts.score == "softmax":
         level = load_balancing_loss_func((logits,), experts.count, experts.top_k) / experts.top_k
@@ -132,7 +131,7 @@ def as_stored(tensors: dict[str, Tensor], *, mixtral: bool = False) -> dict[str,
 
 
 def _of_mixtral(name: str) -> str:
-    """The name in Mixtral's files of a tensor that has another family's."""
+    """The name that Mixtral's files have for a tensor under another family's name."""
     if ".mlp." not in name:
         return name
     for other, own in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():

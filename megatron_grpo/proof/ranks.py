@@ -1,4 +1,4 @@
-"""The processes of a layout on this machine, over gloo: started, waited for with a deadline, ended."""
+"""Runs a layout as processes on this machine, over gloo, and compares its results with transformers'."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GATHER_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What every rank of a layout is told."""
+    """The input of every rank of a layout."""
 
     folder: str
     parallel: ParallelConfig
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(slots=True)
 class Findings:
-    """What a rank has found; what other ranks speak for is empty."""
+    """A rank's results; those that other ranks return are empty."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By number of the sequence, each [tokens], float32; 0 at first tokens."""
@@ -65,7 +65,7 @@ def measure(task: Task, enter: Callable[[str], None]) -> Findings:
 
     Args:
         task: what to measure.
-        enter: told the name of each phase as it begins.
+        enter: called with the name of each phase as it begins.
     """
     enter("building the model")
     batch, found = _replica_batch(task)
@@ -92,7 +92,7 @@ def measure(task: Task, enter: Callable[[str], None]) -> Findings:
         result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if parallel_state.get_tensor_model_parallel_rank():  # its neighbours computed the same loss
+    if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel neighbours computed the same loss
         result.losses = [0.0] * len(result.losses)
     return result
 
@@ -146,7 +146,7 @@ def _whole(rank: PolicyRank) -> dict[str, Tensor]:
 
 
 def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
-    """The gradients likewise: exported in the place of the weights."""
+    """The gradients, exported like the weights."""
     parameters = rank.parameters()
     weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -158,16 +158,16 @@ def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
 
 
 PHASE, FOUND, FAILED = "phase", "found", "failed"
-"""What a rank's message is: what it does now, what it has found, a traceback."""
+"""Kinds of a rank's messages: its current phase, its results, a traceback."""
 JOIN_S = 5.0
-"""Time that the exit code of a rank which is gone may take to be known."""
+"""Seconds to wait for the exit code of a rank that died."""
 
 
 def run_layout(task: Task) -> list[Findings]:
-    """What each rank of a layout finds, by rank.
+    """Run every rank of a layout, and return their results by rank.
 
     Raises:
-        RunError: a rank failed or died, or not all were done in time; names them.
+        RunError: a rank failed, died or missed the deadline; names it.
     """
     from megatron_grpo.platform.device import open_store
 
@@ -206,8 +206,8 @@ def _collect(
         pending = [one for rank, one in enumerate(connections) if rank not in found]
         ready = wait(pending, timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            late = ", ".join(f"{rank} (in {phases[rank]})" for rank, one in enumerate(connections) if one in pending)
-            raise RunError(f"rank(s) {late} were not done within timeout_s={timeout_s:g} s")
+            overdue = ", ".join(f"{rank} (in {phases[rank]})" for rank, one in enumerate(connections) if one in pending)
+            raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
         for connection in ready:
             rank = next(number for number, one in enumerate(connections) if one is connection)
             try:
@@ -226,7 +226,7 @@ def _collect(
 
 
 def _serve(task: Task, rank: int, port: int, connection: Connection) -> None:
-    """A rank: measure once, say what it is about to do, and answer with what was found or with a traceback."""
+    """The process of a rank: report phases, then the results or a traceback."""
     import torch
 
     from megatron_grpo.platform.device import reach_store
@@ -257,7 +257,7 @@ loss after the optimizer steps (absolute, against one rank)."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How a layout came out."""
+    """The result of a layout."""
 
     layout: str
     packed: bool
@@ -285,7 +285,7 @@ class Row:
 def compare(
     name: str, packed: bool, found: Sequence[Findings], truth: Truth, batch: TokenBatch, one_rank: Row | None
 ) -> Row:
-    """What the ranks of a layout found, against transformers and the layout of one rank (None: this is it)."""
+    """Compare the results of a layout's ranks with transformers and with one rank (None: this is one rank)."""
     logprobs = {number: values for one in found for number, values in one.logprobs.items()}
     expected = truth.logprobs.split(batch.lengths)
     assert sorted(logprobs) == list(range(len(expected))), "every sequence is reported once"
@@ -293,7 +293,7 @@ def compare(
     return Row(
         layout=name,
         packed=packed,
-        # Of all in one tensor, whose maximum is NaN when any is: Python's would pass over it.
+        # In one tensor, whose maximum is NaN if any number is; Python's max would ignore NaN.
         logprob=float(torch.cat([logprobs[n] - expected[n] for n in logprobs]).abs().max()),
         gradient=_relative_error(found, truth.gradients),
         loss=0.0 if one_rank is None else abs(final - one_rank.final_loss),
@@ -305,7 +305,7 @@ def compare(
 
 
 def _relative_error(found: Sequence[Findings], truth: dict[str, Tensor]) -> float:
-    """Infinite when a tensor is missing, or not finite. What no gradient moves is exported too, and not looked at."""
+    """Largest relative error over all tensors; infinite if one is missing or not finite."""
     gradients = {name: tensor for one in found for name, tensor in one.gradients.items()}
     if not truth.keys() <= gradients.keys():
         return float("inf")

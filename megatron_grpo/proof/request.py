@@ -1,4 +1,4 @@
-"""What is to be verified, from a command line."""
+"""The command line of `verify`: the request and its checks."""
 
 from __future__ import annotations
 
