@@ -51,7 +51,7 @@ def export_checkpoint(
     """
     from megatron.core import dist_checkpointing
 
-    from megatron_grpo.trainer.checkpoint import errors_told, set_weights, sharded_weights
+    from megatron_grpo.trainer.checkpoint import errors_in_one_line, set_weights, sharded_weights
     from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
@@ -61,7 +61,7 @@ def export_checkpoint(
         chunks = build_model(shape, parallel, precision=precision, lora=lora)
         if lora.rank and adapters_of is None:
             load_hf_weights(chunks, shape, source)
-        with errors_told(f"{weights} cannot be loaded as {source}"):
+        with errors_in_one_line(f"{weights} cannot be loaded as {source}"):
             metadata = dist_checkpointing.load_content_metadata(str(weights))
             state = dist_checkpointing.load({"model": sharded_weights(chunks, metadata)}, str(weights))
             set_weights(chunks, state["model"])
