@@ -9,54 +9,50 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.experts import chosen_experts, expert_flops, expert_layer
-from megatron_grpo.weights.families.family import Dim, Family, HFTensor, WeightEntry, only_in
+from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
 from megatron_grpo.weights.families.llama import INPUT, MLP, OUTPUT_NORM, causal_pairs, head, read_dense
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
 
-_LAYER, _HF = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
-
-
-def _entry(megatron: str, hf: str, dims: tuple[Dim, ...], axis: int | None = None) -> WeightEntry:
-    return WeightEntry((_LAYER + megatron,), (HFTensor(_HF + hf, dims),), axis=axis)
-
-
-_INPUT_NORM = WeightEntry(
-    ("decoder.layers.{layer}.input_layernorm.weight",),
-    (HFTensor("model.layers.{layer}.input_layernorm.weight", ("hidden",)),),
-    axis=None,
+_INPUT_NORM = in_layer("input_layernorm.weight", ("input_layernorm.weight", ("hidden",)))
+_QUERY = (
+    in_layer("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight", ("latent_queries", "hidden")), axis=0),
 )
-_QUERY = (_entry("linear_q_proj.weight", "q_proj.weight", ("latent_queries", "hidden"), axis=0),)
 _COMPRESSED_QUERY = (
-    # Every rank has all of the vector that queries are made of.
-    _entry("linear_q_down_proj.weight", "q_a_proj.weight", ("query_rank", "hidden")),
-    _entry("q_layernorm.weight", "q_a_layernorm.weight", ("query_rank",)),
-    _entry("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_queries", "query_rank"), axis=0),
+    # Every rank holds the whole compressed query.
+    in_layer("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight", ("query_rank", "hidden"))),
+    in_layer("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight", ("query_rank",))),
+    in_layer(
+        "self_attention.linear_q_up_proj.weight",
+        ("self_attn.q_b_proj.weight", ("latent_queries", "query_rank")),
+        axis=0,
+    ),
 )
 _KEYS_AND_VALUES = (
-    _entry("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("compressed", "hidden")),
-    _entry("kv_layernorm.weight", "kv_a_layernorm.weight", ("latent",)),
-    _entry("linear_kv_up_proj.weight", "kv_b_proj.weight", ("latent_keys_values", "latent"), axis=0),
-    _entry("linear_proj.weight", "o_proj.weight", ("hidden", "latent_values"), axis=1),
+    in_layer(
+        "self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight", ("compressed", "hidden"))
+    ),
+    in_layer("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight", ("latent",))),
+    in_layer(
+        "self_attention.linear_kv_up_proj.weight",
+        ("self_attn.kv_b_proj.weight", ("latent_keys_values", "latent")),
+        axis=0,
+    ),
+    in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "latent_values")), axis=1),
 )
 
-_MLP, _HF_MLP = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
-EXPERTS = expert_layer(_HF_MLP, "gate_proj", "up_proj", "down_proj") + only_in(
+EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj") + only_in(
     "experts",
-    WeightEntry(
-        (_MLP + "router.expert_bias",), (HFTensor(_HF_MLP + "gate.e_score_correction_bias", ("experts",)),), axis=None
-    ),
-    WeightEntry(
-        (_MLP + "shared_experts.linear_fc1.weight",),
-        (
-            HFTensor(_HF_MLP + "shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
-            HFTensor(_HF_MLP + "shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
-        ),
+    in_layer("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias", ("experts",))),
+    in_layer(
+        "mlp.shared_experts.linear_fc1.weight",
+        ("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
+        ("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
         axis=0,
         merge="gate_up",
     ),
-    WeightEntry(
-        (_MLP + "shared_experts.linear_fc2.weight",),
-        (HFTensor(_HF_MLP + "shared_experts.down_proj.weight", ("hidden", "shared_ffn")),),
+    in_layer(
+        "mlp.shared_experts.linear_fc2.weight",
+        ("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),
         axis=1,
     ),
 )

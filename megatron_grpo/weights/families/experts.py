@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.weights.families.family import HFTensor, WeightEntry, only_in
+from megatron_grpo.weights.families.family import WeightEntry, in_layer, only_in
 from megatron_grpo.weights.families.llama import dense_flops
 from megatron_grpo.weights.shape import ModelShape, size
-
-_LAYER = "decoder.layers.{layer}."
 
 
 def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
     """The entries of a layer's norm, router and experts.
 
     Args:
-        block: name of the block in the Hugging Face model, such as "model.layers.{layer}.mlp.".
+        block: name of the block in a layer of the Hugging Face model, such as "mlp.".
         gate: name of an expert's gate projection.
         up: name of its projection to the width of the expert.
         down: name of its projection back.
@@ -24,31 +22,22 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
     expert = block + "experts.{expert}."
     return only_in(
         "experts",
-        WeightEntry(
-            (_LAYER + "pre_mlp_layernorm.weight",),
-            (HFTensor("model.layers.{layer}.post_attention_layernorm.weight", ("hidden",)),),
-            axis=None,
-        ),
-        WeightEntry(
-            (_LAYER + "mlp.router.weight",), (HFTensor(block + "gate.weight", ("experts", "hidden")),), axis=None
-        ),
-        WeightEntry(
+        in_layer("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", ("hidden",))),
+        in_layer("mlp.router.weight", (block + "gate.weight", ("experts", "hidden"))),
+        in_layer(
             _names("linear_fc1"),
-            (
-                HFTensor(f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
-                HFTensor(f"{expert}{up}.weight", ("expert_ffn", "hidden")),
-            ),
+            (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
+            (f"{expert}{up}.weight", ("expert_ffn", "hidden")),
             axis=0,
             merge="gate_up",
         ),
-        WeightEntry(_names("linear_fc2"), (HFTensor(f"{expert}{down}.weight", ("hidden", "expert_ffn")),), axis=1),
+        in_layer(_names("linear_fc2"), (f"{expert}{down}.weight", ("hidden", "expert_ffn")), axis=1),
     )
 
 
 def _names(matrix: str) -> tuple[str, str]:
-    """Of an expert's matrix in the torch layers, and among Transformer Engine's grouped matrices."""
-    experts = _LAYER + "mlp.experts."
-    return experts + "local_experts.{expert}." + matrix + ".weight", experts + matrix + ".weight{expert}"
+    """An expert's matrix in the torch layers, and among Transformer Engine's grouped matrices."""
+    return f"mlp.experts.local_experts.{{expert}}.{matrix}.weight", f"mlp.experts.{matrix}.weight{{expert}}"
 
 
 def chosen_experts(raw: Mapping[str, Any], count: int) -> int:

@@ -146,6 +146,29 @@ class WeightEntry:
         return rank * (total // size), (rank + 1) * (total // size)
 
 
+def in_layer(
+    megatron: str | tuple[str, ...],
+    *hf: tuple[str, tuple[Dim, ...]],
+    axis: int | None = None,
+    merge: Merge = "plain",
+) -> WeightEntry:
+    """The entry of a parameter of each layer.
+
+    Args:
+        megatron: its name in the layer, behind "decoder.layers.{layer}."; several for several layer specs.
+        hf: name in the layer, behind "model.layers.{layer}.", and dimensions of each of its tensors.
+        axis: as in `WeightEntry`.
+        merge: as in `WeightEntry`.
+    """
+    names = (megatron,) if isinstance(megatron, str) else megatron
+    return WeightEntry(
+        tuple(f"decoder.layers.{{layer}}.{name}" for name in names),
+        tuple(HFTensor(f"model.layers.{{layer}}.{name}", dims) for name, dims in hf),
+        axis=axis,
+        merge=merge,
+    )
+
+
 def only_in(layers: Literal["dense", "experts"], *entries: WeightEntry) -> tuple[WeightEntry, ...]:
     """Entries for one kind of layers alone."""
     return tuple(replace(entry, layers=layers) for entry in entries)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.families.family import Family, in_layer
 from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
 from megatron_grpo.weights.families.qwen3 import QK_NORM
 from megatron_grpo.weights.shape import ModelShape, number, section, size
@@ -28,16 +28,11 @@ _REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectio
 _ACTIVATION = "gelu_pytorch_tanh"
 
 
-def _norm(megatron: str, hf: str) -> WeightEntry:
-    tensor = HFTensor(f"model.layers.{{layer}}.{hf}.weight", ("hidden",))
-    return WeightEntry((f"decoder.layers.{{layer}}.{megatron}.weight",), (tensor,), axis=None)
-
-
-# Llama's post_attention_layernorm stands where Gemma has pre_feedforward_layernorm.
+# Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
 _NORMS = (
-    _norm("self_attention.linear_proj.post_norm", "post_attention_layernorm"),
-    _norm("pre_mlp_layernorm", "pre_feedforward_layernorm"),
-    _norm("mlp.linear_fc2.post_norm", "post_feedforward_layernorm"),
+    in_layer("self_attention.linear_proj.post_norm.weight", ("post_attention_layernorm.weight", ("hidden",))),
+    in_layer("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight", ("hidden",))),
+    in_layer("mlp.linear_fc2.post_norm.weight", ("post_feedforward_layernorm.weight", ("hidden",))),
 )
 _MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry, in_layer
 from megatron_grpo.weights.shape import ModelShape, number, section, size
 
 EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
@@ -17,54 +17,37 @@ _ROPE_FACTORS = {
 }
 """What scales the frequencies, by rope_type."""
 
-_LAYER = "decoder.layers.{layer}."
-_HF = "model.layers.{layer}."
-
 INPUT = (WeightEntry(("embedding.word_embeddings.weight",), (EMBEDDING,), axis=0, merge="vocab"),)
 
 ATTENTION = (
-    WeightEntry(
-        (_LAYER + "self_attention.linear_qkv.layer_norm_weight", _LAYER + "input_layernorm.weight"),
-        (HFTensor(_HF + "input_layernorm.weight", ("hidden",)),),
-        axis=None,
+    in_layer(
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("input_layernorm.weight", ("hidden",)),
     ),
-    WeightEntry(
-        (_LAYER + "self_attention.linear_qkv.weight",),
-        (
-            HFTensor(_HF + "self_attn.q_proj.weight", ("heads", "hidden")),
-            HFTensor(_HF + "self_attn.k_proj.weight", ("kv_heads", "hidden")),
-            HFTensor(_HF + "self_attn.v_proj.weight", ("kv_heads", "hidden")),
-        ),
+    in_layer(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", ("heads", "hidden")),
+        ("self_attn.k_proj.weight", ("kv_heads", "hidden")),
+        ("self_attn.v_proj.weight", ("kv_heads", "hidden")),
         axis=0,
         merge="qkv",
     ),
-    WeightEntry(
-        (_LAYER + "self_attention.linear_proj.weight",),
-        (HFTensor(_HF + "self_attn.o_proj.weight", ("hidden", "heads")),),
-        axis=1,
-    ),
+    in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "heads")), axis=1),
 )
 
 MLP = (
-    WeightEntry(
-        (_LAYER + "mlp.linear_fc1.layer_norm_weight", _LAYER + "pre_mlp_layernorm.weight"),
-        (HFTensor(_HF + "post_attention_layernorm.weight", ("hidden",)),),
-        axis=None,
+    in_layer(
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("post_attention_layernorm.weight", ("hidden",)),
     ),
-    WeightEntry(
-        (_LAYER + "mlp.linear_fc1.weight",),
-        (
-            HFTensor(_HF + "mlp.gate_proj.weight", ("ffn", "hidden")),
-            HFTensor(_HF + "mlp.up_proj.weight", ("ffn", "hidden")),
-        ),
+    in_layer(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", ("ffn", "hidden")),
+        ("mlp.up_proj.weight", ("ffn", "hidden")),
         axis=0,
         merge="gate_up",
     ),
-    WeightEntry(
-        (_LAYER + "mlp.linear_fc2.weight",),
-        (HFTensor(_HF + "mlp.down_proj.weight", ("hidden", "ffn")),),
-        axis=1,
-    ),
+    in_layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight", ("hidden", "ffn")), axis=1),
 )
 
 OUTPUT_NORM = (

@@ -11,7 +11,7 @@ from megatron_grpo.weights.families.family import Family
 from megatron_grpo.weights.families.llama import ATTENTION, INPUT, OUTPUT_NORM, head, read_dense
 from megatron_grpo.weights.shape import ExpertShape, ModelShape, size
 
-EXPERTS = expert_layer("model.layers.{layer}.block_sparse_moe.", "w1", "w3", "w2")
+EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.families.family import Family, in_layer
 from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
 
 QKV_BIAS = (
-    WeightEntry(
-        ("decoder.layers.{layer}.self_attention.linear_qkv.bias",),
-        (
-            HFTensor("model.layers.{layer}.self_attn.q_proj.bias", ("heads",)),
-            HFTensor("model.layers.{layer}.self_attn.k_proj.bias", ("kv_heads",)),
-            HFTensor("model.layers.{layer}.self_attn.v_proj.bias", ("kv_heads",)),
-        ),
+    in_layer(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", ("heads",)),
+        ("self_attn.k_proj.bias", ("kv_heads",)),
+        ("self_attn.v_proj.bias", ("kv_heads",)),
         axis=0,
         merge="qkv",
     ),

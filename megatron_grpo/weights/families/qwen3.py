@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry
+from megatron_grpo.weights.families.family import Family, in_layer
 from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
 
 QK_NORM = (
-    WeightEntry(
-        ("decoder.layers.{layer}.self_attention.q_layernorm.weight",),
-        (HFTensor("model.layers.{layer}.self_attn.q_norm.weight", ("head_dim",)),),
-        axis=None,
-    ),
-    WeightEntry(
-        ("decoder.layers.{layer}.self_attention.k_layernorm.weight",),
-        (HFTensor("model.layers.{layer}.self_attn.k_norm.weight", ("head_dim",)),),
-        axis=None,
-    ),
+    in_layer("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", ("head_dim",))),
+    in_layer("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", ("head_dim",))),
 )
 
 FAMILY = Family(

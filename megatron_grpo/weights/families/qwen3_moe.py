@@ -13,7 +13,7 @@ from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_N
 from megatron_grpo.weights.families.qwen3 import QK_NORM
 from megatron_grpo.weights.shape import ExpertShape, ModelShape, size
 
-EXPERTS = expert_layer("model.layers.{layer}.mlp.", "gate_proj", "up_proj", "down_proj")
+EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
 
 
 def _layers_with_experts(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:

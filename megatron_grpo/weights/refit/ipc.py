@@ -1,4 +1,8 @@
-"""What every kind of memory that processes have in common can do."""
+"""Runs on ranks of the policy and in engines' workers: memory that processes of one machine and one user share.
+
+A rank of the policy makes a `CudaMemory` or a `HostMemory` and sends its `address`; a worker maps it with `seen`. After
+writing or reading, each calls `settle` before it tells the other.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +11,36 @@ import mmap
 import os
 import secrets
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-
-class SharedMemory(ABC):
-    """Memory of this process that others of this machine and this user can see."""
-
-    address_numbers: ClassVar[int]
-    """Numbers that an address is made of."""
-    tensor: Tensor
-    """[bytes], uint8: all of it."""
-
-    @abstractmethod
-    def __init__(self, nbytes: int) -> None:
-        """Get so much memory."""
-
-    @abstractmethod
-    def address(self) -> list[int]:
-        """[address_numbers], int64: where one other process finds it; to be asked for once for each of them."""
-
-    @classmethod
-    @abstractmethod
-    def seen(cls, address: Sequence[int]) -> Tensor | None:
-        """[bytes], uint8: the memory of another process; None: this process does not see it.
-
-        Raises:
-            RuntimeError: it does not, and there is no other way.
-        """
-
-    @staticmethod
-    @abstractmethod
-    def settle() -> None:
-        """Return when whatever this process has begun to do in such memory is done, so that others may go on."""
-
-
 _TEXT_BYTES = 2048
-"""Room for an address as text."""
+"""Size of an address as text."""
 
 
-class CudaMemory(SharedMemory):
-    """Memory on this process's GPU, which is gone when this process and all who see it have let go of it.
+class CudaMemory:
+    """Memory on this process's GPU, freed when this process and all that map it have released it.
 
     Args:
         nbytes: size.
     """
 
     address_numbers = _TEXT_BYTES // 8
+    """Numbers, int64, of an address."""
 
     def __init__(self, nbytes: int) -> None:
-        torch.cuda.ipc_collect()  # what others have let go of since
+        torch.cuda.ipc_collect()  # free what other processes have released
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
     def address(self) -> list[int]:
-        """The GPU and torch's handle, under a count of its own that says when the other process lets go."""
-        # What torch would pickle: (..., offset in the storage, ...), and behind the device what the handle is made of.
+        """The GPU and torch's handle, with a reference count for one other process: call this once for each."""
+        # The arguments that torch would pickle; those behind the device make up the handle.
         _, (_, _, _, begin, _, _, device, *handle) = reduce_tensor(self.tensor)
         memory, nbytes, offset, _requires_grad, counter, counter_offset, event, event_needed = handle
         return packed(
@@ -88,7 +60,11 @@ class CudaMemory(SharedMemory):
 
     @classmethod
     def seen(cls, address: Sequence[int]) -> Tensor | None:
-        """[bytes], uint8: the memory, on its own GPU, which may be another than this process computes on."""
+        """[bytes], uint8: another process's memory, on a GPU that may differ from the one this process computes on.
+
+        Raises:
+            RuntimeError: this process does not see that GPU.
+        """
         found = unpacked(address)
         here = [gpu_name(index) for index in range(torch.cuda.device_count())]
         if found["gpu"] not in here:
@@ -113,12 +89,12 @@ class CudaMemory(SharedMemory):
 
     @staticmethod
     def settle() -> None:
-        """Wait for the GPU, whose work is not known to other processes."""
+        """Wait for the GPU: other processes do not see which work is pending."""
         torch.cuda.synchronize()
 
 
 def gpu_name(index: int) -> str:
-    """What every process calls a GPU, whatever its number there."""
+    """A GPU's UUID, which is the same in every process."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -138,8 +114,8 @@ def unpacked(numbers: Sequence[int]) -> dict[str, Any]:
 _SECRET_BYTES = 8
 
 
-class HostMemory(SharedMemory):
-    """Memory without a name, which is gone with the last process that has it; Linux only.
+class HostMemory:
+    """Memory of an unnamed file (memfd), freed with the last process that maps it; Linux only.
 
     Args:
         nbytes: size.
@@ -149,7 +125,7 @@ class HostMemory(SharedMemory):
 
     @staticmethod
     def exists() -> bool:
-        """Whether the operating system has it."""
+        """Whether the operating system supports it."""
         return hasattr(os, "memfd_create")
 
     def __init__(self, nbytes: int) -> None:
@@ -161,12 +137,12 @@ class HostMemory(SharedMemory):
         whole[nbytes:] = _bytes_of(self._secret)
 
     def address(self) -> list[int]:
-        """Process, file, size, and a secret that stands behind the last byte."""
+        """Process, file, size, and a secret that is stored behind the last byte."""
         return [os.getpid(), self._file.fileno(), self.tensor.numel(), self._secret]
 
     @classmethod
     def seen(cls, address: Sequence[int]) -> Tensor | None:
-        """[bytes], uint8: the memory; None: it is of another machine or user, though the numbers may be known here."""
+        """[bytes], uint8: another process's memory; None: it belongs to another machine or user."""
         process, file, nbytes, secret = address
         path = Path(f"/proc/{process}/fd/{file}")
         size = nbytes + _SECRET_BYTES
@@ -184,7 +160,7 @@ class HostMemory(SharedMemory):
 
     @staticmethod
     def settle() -> None:
-        """Nothing to wait for: what the processor has written is there."""
+        """Nothing to wait for: writes of a CPU are visible at once."""
 
 
 def _mapped(file: int, size: int) -> Tensor:
@@ -193,6 +169,9 @@ def _mapped(file: int, size: int) -> Tensor:
 
 def _bytes_of(secret: int) -> Tensor:
     return torch.tensor([secret], dtype=torch.int64).view(torch.uint8)
+
+
+SharedMemory = CudaMemory | HostMemory
 
 
 def shared_memory_on(device: torch.device, *, in_hosts: bool, on_gpus: bool) -> type[SharedMemory] | None:
