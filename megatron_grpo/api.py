@@ -30,7 +30,7 @@ Overrides = str | Sequence[str] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What is left of a run."""
+    """The folder of a finished run, and what was logged there."""
 
     run_dir: Path
 
@@ -103,17 +103,17 @@ def _checked(
     environments: Mapping[str, str | type],
     functions: dict[str, Callable[..., Any]],
 ) -> Checked:
-    """Overrides with what was given beside them, checked; rows are written into the run's folder, where it is right.
+    """Check overrides together with the objects given beside them; rows are written into the run's folder.
 
     Args:
         config: the overrides.
-        datasets: of training and of validation, as `train` takes them.
-        rewards: as `train` takes them.
+        datasets: training and validation rows, as `train` takes them.
+        rewards: a list, else as `train` takes them.
         environments: as `train` takes them.
-        functions: gets the reward functions among `rewards`, by their names in the configuration.
+        functions: receives the reward functions that cannot be imported, by their names in the configuration.
 
     Raises:
-        ConfigError: something is wrong; nothing is left in the run's folder then that was not there.
+        ConfigError: something is wrong; the run's folder is then as it was before.
     """
     overrides = written(config)
     task, run_dir = _found(overrides)
@@ -134,7 +134,7 @@ def _checked(
 
 
 def _found(overrides: Sequence[str]) -> tuple[str, str]:
-    """Task name and folder of the run that overrides make; of what is wrong with them nothing is said yet."""
+    """Task name and run folder of overrides, whose problems are not reported yet."""
     config = compose_typed(overrides).config
     return (Config().data.task_name, "") if config is None else (config.data.task_name, config.run_dir)
 
@@ -147,10 +147,10 @@ _OF_A_TOKENIZER = ("__call__", "apply_chat_template", "decode", "eos_token_id")
 
 
 def check_objects(rewards: Any, environments: Any, tokenizer: Any, callbacks: Any) -> None:
-    """Look at what `train` was given, one reward function or callback already in a list of its own.
+    """Check the types of the objects that `train` takes, single ones already in lists.
 
     Raises:
-        ConfigError: some of it is of another kind than `train` takes.
+        ConfigError: an object is of another kind than `train` takes.
     """
     problems = [
         *_reward_problems(rewards),
@@ -214,7 +214,7 @@ def _callback_problems(callbacks: Any) -> Iterator[Problem]:
 
 
 def _kind(value: Any) -> str:
-    """What a message calls a value."""
+    """The kind of a value, in the words of a message."""
     return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
 
 
@@ -222,15 +222,15 @@ _FINE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*")
 
 
 def check_name(name: Any, argument: str, section: str) -> None:
-    """Refuse a name that no key of an override can have.
+    """Refuse a name that cannot be part of a configuration key.
 
     Args:
-        name: key of the mapping that was given.
-        argument: the mapping ("val_dataset").
+        name: key of a mapping that a script gave.
+        argument: the argument of `train` with the mapping ("val_dataset").
         section: the section of the configuration that gets the name ("data.val_sets").
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the name has other characters than keys can have.
     """
     if not _FINE.fullmatch(str(name)):
         text = (
@@ -241,7 +241,7 @@ def check_name(name: Any, argument: str, section: str) -> None:
 
 
 def data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
-    """Where the datasets are, once those that are objects are written into the folder."""
+    """Write datasets that are objects into the folder; returns the overrides with the paths of all datasets."""
     written = []
     columns: set[str] = set()
     if training is not None:
@@ -263,10 +263,10 @@ def data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool)
 
 
 def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
-    """The path of a dataset, written there if it is an object, and the names of its columns as far as they are known.
+    """Write a dataset that is an object to `path`; returns its path and the columns, which are unknown for a file.
 
     Raises:
-        ConfigError: it is nothing that has rows, or a row is nothing that JSON can hold.
+        ConfigError: the object has no rows, or JSON cannot hold a row.
     """
     if isinstance(dataset, str | Path):
         return str(dataset), set()
@@ -297,10 +297,10 @@ def _line(row: dict[Any, Any], subject: str) -> str:
 
 
 def written(config: Any) -> list[str]:
-    """Overrides as they stand on a command line; what is given for them may be anything.
+    """The overrides that a script gave, in the form of a command line.
 
     Raises:
-        ConfigError: a value is nothing that a command line can hold, or there are no overrides in what was given.
+        ConfigError: they are no overrides, or a value cannot stand on a command line.
     """
     if isinstance(config, str):
         return [config]
@@ -317,7 +317,7 @@ def written(config: Any) -> list[str]:
 
 
 def _value(value: Any, key: str) -> str:
-    """A value in Hydra's syntax; `key` is where it stands."""
+    """A value in Hydra's syntax; `key` is its key, for the error message."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str | PurePath):
@@ -356,7 +356,7 @@ def reward_overrides(
 
 
 def _import_path(function: Callable[..., Any]) -> str | None:
-    """The path that leads to a function from anywhere; None: it is of a notebook or script, or inside another one."""
+    """The import path of a function; None for one of a script or notebook, or inside another function."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         return None
@@ -365,7 +365,7 @@ def _import_path(function: Callable[..., Any]) -> str | None:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What a function is called in metrics; of an object, what its class is."""
+    """Name of a reward function in metrics; that of its class for an object."""
     name = getattr(function, "__name__", type(function).__name__)
     return re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
 

@@ -1,4 +1,4 @@
-"""The keys of prompts and of what scores the responses."""
+"""The keys of data and prompts, environments and the sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_grpo.config.section import (
 
 @dataclass(kw_only=True)
 class PromptConfig(Section):
-    """How the rows of a task become prompts. Of data.tasks.NAME, what is null is as data has it for all tasks."""
+    """How the rows of a task become prompts. In data.tasks.NAME, null takes the value that data has for all tasks."""
 
     processor: str | None = None
     """What makes prompts of rows: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or a function of your own
@@ -47,7 +47,7 @@ class PromptConfig(Section):
 
 @dataclass(kw_only=True)
 class TaskConfig(PromptConfig):
-    """A task whose prompts are made in a way of their own; what is null is as data has it for all tasks."""
+    """A task with prompts of its own form; null takes the value that data has for all tasks."""
 
     prompt_key: str | None = None
     """Column with the prompt."""
@@ -81,11 +81,7 @@ class DatasetConfig(Section):
     next epoch. Of validation sets not used."""
 
     def visits(self, rows: int) -> int:
-        """How many rows of the set an epoch visits, those that it visits twice counted twice.
-
-        Args:
-            rows: rows that the set has.
-        """
+        """Visits of an epoch to a set of so many rows."""
         return int(self.weight) * rows + round(self.weight % 1 * rows)
 
 
@@ -178,13 +174,13 @@ def is_model_folder(reward: str) -> bool:
 
 
 def name_of_reward(reward: str) -> str:
-    """What the reward of an entry of reward_funcs is called: the last part of the import path, or of the folder."""
+    """Name of a reward in metrics: the last part of the entry's import path or folder."""
     return PurePath(reward).name if is_model_folder(reward) else reward.rpartition(".")[2]
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(Section):
-    """The processes that serve the reward models among reward_funcs."""
+    """The processes that run the reward models among reward_funcs."""
 
     num_workers: Positive = 1
     """Processes of each model."""
@@ -204,7 +200,7 @@ class RewardModelConfig(Section):
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(Section):
-    """One environment: what answers and scores the responses; docs/environments.md."""
+    """One environment, which answers and scores the responses; docs/environments.md."""
 
     type: str = "math"
     """math: math-verify compares the final answers; addition: the response is exactly the digits of the answer; code:
@@ -273,7 +269,7 @@ BUILT_IN = {
     "tools": "megatron_grpo.environments.tools.environment:ToolEnvironment",
     "countdown": "megatron_grpo.environments.countdown:CountdownEnvironment",
 }
-"""Classes of the environments that come along, by type; reward_functions has keys of its own."""
+"""Classes of the built-in environments, by type; reward_functions has keys of its own."""
 
 REWARD_FUNCTIONS = "reward_functions"
 """The environment type that calls the functions in reward_funcs."""
@@ -283,12 +279,12 @@ WITH_ANSWER = frozenset({"math", "addition", "code", "tools"})
 
 Level = Literal["limits", "namespaces", "filtered"]
 LEVELS: tuple[Level, ...] = ("limits", "namespaces", "filtered")
-"""How a program is kept apart, the weakest first."""
+"""Levels of isolation, the weakest first."""
 
 
 @dataclass(kw_only=True)
 class SandboxConfig(Section):
-    """Programs that the model wrote: how far they are kept apart, and what they may use."""
+    """Isolation and limits of programs that the model wrote."""
 
     required: Level = "filtered"
     """The least that is accepted; a machine that allows less is refused. limits: time, memory, output, but the network

@@ -15,7 +15,7 @@ Placement = Literal["separate", "colocated"]
 """Whether engines have devices of their own."""
 
 EngineMemory = Literal["weights", "kv_cache"]
-"""What of an engine's memory on its devices is taken back at a time, in vLLM's words."""
+"""Parts of an engine's device memory that are restored separately, under vLLM's names."""
 
 RefitMode = Literal["reshard", "broadcast", "files"]
 """How the policy's weights reach generation."""
@@ -46,8 +46,8 @@ class GenerationParallelConfig(Section):
 
 @dataclass(kw_only=True)
 class SpeculativeConfig(Section):
-    """Speculative decoding by n-grams: what followed the last tokens where they stood before is proposed, and what the
-    model would have sampled of it is kept. The distribution stays the same, the tokens of a seed do not."""
+    """Speculative decoding by n-grams: where the last tokens occurred before, the tokens that followed them are
+    proposed, and those that the model accepts are kept. The distribution stays the same, a seed's tokens do not."""
 
     num_speculative_tokens: NonNegative = 0
     """Tokens proposed at a time, on GPUs; 0: no speculative decoding."""
@@ -96,7 +96,7 @@ class EngineConfig(Section):
 
 @dataclass(kw_only=True)
 class StructuredConfig(Section):
-    """What the form of every response is: one of these. Tokens that do not fit it are never sampled."""
+    """The form that every response has; at most one of these. Tokens that do not fit it are never sampled."""
 
     regex: str | None = None
     """Regular expression that the whole response matches."""
@@ -110,8 +110,8 @@ class StructuredConfig(Section):
 
 @dataclass(kw_only=True)
 class ServerConfig(Section):
-    """vLLM servers that run elsewhere, in the place of engines that the run starts; generation.parallel says how they
-    are laid out. The environment variable MEGATRON_GRPO_TOKEN holds their token, if they want one."""
+    """vLLM servers that run elsewhere, instead of engines that the run starts; generation.parallel says how they are
+    laid out. The environment variable MEGATRON_GRPO_TOKEN holds their token, if they require one."""
 
     urls: list[str] = field(default_factory=list)
     """Where they are, as http://HOST:PORT, each started with `python -m megatron_grpo.serve`; none: the run starts
@@ -123,7 +123,7 @@ class ServerConfig(Section):
 
 @dataclass(kw_only=True)
 class EndpointConfig(Section):
-    """An OpenAI-compatible endpoint before the engines, at which agents make the turns of rollouts."""
+    """An OpenAI-compatible endpoint in front of the engines, through which agents make the turns of rollouts."""
 
     enabled: bool = False
     """Whether there is one."""

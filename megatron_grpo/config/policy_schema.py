@@ -65,7 +65,7 @@ class OptimizerConfig(Section):
         return self.decay_style in ("constant", "constant_with_warmup")
 
     def warmup(self, schedule_steps: int) -> int:
-        """Optimizer steps of the warm-up, of a schedule of so many."""
+        """Optimizer steps of the warm-up, in a schedule of `schedule_steps` steps."""
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * schedule_steps)
 
 
@@ -119,12 +119,12 @@ class ParallelConfig(Section):
 
     @property
     def chunk_multiple(self) -> int:
-        """What the tokens of a packed sequence are a multiple of: two chunks for each context-parallel rank."""
+        """Divisor of the tokens of a packed sequence: context parallelism splits it into two chunks per rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def sequence_multiple(self) -> int:
-        """What the widths of rectangles are a multiple of: sequence parallelism also splits what a rank holds."""
+        """Divisor of the width of a padded microbatch: sequence parallelism also splits each rank's share."""
         return self.chunk_multiple * (self.tensor if self.sequence else 1)
 
 
@@ -231,17 +231,17 @@ class Fp8Config(Section):
 
     @property
     def block(self) -> int:
-        """What the sizes of a rank's matrices have to be multiples of: 16 for the products, or whole blocks."""
+        """Divisor of the sizes of a rank's matrices: whole blocks of the recipe, or 16 as FP8 products need."""
         return {"blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
 
     @property
     def token_multiple(self) -> int:
-        """What the tokens of a rank's microbatch are a multiple of: tokens are a side of the gradient's products."""
+        """Divisor of the tokens of a rank's microbatch, which are a dimension of the products for weight gradients."""
         return self.block if self.on_device else 1
 
 
 QuantizationFormat = Literal["int8", "fp8"]
-"""What the operands of the layers' products are rounded to in quantisation-aware training."""
+"""Type that operands of the layers' products are rounded to in quantisation-aware training."""
 
 
 @dataclass(kw_only=True)
@@ -332,7 +332,7 @@ class PolicyConfig(Section):
 
 @dataclass(kw_only=True)
 class ValueModelConfig(Section):
-    """What the value model starts from."""
+    """The weights that the value model starts from."""
 
     path: str | None = None
     """A model of the policy's format, whose value head starts at zero; or a reward model (ForSequenceClassification or

@@ -1,4 +1,4 @@
-"""The keys of a run that no algorithm looks at: machines, checkpoints, reports, preparation."""
+"""The keys of machines, checkpoints, logs, preparation and debugging, which no algorithm reads."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class PrepareConfig(Section):
 
 @dataclass(kw_only=True)
 class DebugConfig(Section):
-    """One half of a run without the other; docs/debugging.md. What both halves meet in is `logger.rollouts=all`, which
-    records every step."""
+    """Run sampling without training, or training without sampling; docs/debugging.md. `logger.rollouts=all` records
+    every step, for the other half to train on."""
 
     rollouts_from: str | None = None
     """Folder of a run that recorded its rollouts, or its folder rollouts: train on these, step by step, instead of

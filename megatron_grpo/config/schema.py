@@ -84,8 +84,8 @@ class Config(Section):
     """One run."""
 
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    """What trains the policy: grpo compares the samples of a prompt, ppo asks a value model. Each reads the section of
-    its name."""
+    """Algorithm that trains the policy: grpo compares the samples of a prompt, ppo uses a value model. Each reads the
+    section of its name."""
 
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
@@ -179,7 +179,7 @@ class Config(Section):
 
     @property
     def knows_correctness(self) -> bool:
-        """Whether some environment can say which responses are correct; several reward functions alone cannot."""
+        """Whether some environment knows which responses are correct; several reward functions alone do not."""
         return any(len(one.reward_funcs) < 2 or one.correct_func for one in self.env.values())
 
     @property

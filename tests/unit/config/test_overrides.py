@@ -51,32 +51,6 @@ def test_a_leading_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> 
     assert compose_config(["+exp=quickstart", "data.val_path=~"]).data.val_path == "/home/somebody"
 
 
-@pytest.mark.parametrize(
-    ("override", "subject", "text"),
-    [
-        ("=1", "=1", "has no key before the ="),
-        ("+=1", "+=1", "has no key before the ="),
-        ("quickstart", "quickstart", "did you mean +exp=quickstart?"),
-        ("+quikstart", "+quikstart", "did you mean +exp=quickstart?"),
-        ("dapo", "dapo", "did you mean +variant=dapo?"),
-        ("run_dir", "run_dir", "write run_dir=..."),
-        ("run_dir='/a", "run_dir='/a", "a quote that is not closed"),
-        ('run_dir=/a"', 'run_dir=/a"', "a quote that is not closed"),
-        ("data.train_path=a.jsonl,b.jsonl", "data.train_path=a.jsonl,b.jsonl", "a text with commas needs quotes"),
-        ("grpo.max_num_steps=(3)", "grpo.max_num_steps=(3)", "must be int > 0"),
-        ("generation.stop_strings=[a(b]", "generation.stop_strings=[a(b]", "with quotes around each text"),
-        ("generation.stop_strings={a: 1}", "generation.stop_strings={a: 1}", "must be list of text"),
-        ("~grpo", "~grpo", "would drop what the recipe sets in grpo"),
-        ("~grpo.max_num_steps", "~grpo.max_num_steps", "write grpo.max_num_steps=..., 1000 by default"),
-        ("~variant", "~variant", "choose another variant"),
-    ],
-)
-def test_mistakes(override: str, subject: str, text: str) -> None:
-    found, message = problem_of(override)
-    assert found == subject
-    assert text in message
-
-
 @pytest.mark.parametrize("key", ["grpo.seed", "policy.optimizer.lr", "nowhere"])
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a:" * 3000, "[" * 3000 + "]" * 3000])
 def test_endless_values_are_refused_at_once(key: str, value: str) -> None:
