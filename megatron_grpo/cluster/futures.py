@@ -1,4 +1,4 @@
-"""Waiting for remote work with a deadline, and turning what went wrong into one sentence."""
+"""Waiting for remote calls with a deadline, and error messages of one sentence when they fail."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def gather(
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
-                late = [index[ref] for ref in pending]
-                raise overdue(what, [name(i) for i in late], deadline_s, [process(i) for i in late])
+                missing = [index[ref] for ref in pending]
+                raise overdue(what, [name(i) for i in missing], deadline_s, [process(i) for i in missing])
             try:
                 results[done[0]] = ray.get(done[0])
             except RayError as error:
@@ -65,10 +65,10 @@ def gather(
 
 
 def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
-    """Values that are in the object store already, in the order of their references.
+    """Fetch values that are in the object store already, in the order of their references.
 
     Args:
-        refs: references that somebody put, rather than results of calls that may still run.
+        refs: references of `ray.put`, rather than of calls that may still run.
         what: what they are, for messages.
 
     Raises:
@@ -81,14 +81,14 @@ def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
 
 
 def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Sequence[str] | None = None) -> RunError:
-    """What to raise when a deadline has passed: names the late workers and where they are; their logs get their stacks.
+    """The error for a passed deadline. It names the overdue workers and their phases, and has them log their stacks.
 
-    Takes up to a few seconds, in which the late ones write their stacks.
+    Takes up to a few seconds, in which the workers write their stacks.
 
     Args:
         what: the phase ("training step").
-        workers: how messages call the late ones.
-        deadline_s: seconds that they had.
+        workers: how messages call the overdue ones.
+        deadline_s: seconds of the deadline.
         processes: the names under which they log; None: as `workers` says.
     """
     where = report_overdue(what, list(dict.fromkeys(processes or workers)))
@@ -96,7 +96,7 @@ def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Seq
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names for a message, not thousands; repeated ones once."""
+    """The first names for a message, without repetition."""
     unique = list(dict.fromkeys(names))
     more = f" and {len(unique) - NAMED} more" if len(unique) > NAMED else ""
     return ", ".join(unique[:NAMED]) + more
@@ -119,18 +119,18 @@ def explain(error: Exception) -> str:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Whether a remote call failed because the actor behind it, or a process that it needs, is there no more."""
+    """Whether a remote call failed because its actor, or a process that the actor needs, is gone."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineLostError)
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
-    """Which of these calls failed because the actor behind them is there no more.
+    """Indices of the calls that failed because their actor is gone.
 
     Args:
         refs: remote calls, of which one has failed.
-        wait_s: seconds for the others to do so: who misses a peer often tells before the peer's end is known.
+        wait_s: seconds to wait for the others: an actor whose peer died often fails before the death is known.
     """
     over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
     return [number for number, ref in enumerate(refs) if ref in over and _is_lost(ref)]

@@ -1,8 +1,8 @@
-"""A process that outlives the driver by a few seconds and ends what the driver could not: `python -m` this module.
+"""The guardian: a process that outlives the driver by a few seconds and ends the processes that the driver could not.
 
-Ray's agents notice only after a minute that the driver was killed, and a stopped process (SIGSTOP) never notices Ray's
-end. The guardian holds the other end of a pipe, which the kernel closes however the driver ends, and remembers which
-processes the driver had started.
+It runs as `python -m` this module. Ray's agents notice only after a minute that the driver was killed, and a stopped
+process (SIGSTOP) never notices Ray's end. The guardian holds the other end of a pipe, which the kernel closes however
+the driver ends, and remembers which processes the driver had started.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COMMAND_S = 30.0
 
 @contextlib.contextmanager
 def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
-    """End every process that this process starts in the body if it is killed there.
+    """End all processes that this process starts in the body, if it is killed there.
 
-    Else the body ends them itself, and only those are ended that it could not: what was started by something that the
-    body started, and has outlived that. Children of this process are left alone, be they the body's or others'.
+    If the body ends by itself, it has ended its own children, and the guardian ends only orphans: processes whose
+    parent was started by the body and has ended. Children of this process are never touched then.
 
     Args:
         if_killed: a command that is run once this process was killed and its processes are ended.
@@ -56,7 +56,7 @@ def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
 
 
 def main(driver: int, if_killed: Sequence[str]) -> None:
-    """Watch the driver until it says that it cleaned up or is gone; then end what is left of its processes."""
+    """Watch the driver until it has cleaned up or is gone; then end its remaining processes."""
     started: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], REFRESH_S)[0]:
         started = _family(driver, started)
@@ -72,7 +72,7 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
 
 
 def _left(driver: int, started: set[psutil.Process], cleaned_up: bool) -> set[psutil.Process]:
-    """What is to be ended of the processes that were started under the driver."""
+    """Descendants of the driver that are to be ended."""
     left = _family(driver, started)
     return left - _family(driver, set()) if cleaned_up else left
 
@@ -121,7 +121,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextmanager
 def keep_sigterm_handler() -> Iterator[None]:
-    """Put back this process's answer to SIGTERM after the body: `ray.init` replaces it by one that ends Ray first."""
+    """Restore this process's SIGTERM handler after the body: `ray.init` replaces it by one that ends Ray first."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -130,7 +130,7 @@ def keep_sigterm_handler() -> Iterator[None]:
 
 
 def kill_stopped(processes: Iterable[psutil.Process]) -> None:
-    """Kill those of the processes that are stopped (SIGSTOP): they hear of nobody's end, and would stay."""
+    """Kill stopped processes (SIGSTOP): they do not notice that Ray has ended, and would remain."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.status() == psutil.STATUS_STOPPED:

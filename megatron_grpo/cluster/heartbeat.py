@@ -1,7 +1,8 @@
-"""What a process is doing, in a small file that one of its threads renews; people, the driver and other nodes read it.
+"""Heartbeats: a small file per process with its current phase, which a thread rewrites every second.
 
-A file holds one JSON object padded to RECORD_BYTES and is rewritten in place: an open, a write and a close a second,
-which a shared file system carries for a thousand processes. NFS shows a write to other nodes once the file is closed.
+People, the driver and other nodes read it. A file holds one JSON object padded to RECORD_BYTES and is rewritten in
+place: an open, a write and a close a second, which a shared file system carries for a thousand processes. NFS shows a
+write to other nodes once the file is closed.
 """
 
 from __future__ import annotations
@@ -28,24 +29,23 @@ BEAT_S = 1.0
 
 BURST = 20
 WRITES_PER_S = 10.0
-"""Phases are written down as they are entered: so many in a row, then at this rate; others wait for the next beat."""
+"""Rate limit of the writes when phases are entered (a token bucket); further phases wait for the next beat."""
 
 RECORD_BYTES = 1024
 SHOWN_PHASES = 4
-"""Most phases of one process that its record lists, the oldest first."""
+"""Most phases in a record, oldest first."""
 
 FROZEN_S = 10.0
-"""A process that does not beat for so long writes its stacks into its log: something holds the interpreter."""
+"""A process without a beat for so long writes its stacks into its log: some C code holds the interpreter."""
 
 logger = logging.getLogger(__name__)
 
 _clock = threading.Lock()
-"""Held while faulthandler's clock is wound up, and while the process is forked."""
+"""Held while faulthandler's timer is set, and while the process is forked."""
 
 
 def _stop_clock() -> None:
-    # It is a thread with locks of its own in C, which nobody would give back in a forked process; the next beat winds
-    # it up again.
+    # The timer is a C thread whose locks would stay held in a forked process; the next beat sets it again.
     _clock.acquire()
     faulthandler.cancel_dump_traceback_later()
 
@@ -55,13 +55,13 @@ os.register_at_fork(before=_stop_clock, after_in_parent=_clock.release, after_in
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a process last told about itself."""
+    """The last record of a process."""
 
     name: str
     pid: int
     host: str
     machine: str
-    """Tells apart machines and containers: a pid means something only within one."""
+    """Identifies the machine or container within which the pid is valid."""
     beat: float
     """When it was written, in seconds since the epoch on the clock of the process's machine."""
     phases: tuple[Phase, ...]
@@ -86,7 +86,7 @@ def this_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's record until `stop`, and its stacks into its log when somebody asks or it is frozen."""
+    """Writes this process's record until `stop`, and its stacks into its log on request or when it is frozen."""
 
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
         """
@@ -117,12 +117,12 @@ class HeartbeatWriter:
     def stop(self) -> None:
         """Write no more; idempotent."""
         THIS_PROCESS.on_enter = None
-        with _clock:  # or the thread winds the clock up once more, over a log that is closed by then
+        with _clock:  # else the thread could set the timer again, with a log that is closed by then
             self._stopped.set()
             faulthandler.cancel_dump_traceback_later()
 
     def phase_entered(self) -> None:
-        """Show a new phase at once, unless there have been too many."""
+        """Write a new phase at once, within the rate limit."""
         now = time.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._tokens_at) * WRITES_PER_S)
         self._tokens_at = now
@@ -132,8 +132,7 @@ class HeartbeatWriter:
 
     def _beat(self) -> None:
         while True:
-            # Whoever holds the interpreter's lock for long keeps this thread from winding the clock up again. The dump
-            # itself needs no lock.
+            # Code that holds the interpreter's lock keeps this thread from resetting the timer; the dump needs no lock.
             with _clock:
                 if self._stopped.is_set():
                     return
@@ -159,7 +158,7 @@ class HeartbeatWriter:
             try:
                 _overwrite(self._path, data.encode())
                 self._problem = ""
-            except OSError as error:  # a full or vanished disk: the work itself goes on
+            except OSError as error:  # a full or vanished disk does not end the run
                 if str(error) != self._problem:
                     logger.warning("the heartbeat cannot be written: %s", error)
                 self._problem = str(error)

@@ -1,6 +1,8 @@
-"""When somebody is late: where each process is, in words for a message, and the stacks of the late ones in their logs.
+"""Reports of overdue calls: the phase of each process for the error message, and the stacks of the overdue ones.
 
-A stopped process cannot write its own stacks; py-spy, which comes with Ray, reads them from outside where it may.
+faulthandler writes the stacks of processes that run, and py-spy, which comes with Ray, those of stopped ones. Neither
+knows in which phase a process is and since when, nor reaches processes of other machines, so heartbeat files do that
+(heartbeat.py); torch's flight recorder knows collectives alone.
 """
 
 from __future__ import annotations
@@ -32,31 +34,31 @@ from megatron_grpo.cluster.phases import Phase
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
 
 SILENT_S = 5.0
-"""A process of this machine that has not beaten for so long hangs."""
+"""A process of this machine hangs if its last heartbeat is older."""
 FAR_SILENT_S = 30.0
-"""Likewise for one of another machine, whose clock may differ and whose files may show late."""
+"""The same for a process of another machine, whose clock may differ and whose files may arrive with a delay."""
 
 DESCRIBED = 4
-"""Most processes that a message describes; the driver's log has all."""
+"""Most processes in a message; the driver's log lists all."""
 
 SIGNAL_WAIT_S = 0.5
-"""Time that processes get to write their stacks, before what follows ends them."""
+"""Time for processes to write their stacks before the failed run ends them."""
 REQUEST_WAIT_S = 2.5 * BEAT_S
-"""Likewise for those that look for requests once a beat."""
+"""The same for processes of other machines, which look for requests once a heartbeat."""
 
 PY_SPY_S = 10.0
 PY_SPIES = 8
 """Deadline of py-spy, and most stopped processes that it looks into."""
 
 STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
-"""What the kernel of this machine says of a process; far: it is on another machine."""
+"""State of a process as the kernel of this machine knows it; FAR: the process is on another machine."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Where a process is."""
+    """A process's last heartbeat and its state."""
 
     heartbeat: Heartbeat
     state: str
@@ -66,7 +68,7 @@ class ProcessStatus:
 
     @property
     def hangs(self) -> bool:
-        """Whether the process itself is in trouble, rather than waiting for another."""
+        """Whether the process itself is stuck, rather than waiting for another."""
         if self.state in (STOPPED, TRACED, GONE):
             return True
         return self.silence_s > (FAR_SILENT_S if self.state == FAR else SILENT_S)
@@ -108,46 +110,46 @@ def _entered(phase: Phase, now: float) -> str:
 
 
 def report_overdue(what: str, processes: Sequence[str]) -> str:
-    """Where late processes are, having asked them for their stacks and logged where everybody else is.
+    """Log the state of every process, get the stacks of overdue ones into their logs, and describe them.
 
     Args:
-        what: the phase that they are late in, for the logs ("training step").
+        what: the overdue phase, for the logs ("training step").
         processes: their names, like "policy rank 0"; a name stands for its children too ("generation engine 0 core").
 
     Returns:
-        Text for the end of a message; empty when this process has no log, and so the others none either.
+        Text for the end of a message; empty when the run writes no logs.
     """
     log = current_log()
     if log is None:
         return ""
     everybody = process_statuses(log)
-    late = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
-    silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in late)]
+    overdue = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
+    silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in overdue)]
     logger.error("%s is overdue; where the processes are:\n%s", what, _table(everybody))
-    ask_for_stacks(log, what, late)
-    parts = _described(late)
+    request_stacks(log, what, overdue)
+    parts = _described(overdue)
     parts += [f"{name} has not begun: it has no log" for name in silent[:DESCRIBED]]
     return "".join(f"; {part}" for part in parts) + f"; stacks are in {log.folder}"
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Which of the processes are stopped, gone or silent, for the end of a message about another's failure; often none.
+    """Describe the processes that are stopped, gone or silent, for the end of another process's error message.
 
     Args:
         processes: their names; a name stands for its children too.
-        overdue: the phase that they are late in, when their logs are to get their stacks.
+        overdue: the overdue phase; None: the stacks are not written into their logs.
     """
     log = current_log()
     if log is None:
         return ""
     hanging = [one for one in process_statuses(log) if one.hangs and _belongs(one.heartbeat.name, processes)]
     if hanging and overdue is not None:
-        ask_for_stacks(log, overdue, hanging)
+        request_stacks(log, overdue, hanging)
     return "".join(f"; {part}" for part in _described(hanging))
 
 
 def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
-    """Where every process is that has a heartbeat, this one left out."""
+    """State of every process that has a heartbeat, except this one."""
     machine, now = this_machine(), time.time()
     beats = read_heartbeats(log.folder / FOLDER).values()
     return [
@@ -158,7 +160,7 @@ def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
 
 
 def _table(everybody: Sequence[ProcessStatus]) -> str:
-    """A line for each, those in trouble first."""
+    """A line for each process, stuck ones first."""
     return "\n".join(f"  {one}" for one in sorted(everybody, key=lambda one: not one.hangs))
 
 
@@ -167,7 +169,7 @@ def _belongs(name: str, processes: Iterable[str]) -> bool:
 
 
 def _described(found: Sequence[ProcessStatus]) -> list[str]:
-    """What is known of late processes, those in trouble first, and no more than fit a message."""
+    """Descriptions of processes, stuck ones first, at most as many as a message holds."""
     ordered = sorted(found, key=lambda one: not one.hangs)
     parts = [str(one) for one in ordered[:DESCRIBED]]
     if len(ordered) > DESCRIBED:
@@ -189,11 +191,11 @@ def _state(beat: Heartbeat, machine: str) -> str:
     return GONE if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else known.get(status, ALIVE)
 
 
-def ask_for_stacks(log: ProcessLog, what: str, late: Sequence[ProcessStatus]) -> None:
-    """Get the stacks of these processes into their logs, as far as that is possible, and give them time for it."""
-    stopped = [one.heartbeat for one in late if one.state in (STOPPED, TRACED)]
+def request_stacks(log: ProcessLog, what: str, overdue: Sequence[ProcessStatus]) -> None:
+    """Get the stacks of these processes into their logs, and wait until they can have written them."""
+    stopped = [one.heartbeat for one in overdue if one.state in (STOPPED, TRACED)]
     wait_s = 0.0
-    for one in late:
+    for one in overdue:
         beat = one.heartbeat
         if one.state == ALIVE:
             _append(log, beat.name, f"{what} is overdue; the stacks of the process's threads:")
@@ -212,7 +214,7 @@ def ask_for_stacks(log: ProcessLog, what: str, late: Sequence[ProcessStatus]) ->
 
 
 def _stacks_from_outside(pid: int) -> str:
-    """The stacks of a process that cannot write them, or why they are not known."""
+    """The stacks of a stopped process, or why py-spy cannot read them."""
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     if program is None:
@@ -228,7 +230,7 @@ def _stacks_from_outside(pid: int) -> str:
 
 
 def _append(log: ProcessLog, name: str, text: str) -> None:
-    """A line of the driver's in the log of another process."""
+    """Write a line into the log of another process."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with log_file(log.folder, name).open("a", encoding="utf-8") as file:
         file.write(f"{stamp} [{log.name}] {text}\n")

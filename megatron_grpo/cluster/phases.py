@@ -1,4 +1,4 @@
-"""What a process is doing right now: `with phase("train"):` around it, in any thread and any coroutine."""
+"""Phases of a process: `with phase("train"):` records in heartbeat and log that its body runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One thing that a process is doing."""
+    """A phase that a process is in."""
 
     name: str
     since: float
-    """When it was entered, in seconds since the epoch; of `count` at once, the first that is still there."""
+    """Time of entering, in seconds since the epoch; with `count` above one, that of the oldest."""
     count: int = 1
-    """How often the process is in it right now: more than once where calls run side by side."""
+    """Concurrent calls that are in this phase."""
 
 
 class Phases:
@@ -42,7 +42,7 @@ class Phases:
         """Called after each phase that is entered."""
 
     def enter(self, name: str) -> object:
-        """Begin a phase; what `leave` wants back."""
+        """Begin a phase; returns the token that `leave` takes."""
         token = object()
         with self._lock:
             self._active[token] = (name, time.time())
@@ -53,26 +53,26 @@ class Phases:
     def leave(self, token: object) -> None:
         """End the phase that `enter` returned this for."""
         with self._lock:
-            name, _ = self._active.pop(token, (None, 0.0))  # nothing there: the process was forked within the phase
+            name, _ = self._active.pop(token, (None, 0.0))  # absent if the process was forked within the phase
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
 
     def before_fork(self) -> None:
-        """Keep other threads out: what one of them holds while a process is forked nobody gives back in the child."""
+        """Take the lock: one that another thread held during a fork would stay held in the child."""
         self._lock.acquire()
 
     def after_fork(self) -> None:
-        """Let other threads in again."""
+        """Release the lock in the parent."""
         self._lock.release()
 
     def forget(self) -> None:
-        """Leave a forked process in none of its parent's phases, and without its parent's record to write."""
+        """Reset a forked process: it is in none of its parent's phases, and does not write its parent's heartbeat."""
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
         self._lock.release()
 
     def current(self) -> tuple[Phase, ...]:
-        """The phases that the process is in, first entered first; calls in the phase of another are counted with it."""
+        """The phases that the process is in, oldest first; concurrent calls of one phase are counted together."""
         found: dict[str, Phase] = {}
         with self._lock:
             for name, since in self._active.values():
@@ -88,7 +88,7 @@ os.register_at_fork(
 
 
 class PhaseScope(ContextDecorator):
-    """What `phase` returns: usable as `with phase("train"):` and as a decorator of functions, `async` ones included."""
+    """Scope of `phase`, usable as `with phase("train"):` and as a decorator of functions, `async` ones included."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -127,9 +127,9 @@ class PhaseScope(ContextDecorator):
 
 
 def phase(name: str) -> PhaseScope:
-    """Say that this process is in the phase `name` while the body runs; at debug level its log gets two lines.
+    """Record that this process is in the phase `name` while the body runs, with two lines in its log at debug level.
 
-    It costs some microseconds, so that a call may have one, but not a token. Coroutines that run side by side may each
-    be in one. A body that raises leaves its traceback in the log.
+    It costs some microseconds: use it for a call, not for each token. Concurrent coroutines may each be in a phase. The
+    traceback of a body that raises goes to the log.
     """
     return PhaseScope(name)

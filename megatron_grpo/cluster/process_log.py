@@ -1,7 +1,8 @@
-"""One log a process under run_dir/logs, and the heartbeat beside it.
+"""Log files: one per process under run_dir/logs, with a heartbeat file beside each.
 
 The driver opens its own with `driver_log`, before Ray is started; every other process calls `begin_process_log` with
-its name first thing. They find the folder in the environment, which Ray's workers and vLLM's processes inherit.
+its name as its first call. The folder comes from an environment variable that Ray's workers and vLLM's processes
+inherit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ProcessLog:
-    """What a process has open for its log."""
+    """The open log of a process."""
 
     folder: Path
     """Folder in which every process of the run logs."""
@@ -72,7 +73,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def level_of_libraries() -> str:
-    """The level from which on vLLM and its like shall write, as logging calls it: at debug level they write too much.
+    """Log level of vLLM and other libraries, by its name in logging: their debug level writes too much.
 
     "ERROR" when nothing is logged.
     """
@@ -112,7 +113,7 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
-    for old in (folder / FOLDER).glob("*"):  # of processes of an earlier start, which may have had more
+    for old in (folder / FOLDER).glob("*"):  # of an earlier start, which may have had more processes
         old.unlink(missing_ok=True)
     before = {name: os.environ.get(name) for name in (FOLDER_VARIABLE, LEVEL_VARIABLE)}
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
@@ -132,23 +133,23 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
 
 
 def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
-    """Give this process its log, for good: records, warnings, what kills it, and all that it prints.
+    """Open the log of this process until it ends, for records, warnings, fatal errors, stdout and stderr.
 
-    Does nothing when the driver logs nowhere or the process has its log already.
+    Does nothing without a log folder in the environment, or when the process has its log already.
 
     Args:
         name: what messages call the process, like "policy rank 0"; it names the log, "policy_rank_0.log".
-        lasting_phase: what it does until it ends, if it does not say so itself; None: it waits for work between phases.
+        lasting_phase: phase of a process that never waits for work; None: it waits for work between phases.
     """
     global _current
     if FOLDER_VARIABLE not in os.environ or current_log() is not None:
         return
-    if _current is not None:  # of the process that this one was forked from
+    if _current is not None:  # inherited in a fork
         logging.getLogger().removeHandler(_current.handler)
     _current = log = _open(Path(os.environ[FOLDER_VARIABLE]), name, os.environ[LEVEL_VARIABLE])
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
-        os.dup2(log.stream.fileno(), descriptor)  # what libraries print in C as well; Ray's own files are rarely found
+        os.dup2(log.stream.fileno(), descriptor)  # covers output of C code; Ray's own files are hard to find
     faulthandler.enable(file=log.stream)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread

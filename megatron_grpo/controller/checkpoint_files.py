@@ -1,4 +1,8 @@
-"""One checkpoint on disk: the driver's files in it beside the models' folders, and whether all of it is as written."""
+"""Files of one checkpoint: the driver's files beside the models' folders, and the manifest that verifies all of them.
+
+The manifest is ours because torch's and Megatron-Core's distributed checkpoints record no digests of their files:
+damage would be found after minutes of start-up, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,16 @@ from megatron_grpo.controller.directory import POLICY_FOLDER
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
 CHECKSUM_KEY = "xxh3_128"
-"""Key of a digest, in the manifest and as the first of a sealed file. The hash is fast and finds accidents; it keeps
-nobody from forging."""
+"""Key of a checksum. The hash is fast and detects accidents; it does not protect against forgery."""
 _CHECKSUM_LINE = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 _READ_BYTES = 8 * 2**20
 _THREADS = 8
-"""Files that are read at a time. One thread hashes faster than a disk reads; many readers are what a file system over a
-network needs."""
+"""Files read in parallel. One thread hashes faster than a local disk reads, but network file systems need many
+readers."""
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
-"""Whether to stop reading: the result is not wanted any more."""
+"""Whether to stop reading, because the result is no longer needed."""
 
 
 class CheckpointError(RunError):
@@ -39,7 +42,7 @@ class CheckpointError(RunError):
 
 
 class LaterFormatError(RunError):
-    """A checkpoint that nothing is wrong with, written by a later version of this package."""
+    """An intact checkpoint that a later version of this package wrote."""
 
 
 def write_manifest(folder: Path, step: int, sealed: Collection[str]) -> None:
@@ -187,7 +190,7 @@ def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
 
 
 def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path], stop: Event) -> list[T]:
-    """function(path, cancelled) of every path. What ends this early, Ctrl-C included, ends the threads."""
+    """function(path, cancelled) of every path, in threads that an error or Ctrl-C here cancels."""
     failed = Event()
     pool = ThreadPoolExecutor(_THREADS, "checkpoint-digest")
     try:

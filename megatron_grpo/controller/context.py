@@ -1,4 +1,4 @@
-"""A run that is up: what the loops of the algorithms work with."""
+"""A run in progress: the processes, data and state that the steps of an algorithm work with."""
 
 from __future__ import annotations
 
@@ -37,45 +37,45 @@ logger = logging.getLogger(__name__)
 
 
 class Placement:
-    """Engines and models have devices of their own: whoever has something to do does it."""
+    """Engines and models have separate devices, so nothing is moved; `Colocated` overrides these calls."""
 
     def wake_engines(self, timer: StepTimer) -> None:
-        """From here on engines sample, until `offload_engines`; the timer counts what that takes."""
+        """Make engines ready to sample until `offload_engines`; the timer counts the seconds."""
 
     def offload_engines(self, timer: StepTimer) -> None:
-        """From here on models compute and are saved, until `wake_engines` or a refit."""
+        """Make models ready to compute and to be saved, until `wake_engines` or a refit."""
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
-        """Around a refit, which comes in the turn of training; when it has succeeded it is the turn of sampling."""
+        """Scope of a refit, which starts with models ready and ends with engines ready to sample."""
         yield
 
 
 class Colocated(Placement):
-    """Engines and models share devices, whose memory holds either at a time, and in a refit the weights of both.
+    """Engines and models share devices, whose memory holds one of them at a time, and in a refit the weights of both.
 
-    It is the turn of training when this is made: engines sleep and models are on the devices.
+    At construction engines sleep and models are on the devices.
 
     Args:
         generation: the engines.
-        policy: whose weights a refit sends.
-        others: what else is trained.
+        policy: the model whose weights a refit sends.
+        others: other trained models.
     """
 
     def __init__(self, generation: VllmGeneration, policy: RankGroup, others: Sequence[RankGroup] = ()) -> None:
         self._generation, self._policy, self._others = generation, policy, others
         self._sampling = False
         self._unsettled = False
-        """In a refit, or since something failed: engines may be half awake, or not answer."""
+        """In a refit, or after a failure: engines may be partly awake, or not answer."""
 
     def wake_engines(self, timer: StepTimer) -> None:
-        """Without a refit in between the engines have the weights that they had before, from host memory."""
+        """Engines restore their previous weights from host memory, without a refit."""
         if not self._sampling:
             with self.refit(timer):
                 pass
 
     def offload_engines(self, timer: StepTimer) -> None:
-        """Let engines sleep and bring the models back to the devices.
+        """Put engines to sleep and load the models onto the devices.
 
         Raises:
             SamplingError: an engine failed; called again, this brings the models back all the same, to be saved.
@@ -87,7 +87,7 @@ class Colocated(Placement):
             try:
                 self._generation.sleep()
             except RunError as error:
-                if not self._unsettled and not is_lost(error.__cause__):  # one that is lost has no memory
+                if not self._unsettled and not is_lost(error.__cause__):  # a lost engine holds no memory
                     self._unsettled = True
                     raise SamplingError(str(error)) from error
                 logger.warning("what is trained comes back to the devices, although %s", error)
@@ -98,8 +98,8 @@ class Colocated(Placement):
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
-        """What the refit does not need leaves the devices before it, the policy's weights after it."""
-        self._unsettled = True  # until all of it has succeeded
+        """Offload optimizer and other models before the refit, and the policy's weights after it."""
+        self._unsettled = True  # until every part has succeeded
         with timer.phase("offload"):
             self._policy.offload(weights=False)
             for model in self._others:
@@ -116,7 +116,7 @@ class Colocated(Placement):
 
 @dataclass(kw_only=True)
 class SampleSource:
-    """What the samples of a step are drawn with, and what is kept of it from step to step."""
+    """Source of the samples of each step, with the state that it keeps between steps."""
 
     config: Config
     rollouts: RolloutPool
@@ -129,7 +129,7 @@ class SampleSource:
     buffer: SampleBuffer | Oversampling | None = None
     """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
     recorded: RecordedSteps | None = None
-    """What an earlier run sampled, which is taken instead; None: sampling."""
+    """Recorded samples of an earlier run, which replace sampling; None: the run samples."""
 
     @property
     def used_up(self) -> str:
@@ -140,14 +140,14 @@ class SampleSource:
 
 @dataclass(kw_only=True)
 class SamplingRun:
-    """A run that samples and scores, and trains nothing."""
+    """A run that samples and scores without training."""
 
     config: Config
     placement: Placement
-    """Who has the devices when."""
+    """Whether engines and models share devices."""
     rollouts: RolloutPool
     samples: SampleSource
-    """Where the samples of a step come from; `sample` advances it."""
+    """Source of the samples of a step; `sample` advances it."""
     dumps: RolloutDumps
     guard: FiniteGuard
     loader: Batches
@@ -155,9 +155,9 @@ class SamplingRun:
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
-    """How far the run has come."""
+    """Progress of the run."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """What a script wants to be told."""
+    """Callbacks of a script."""
 
     def position(self) -> dict[str, Any]:
         """State of the loader after the last prompts that a step has taken, without those of the sample buffer."""
@@ -165,15 +165,15 @@ class SamplingRun:
         return self.loader.state_dict() if buffer is None else buffer.position
 
     def models_by_folder(self) -> dict[str, RankGroup]:
-        """What is trained, by its folder in a checkpoint."""
+        """Trained models, by their folder in a checkpoint."""
         return {}
 
     def models(self) -> list[RankGroup]:
-        """What is trained."""
+        """Trained models."""
         return list(self.models_by_folder().values())
 
     def save_models(self, folder: Path, *, background: bool = False) -> None:
-        """Write what is trained into the folder of a checkpoint; in the background, only begin to."""
+        """Write the trained models into the folder of a checkpoint; with `background`, only begin to."""
         self.placement.offload_engines(StepTimer())
         for name, model in self.models_by_folder().items():
             (folder / name).mkdir()
@@ -186,7 +186,7 @@ class GRPORun(SamplingRun):
 
     policy: MegatronPolicy
     transport: WeightTransport | None
-    """How the policy's weights reach the engines; None: there are none."""
+    """Transport of the policy's weights to the engines; None: there are no engines."""
     loss_fn: ClippedPGLossFn
 
     def models_by_folder(self) -> dict[str, RankGroup]:

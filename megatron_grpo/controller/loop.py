@@ -33,17 +33,17 @@ PROFILES_FOLDER = "profiles"
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did."""
+    """Metrics and samples of one step, for the files and the progress line."""
 
     metrics: dict[str, float]
     timing: dict[str, float]
     throughput: dict[str, float]
     sampled: list[Outcome]
-    """What became of everything that was sampled, also of what dynamic sampling dropped."""
+    """Outcomes of all sampled responses, including those that dynamic sampling dropped."""
     remarks: Sequence[str] = ()
-    """What somebody who watches the run should hear of."""
+    """Messages for the progress output."""
     failure: RunError | None = None
-    """What went wrong after the models had learnt from the samples: the step counts, and the run cannot go on."""
+    """An error after the models were updated: the step counts, and the run ends."""
 
 
 SomeRun = TypeVar("SomeRun", bound=SamplingRun)
@@ -63,11 +63,11 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     try:
         _train_steps(run, step)
     except ModelLostError as error:
-        _leave_rollouts(run)
+        _write_rollouts_of_failed_step(run)
         _finish_saving_before_the_end(run)
-        raise ModelLostError(f"{error}; {_what_stands(run)}") from error
+        raise ModelLostError(f"{error}; {_where_to_continue(run)}") from error
     except RunError:
-        _leave_rollouts(run)
+        _write_rollouts_of_failed_step(run)
         _finish_saving_before_the_end(run)
         raise
 
@@ -117,7 +117,7 @@ def _end_profile(run: SamplingRun, step: int) -> None:
 
 
 def trainer_state(run: SamplingRun) -> TrainerState:
-    """How far the run is, for reward functions."""
+    """Progress of the run, for reward functions."""
     limits, state = run.config.loop, run.state
     return TrainerState(
         global_step=state["total_steps"],
@@ -196,8 +196,8 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
 
 
 def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
-    """Tell of a step that taught nothing, of rollouts that failed, of processes that were replaced, and once of
-    responses that nobody gave a reward."""
+    """Print remarks: a step without tokens in the loss, failed rollouts, replaced processes, and once unscored
+    responses."""
     for text in (*run.rollouts.remarks, *report.remarks):
         run.logger.note(f"step {step}: {text}")
     run.rollouts.remarks.clear()
@@ -217,11 +217,11 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
 
 
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
-    """What to say when no step has the metric that ranks checkpoints."""
+    """The error if steps do not have the metric that ranks checkpoints."""
     checkpointing = config.checkpointing
     name, ranked = checkpointing.metric_name, config.saves and checkpointing.keep_top_k is not None
     if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
-        return None  # of a step that trains no policy, in the critic's warm-up for one, much is not known
+        return None  # a step that does not train the policy, as in the critic's warm-up, lacks many metrics
     if not ranked or name in metrics or name in sometimes_absent(config):
         return None
     known = ", ".join(sorted(metrics))
@@ -229,7 +229,7 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
 
 
 def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
-    """Save before a failure ends the run; should that fail too, the failure that came first is the one to report."""
+    """Save before a failure ends the run; an error of saving is only noted, since the first failure is reported."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.saves:
         return
@@ -242,16 +242,16 @@ def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapsho
         run.logger.note(f"step {step} could not be saved: {error}")
 
 
-def _what_stands(run: SamplingRun) -> str:
-    """What is left of a run whose models are lost."""
+def _where_to_continue(run: SamplingRun) -> str:
+    """Where a run continues whose models are lost."""
     steps = run.checkpointer.steps()
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"
     return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
 
 
-def _leave_rollouts(run: SamplingRun) -> None:
-    """Write the rollouts of a step that failed; should that fail too, the first failure is the one to report."""
+def _write_rollouts_of_failed_step(run: SamplingRun) -> None:
+    """Write the rollouts of a failed step; an error of writing is only noted, since the first failure is reported."""
     try:
         run.dumps.leave()
     except RunError as error:
@@ -259,7 +259,7 @@ def _leave_rollouts(run: SamplingRun) -> None:
 
 
 def _finish_saving_before_the_end(run: SamplingRun) -> None:
-    """Complete what is being saved when a failure ends the run; that failure is the one to report."""
+    """Complete a background save when a failure ends the run; an error of saving is only noted."""
     try:
         finish_saving(run)
     except RunError as error:
@@ -267,7 +267,7 @@ def _finish_saving_before_the_end(run: SamplingRun) -> None:
 
 
 def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Validate and save after the last step, whose metrics these are, unless that step did."""
+    """Validate and save after the last step, unless that step did; `metrics` are those of that step."""
     finish_saving(run)
     step, saved = run.state["total_steps"], run.checkpointer.steps()
     validated: dict[str, float] = {}
