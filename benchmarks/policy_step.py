@@ -28,7 +28,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.cpu.host_memory import keep_freed_memory
+from megatron_grpo.cpu.megatron import keep_freed_memory
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
 from megatron_grpo.proof.problem import counts_of, make_loss

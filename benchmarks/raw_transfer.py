@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.cpu.host_memory import keep_freed_memory
+from megatron_grpo.cpu.megatron import keep_freed_memory
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weights.families import weight_entries

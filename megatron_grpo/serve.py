@@ -17,7 +17,6 @@ from megatron_grpo.weights.source import model_folder
 MISTAKE = 2
 """Exit code of a command line that cannot be run."""
 LOOPBACK = "127.0.0.1"
-CPU_BATCH_TOKENS = 4096
 
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
 """Arguments of vLLM that the refit, the log-probabilities and the token depend on."""
@@ -89,6 +88,8 @@ def _for_this_device() -> list[str]:
     """Defaults of a CPU's engines: prompts in one piece, so that a response can be repeated from its seed."""
     if current_platform().name != "cpu":
         return []
+    from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
+
     return ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
 
 

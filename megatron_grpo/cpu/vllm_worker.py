@@ -17,8 +17,8 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from megatron_grpo.cpu.vllm_fork import in_core
-from megatron_grpo.sampler.arguments import RECORD_ROUTING
+from megatron_grpo.cpu.engine import RECORD_ROUTING, in_core
+from megatron_grpo.platform.hooks import check_hooks
 from megatron_grpo.sampler.plugin import begin_process
 
 
@@ -210,7 +210,7 @@ class RoutingRecorder:
         """What is known of a finished request, which is forgotten; empty when it never ran.
 
         Args:
-            name: the request's, as whoever added it called it: vLLM appends a hyphen and something random.
+            name: name under which the request was added; vLLM appends a hyphen and random characters.
         """
         internal = next((one for one in self._requests if one.rpartition("-")[0] == name), None)
         if internal is None:
@@ -232,6 +232,7 @@ class PipelineCPUWorker(CPUWorker):
         super().__init__(*args, local_rank=local_rank, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        check_hooks("cpu")
         if self.parallel_config.enable_expert_parallel:
             give_ranks_their_experts()
         offer_fp8_blocks()
@@ -253,7 +254,7 @@ class PipelineCPUWorker(CPUWorker):
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """The experts of finished requests, which are forgotten here, for `chosen_experts`.
+        """The experts of finished requests, which are forgotten here, for `recorded_experts`.
 
         Args:
             names: names of the requests, as the engine's caller gave them.

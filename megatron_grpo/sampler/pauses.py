@@ -1,4 +1,14 @@
-"""When vLLM's scheduler stands still: while nothing is in flight, and while weights change under what is."""
+"""When vLLM's scheduler is paused: while no request is in flight, and while weights change under requests in flight.
+
+Why every token has exactly one weight version: `hold` first closes the entry, then pauses vLLM with mode="keep". The
+scheduler stops between two forward passes, so no pass computes with a mixture of weights, and requests in flight keep
+the tokens that they have. The workers then load the new weights, vLLM is told the new version, and `release` resumes
+the scheduler: each request goes on where it stopped, and vLLM labels what it samples from here on with the new version.
+A response may therefore span versions (`GenerationOutput.spans`), a token cannot. Requests that arrive meanwhile wait
+outside: their prompts are cached under the salt of a version, which is known only once that version is committed.
+Keys and values of tokens before the pause are those of the old weights if the cache outlasts pauses; otherwise the
+pause clears the cache, and the scheduler computes the sequences in flight again under the new weights.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +24,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 LEAVE_S = 10.0
-"""Time that responses which were given up have to leave before something that needs the engine paused is refused."""
+"""Seconds that aborted requests have to drain before an operation that needs the engine paused is refused."""
 LOOK_S = 0.05
 
 
 class Pauses:
-    """Those of one engine, which begins with one. A pause empties the cache, unless that outlasts pauses.
+    """The pauses of one engine, which begins paused. A pause empties the prefix cache unless `keeps_cache`.
 
     Args:
         llm: the engine.
@@ -50,7 +60,7 @@ class Pauses:
         """
         began = time.monotonic()
         while self._parking is None and time.monotonic() < began + LEAVE_S:
-            await asyncio.sleep(LOOK_S)  # whoever gave responses up did not wait for their end
+            await asyncio.sleep(LOOK_S)  # aborted requests may still be draining
         if self._parking is None:
             raise RuntimeError(f"{self._in_flight} responses are in flight: the weights cannot change under them")
         await self._parking
@@ -58,9 +68,9 @@ class Pauses:
 
     @asynccontextmanager
     async def entering(self, requests: int) -> AsyncIterator[None]:
-        """In here so many requests are added: at a moment at which no weights change.
+        """Context in which requests are added, while no weights change.
 
-        If the engine was paused it goes on at the end: its scheduler sees all of them before it takes the first.
+        A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
         """
         async with self._entrance():
             self._change(requests)  # from here on nobody pauses
@@ -75,31 +85,31 @@ class Pauses:
                 raise
 
     def left(self, requests: int) -> None:
-        """So many requests are no longer in flight; the last one leaves a paused engine behind."""
+        """Count requests that are no longer in flight; after the last one the engine is paused."""
         self._change(-requests)
         if requests and not self._in_flight and self._parking is None:
             self.pause()
 
     async def hold(self) -> None:
-        """Let nobody enter until `release`, and pause what is in flight."""
+        """Keep new requests waiting until `release`, and pause those in flight."""
         self._open.clear()
-        async with self._entry:  # who is entering is in flight first
+        async with self._entry:  # requests that are being added are in flight first
             if self._parking is None:
                 self.pause()
 
     async def release(self) -> None:
-        """Let what is in flight go on, and others enter."""
+        """Resume requests in flight, and let waiting ones enter."""
         if self._in_flight:
             await self._resume()
         self._open.set()
 
     @asynccontextmanager
     async def _entrance(self) -> AsyncIterator[None]:
-        """Hold the entry, at a moment at which no weights change."""
+        """Hold the entry while no weights change."""
         while True:
             await self._open.wait()
             async with self._entry:
-                if self._open.is_set():  # it may have been closed while others were entering
+                if self._open.is_set():  # `hold` may have closed it while this waited for the lock
                     yield
                     return
 

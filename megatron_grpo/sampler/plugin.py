@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
 
 from megatron_grpo.cluster.process_log import OncePerMessage, begin_process_log
-from megatron_grpo.cpu.vllm_fork import fork_from_there, parent_is_gone
+from megatron_grpo.platform.hooks import check_hooks
 
 QUEUE_SEGMENTS = "/dev/shm/psm_"
 """How Python names the segments that vLLM's queues live in; the rest of the name is random."""
@@ -45,10 +46,6 @@ WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
 """Name of our receiver in vLLM's registry of weight-transfer engines."""
 
 PARENT_CHECK_S = 1.0
-CPU_SPIN_S = 0.002
-"""Time that a CPU engine's processes busy-wait for their next message before they sleep on a socket."""
-CPU_RECHECK_MS = 20
-"""Longest sleep on that socket: its wake-up is lost when two messages come within a millisecond of each other."""
 
 
 def register() -> None:
@@ -60,8 +57,11 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        _sleep_instead_of_spinning()
-        fork_from_there()
+        from megatron_grpo.cpu.engine import replace_in_vllm
+
+        replace_in_vllm()
+    else:
+        check_hooks("cuda")
     begin_process()
 
 
@@ -97,6 +97,14 @@ def begin_process() -> None:
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent-watchdog", daemon=True).start()
 
 
+def parent_is_gone() -> bool:
+    """Whether the process that asked for this one has ended; the fork server in between may live on."""
+    parent = multiprocessing.parent_process()
+    if isinstance(multiprocessing.current_process(), ForkServerProcess):
+        return parent is None or not parent.is_alive()
+    return parent is not None and parent.pid != os.getppid()
+
+
 def _exit_with_parent(parent: int) -> None:
     """End this process, however busy it is, when its parent is gone: the driver was killed, so nobody needs it."""
     # A process that multiprocessing started knows who its parent was even if that one is gone already.
@@ -104,11 +112,3 @@ def _exit_with_parent(parent: int) -> None:
         time.sleep(PARENT_CHECK_S)
     free(queue_segments(psutil.Process()))
     os._exit(1)
-
-
-def _sleep_instead_of_spinning() -> None:
-    """vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (CPU_SPIN_S,)
-    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = CPU_RECHECK_MS

@@ -100,10 +100,15 @@ class RankActor:
     def import_packages(self) -> None:
         """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
         began = time.monotonic()
-        from megatron_grpo.cpu.megatron import apply_patches
+        from megatron_grpo.platform.device import current_platform
+        from megatron_grpo.platform.hooks import check_hooks
 
-        apply_patches()
+        if current_platform().name == "cpu":
+            from megatron_grpo.cpu.megatron import apply_patches
+
+            apply_patches()
         importlib.import_module("megatron_grpo.trainer.rank")
+        check_hooks(current_platform().name)
         self._imports_s += time.monotonic() - began
 
     @phase("start")
@@ -114,7 +119,6 @@ class RankActor:
         import torch
         from megatron.core import parallel_state
 
-        from megatron_grpo.cpu.host_memory import keep_freed_memory
         from megatron_grpo.platform.device import current_platform, reach_store
         from megatron_grpo.trainer.parallel import initialize_parallel
 
@@ -130,7 +134,9 @@ class RankActor:
         )
         self.model = settings.build_rank()
         if current_platform().name == "cpu":
-            keep_freed_memory()  # every microbatch takes and frees tensors of the same sizes
+            from megatron_grpo.cpu.megatron import keep_freed_memory
+
+            keep_freed_memory()
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),

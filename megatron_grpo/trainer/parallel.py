@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron_grpo.config.schema import ParallelConfig
-from megatron_grpo.cpu.megatron import apply_patches
 from megatron_grpo.platform.device import current_platform
 
 _KEPT = 16
@@ -98,7 +97,10 @@ def initialize_parallel(
         timeout_s: deadline of the start-up and of every later collective.
     """
     assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
-    apply_patches()
+    if current_platform().name == "cpu":
+        from megatron_grpo.cpu.megatron import apply_patches
+
+        apply_patches()
     exchange_shapes_in_order()
     platform = current_platform()
     # Megatron-Core relies on one hardware queue to order a layer's communication before its computation, and checks the

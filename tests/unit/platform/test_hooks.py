@@ -17,7 +17,7 @@ from megatron_grpo.platform import hooks as registry
 from megatron_grpo.platform.hooks import LIBRARIES, Hook, check_hooks, hooks, untried_versions
 
 ROOT = Path(__file__).parents[3]
-OWN_METHODS = {"_process", "_replace"}
+OWN_METHODS = {"_convert", "_replace"}
 """Private methods that classes of this package inherit from each other."""
 
 

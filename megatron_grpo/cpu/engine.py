@@ -1,0 +1,219 @@
+"""What a vLLM engine on a CPU does otherwise: its arguments, its cores, and processes that are forked.
+
+Each process of an engine would import vLLM, ten seconds of a core. So they are forked from one that has imported it.
+
+vLLM itself would spawn them: it must not fork a Ray actor, whose threads a fork does not take along, and on a CPU it
+tells OpenMP by environment variables, read when a process begins, how many threads there are and where. So a process
+without threads of its own imports vLLM while the actor does the same; the engine core is forked from that, and the
+workers from the engine core (as vLLM does on GPUs). A model of one rank has no worker: the core computes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.data.routed import UNKNOWN, RoutedForm
+from megatron_grpo.platform.hooks import check_hooks
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_grpo.sampler.arguments import VllmSettings
+
+CPU_BATCH_TOKENS = 4096
+"""Most tokens of one forward pass of a CPU engine; more when a single sequence may be longer."""
+
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""What runs a model of one rank in the engine core itself, without the messages to and from a worker.
+
+As "uni" vLLM would take it for "mp" on a CPU, because a core that it spawns does not bind its OpenMP threads; ours do.
+"""
+
+RECORD_ROUTING = "megatron_grpo_record_routing"
+"""Key of vLLM's additional_config that tells workers to record the experts of each token."""
+
+SPIN_S = 0.002
+"""Time that processes busy-wait for their next message before they sleep on a socket."""
+RECHECK_MS = 20
+"""Longest sleep on that socket: its wake-up is lost when two messages come within a millisecond of each other."""
+
+PRELOADED = "megatron_grpo.cpu.vllm_preload"
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""vLLM's environment variable for the folder in which its processes have their sockets."""
+
+
+def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """vLLM's arguments that are others on a CPU."""
+    arguments: dict[str, Any] = {
+        "distributed_executor_backend": IN_CORE if settings.config.parallel.ranks_per_engine == 1 else "mp",
+        # A prompt that is prefilled in two parts makes vLLM rewind the request's generator, which torch cannot on CPU.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, settings.max_total_sequence_length),
+        "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
+        "worker_cls": "megatron_grpo.cpu.vllm_worker.PipelineCPUWorker",
+    }
+    if settings.routed is not None:  # vLLM's own record needs a GPU
+        arguments["additional_config"] = {RECORD_ROUTING: True}
+    return arguments
+
+
+async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+    """The experts that `PipelineCPUWorker` has recorded for finished requests.
+
+    Args:
+        llm: the engine.
+        finals: the last output of each request.
+        form: layers that have experts, and how many each token goes through.
+
+    Returns:
+        For each request, [prompt and response tokens but the last, layers, experts of a token], int16, as vLLM gives
+        them on a GPU.
+    """
+    stages = await llm.collective_rpc("take_routing", args=([final.request_id for final in finals],))
+    merged = []
+    for final in finals:
+        tokens = len(final.prompt_token_ids or ()) + len(final.outputs[0].token_ids)
+        whole = np.full((max(tokens - 1, 0), form.layers[-1] + 1, form.top_k), UNKNOWN, dtype=np.int16)
+        for stage in stages:
+            for layer, data in stage.get(final.request_id, {}).items():
+                rows = np.frombuffer(data, dtype=np.int16).reshape(-1, form.top_k)
+                # A stop string is found after its tokens were sampled: the engine may have gone further by then.
+                whole[: len(rows), layer] = rows[: len(whole)]
+        merged.append(whole)
+    return merged
+
+
+def prepare_cpu_processes(settings: VllmSettings) -> None:
+    """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
+    ranks = settings.config.parallel.ranks_per_engine
+    cores = cores_of_ranks(
+        sorted(os.sched_getaffinity(0)),
+        first=settings.index * ranks,
+        ranks=ranks,
+        total=settings.config.parallel.data * ranks,
+    )
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+    if settings.config.engine.enforce_eager:
+        # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    start_importing(threads=len(cores.split("|")[0].split(",")))
+
+
+def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
+    """vLLM's thread binding for ranks [first, first + ranks) when `total` ranks share the cores evenly.
+
+    Returns:
+        One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
+    """
+    if total > len(cores):
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
+    share = len(cores) // total
+    return "|".join(
+        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
+    )
+
+
+def replace_in_vllm() -> None:
+    """Let vLLM's queues sleep instead of spinning, and its engine core and workers be forked.
+
+    vLLM's queues spin for a second after each message, on cores that a CPU run needs for training and sampling. In the
+    actor this sets how the core is started, in the core how its workers are.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    check_hooks("cpu")
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S,)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK_MS
+    utils.get_mp_context = ForkedCoreContext
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_file
+
+
+class ForkedCore(ForkServerProcess):
+    """vLLM's engine core. It takes along the environment of the actor, as a process that is spawned would."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "environment": dict(os.environ)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        os.environ.update(state.pop("environment"))
+        self.__dict__.update(state)
+
+
+class ForkedCoreContext(ForkServerContext):
+    """Starts engine cores; everything else is multiprocessing's."""
+
+    Process = ForkedCore
+
+
+def start_importing(threads: int) -> None:
+    """Start the process that imports vLLM for the others; call it before this process imports vLLM itself.
+
+    Args:
+        threads: OpenMP threads of each worker.
+    """
+    os.environ.setdefault(SOCKETS, util.get_temp_dir())
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    with _environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
+        forkserver.ensure_running()
+
+
+def in_core() -> bool:
+    """Whether this process is a forked engine core."""
+    return isinstance(multiprocessing.current_process(), ForkedCore)
+
+
+def forget_sockets() -> None:
+    """Remove the folder of the sockets over which forks are asked for and vLLM's processes talk, and of their meeting.
+
+    After the start nothing is forked, and all are connected: an engine that is killed leaves nothing of this behind.
+    """
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+
+
+def _meeting_file() -> str:
+    """Where the workers meet: vLLM's own choice is a file in the system's folder, which stays there."""
+    return f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
+
+
+def _torch_openmp() -> dict[str, str]:
+    """LD_PRELOAD with the OpenMP library that comes with torch, which vLLM wants all its processes to begin with."""
+    loaded = os.environ.get("LD_PRELOAD", "")
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or "omp" in loaded:
+        return {}
+    torch = Path(spec.origin).parent
+    found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")]
+    return {"LD_PRELOAD": ":".join(filter(None, [loaded, *map(str, found[:1])]))}
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,62 @@
+"""Nothing imports megatron_grpo.cpu where the platform is CUDA."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+# In a process of its own, whose platform is said to be CUDA before anything else is imported.
+IMPORT_EVERYTHING = """
+import importlib, json, sys
+from pathlib import Path
+import torch
+from megatron_grpo.platform import device
+cuda = device.Platform("cuda", torch.device("cuda", 0), "nccl")
+device.current_platform = lambda: cuda
+
+import megatron_grpo
+root = Path(megatron_grpo.__path__[0])
+needs = []
+for file in sorted(root.rglob("*.py")):
+    parts = file.relative_to(root).with_suffix("").parts
+    if parts[0] in ("cpu", "conf") or parts[-1].startswith("__"):
+        continue
+    try:
+        importlib.import_module(".".join(("megatron_grpo", *parts)))
+    except ModuleNotFoundError as error:
+        needs.append(error.name.split(".")[0])
+
+import ray
+from megatron_grpo.config.schema import GenerationConfig
+from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.sampler import engine
+from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
+ray.get_gpu_ids = lambda: [0]
+settings = VllmSettings(
+    index=0,
+    model_path="model",
+    config=GenerationConfig(),
+    precision="bfloat16",
+    max_total_sequence_length=8,
+    routed=RoutedForm(layers=(0,), experts=8, top_k=2),
+)
+engine.prepare_processes(settings, "generation engine 0")
+arguments = engine_arguments(settings)
+found = [name for name in sys.modules if name.startswith("megatron_grpo.cpu")]
+count = sum(name.startswith("megatron_grpo.") for name in sys.modules)
+print(json.dumps([arguments, found, count, needs]))
+"""
+
+
+def test_no_module_imports_cpu_support() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORT_EVERYTHING], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    arguments, found, count, needs = json.loads(done.stdout.splitlines()[-1])
+    assert not found
+    assert count > 150, "the modules were imported"
+    assert set(needs) <= {"modelopt", "transformer_engine", "vllm"}
+    assert arguments["enable_return_routed_experts"] is True
+    assert "worker_cls" not in arguments
