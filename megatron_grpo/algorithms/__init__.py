@@ -1,1 +1,1 @@
-"""The algorithms: their loops, and the tensor maths beneath them."""
+"""The steps of GRPO and PPO, as the driver runs them."""

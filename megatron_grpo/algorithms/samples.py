@@ -28,7 +28,7 @@ class StepSamples:
     groups: list[SampledGroup] = field(default_factory=list)
     """Groups to train on, numbered by their place in the step."""
     scores: Scores | None = None
-    """Scores of the groups to train on, where dynamic sampling asked for them; None: nobody did yet."""
+    """Scores of the groups to train on, where dynamic sampling needed them; None: not computed yet."""
     sampled: list[Outcome] = field(default_factory=list)
     """Everything that was sampled, also what dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -88,17 +88,17 @@ def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: St
             return samples
         scores = score(source.config, outcomes)
         known |= {id(group): scores.of_groups([number]) for number, group in enumerate(groups)}
-        outcome = dynamic_sampling(
+        selected = dynamic_sampling(
             groups, scores.kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=source.waiting
         )
-        source.waiting[:] = outcome.batch_cache
-        without_signal += outcome.without_signal
-        surplus += outcome.surplus
-        kept = {id(group) for group in (*outcome.groups, *outcome.batch_cache)}
+        source.waiting[:] = selected.batch_cache
+        without_signal += selected.without_signal
+        surplus += selected.surplus
+        kept = {id(group) for group in (*selected.groups, *selected.batch_cache)}
         samples.dropped += [one for group in groups if id(group) not in kept for one in group.outcomes]
-        if outcome.is_batch_complete:
-            of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in outcome.groups]
-            samples.groups, samples.scores = renumbered(outcome.groups), Scores.joined(of_groups)
+        if selected.is_batch_complete:
+            of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in selected.groups]
+            samples.groups, samples.scores = renumbered(selected.groups), Scores.joined(of_groups)
             samples.metrics = {
                 _GEN_BATCHES: float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),

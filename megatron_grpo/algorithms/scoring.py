@@ -1,4 +1,4 @@
-"""From what the environments said of a step's rollouts to what advantages and dynamic sampling look at; once."""
+"""The scoring stage: from the environments' rewards to the scores that advantages and dynamic sampling read."""
 
 from __future__ import annotations
 

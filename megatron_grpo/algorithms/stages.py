@@ -1,4 +1,4 @@
-"""The batch of a step: which rollouts are in the loss, and their tokens in shards that the replicas fetch."""
+"""The stages of a step that GRPO and PPO share: the training batch, log-probabilities, learning, publishing weights."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def training_batch(
 ) -> StepBatch:
     """Lay the rollouts of a step out in shards, one for each replica of the policy.
 
-    The loss leaves out rollouts without a reward (nobody had an opinion, or they failed), those whose loss multiplier
-    is 0 and, with overlong_filtering, those that were cut off.
+    The loss leaves out rollouts without a reward (no reward function gave one, or they failed), those whose loss
+    multiplier is 0 and, with overlong_filtering, those that were cut off.
 
     Args:
         config: layouts and minibatches, and what is left out of the loss.
@@ -108,7 +108,7 @@ def add_logprobs(
     """Add what the step needs of prev_logprobs and reference_logprobs; leave inconsistent responses out of the loss.
 
     Returns:
-        Metrics about responses that were left out; empty when nobody looks for them.
+        Metrics about responses that were left out; empty without seq_logprob_error_threshold.
 
     Raises:
         RunError: a log-probability that is looked at is not finite.

@@ -14,11 +14,12 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class TokenFields:
-    """Everything that is known of each token; what a stage does not need, or has not been computed yet, is None.
+    """Entries of tokens, in the ranks of a model; an entry that a stage does not need, or that is not computed yet, is
+    None.
 
     All tensors begin with one shape, here called [...]: [tokens], sequences laid end to end, or [sequences, length],
-    padded with zeros on the right; only `routed_experts` has a dimension more. An entry speaks of the token at its own
-    place: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given what precedes it in its sequence, and 0 at
+    padded with zeros on the right; only `routed_experts` has a dimension more. An entry describes the token at its own
+    index: `prev_logprobs[t]` is the log-probability of `token_ids[t]` given what precedes it in its sequence, and 0 at
     the first token, which nothing predicts.
     """
 
@@ -39,14 +40,14 @@ class TokenFields:
     positive: Tensor | None = None
     """[...], float32: 1 in the sampled tokens of correct responses, else 0."""
     values: Tensor | None = None
-    """[...], float32: what the value model expected before the token, at the start of the step."""
+    """[...], float32: return that the value model predicts before the token, at the start of the step."""
     returns: Tensor | None = None
-    """[...], float32: what the value model is to expect before the token."""
+    """[...], float32: target of the value model before the token."""
     entropy: Tensor | None = None
     """[...], float32, with gradient: entropy in nats of the distribution that the token was drawn from."""
     routed_experts: Tensor | None = None
     """[..., layers with experts * experts of a token], int8 or int16: the experts that the engine chose for the token,
-    layer by layer; -1 where that is not known, as of a sequence's last token, which the engine never looks at."""
+    layer by layer; -1 where they are not known, as for a sequence's last token, which the engine never runs."""
 
     def present(self) -> dict[str, Tensor]:
         """The entries that are not None by name, each [tokens] or [sequences, length]."""
@@ -59,7 +60,7 @@ class TokenFields:
 
 
 def given(entry: Tensor | None) -> Tensor:
-    """An entry of TokenFields, [tokens] or [sequences, length], that whoever asks for it knows to be there."""
+    """Unwrap an optional entry of TokenFields, [tokens] or [sequences, length]."""
     assert entry is not None, "an entry that was not computed or not fetched"
     return entry
 
@@ -80,7 +81,7 @@ that its model has (`RoutedForm`). The others follow on the rank."""
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Sequences of different lengths laid end to end, on one device."""
+    """Sequences of different lengths laid end to end, on one device: a replica's sequences, as its ranks hold them."""
 
     lengths: list[int]
     """Tokens of each sequence."""
@@ -154,7 +155,10 @@ def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaWork:
-    """What one model replica computes on in one call: sequences of its shards, in microbatches."""
+    """The message from the driver to the ranks of one replica for one call: sequences of its shards, in microbatches.
+
+    `RankGroup` makes it, and each rank turns it into a `TokenBatch` with the entries that its pipeline stage reads.
+    """
 
     shards: list[dict[str, Any]]
     """For each shard, Ray's references to its entries by name."""
@@ -167,7 +171,7 @@ class ReplicaWork:
     in_loss: NDArray[np.bool_]
     """[sequences], bool, in the order of `rows`: whether the loss is taken over the response."""
     positive: NDArray[np.bool_] | None
-    """[sequences], bool, in the order of `rows`: whether the response is correct; None: nobody asks."""
+    """[sequences], bool, in the order of `rows`: whether the response is correct; None: the loss does not use it."""
     advantages: NDArray[np.float32] | None
     """[sequences], float32, in the order of `rows`: advantage of the response; None: in the shards, or not needed."""
 
@@ -183,7 +187,7 @@ class ReplicaWork:
         chosen_lengths = lengths[self.rows]
         arrays = {name: np.concatenate([one[name] for one in stored])[places] for name in stored[0]}
         made = TokenFields(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        # What is one number a response travels as that, and becomes one a token only here, on the rank.
+        # A number that all tokens of a response share travels once, and is repeated for its tokens only here.
         if made.sampled is not None:
             made.loss_mask = self._spread(self.in_loss, chosen_lengths, made.sampled)
             if self.positive is not None:

@@ -1,4 +1,4 @@
-"""Packing sequences into microbatches that take equally long, without padding."""
+"""The plan of a batch: the sequences of each replica, packed into microbatches of equal cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.padded_batches import fewest_microbatches, plan_microbatches, plan_replica
 
 MORE = 1.01
-"""Factor by which bins are added when sequences do not fit into as few as were tried."""
+"""Factor by which the number of bins grows when the sequences did not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Cost:
 
     per_token: float
     per_pair: float
-    """Of a pair of a query and a key that it sees: what makes long sequences cost more than their length."""
+    """Cost of a pair of a query and a key that it attends to; it makes cost grow faster than length."""
     window: int | None = None
     """Tokens that each token sees in the layers that have a window, itself included; None: no layer has one."""
     per_windowed_pair: float = 0.0
-    """Of a pair in the layers with a window."""
+    """Cost of a pair in the layers with a sliding window."""
 
     def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """[sequences], int64, of lengths to [sequences], float64."""
@@ -39,15 +39,21 @@ class Cost:
 
 
 OF_TOKENS = Cost(per_token=1.0, per_pair=0.0)
-"""Where attention costs nothing."""
+"""Cost by length alone, as if attention were free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Plans microbatches of sequences laid end to end, each with at most so many tokens.
+    """Plans microbatches of sequences laid end to end, each with at most `microbatch_tokens`.
 
-    Costliest first, each sequence goes to the bin that has the least to do and still has room (Graham 1969, "longest
-    processing time"). Takes O(n log n) time for n sequences.
+    A plan has two aims that pull apart. Every microbatch has a fixed overhead (kernel launches, and with pipelines and
+    expert parallelism a collective per layer), so there should be as few as the memory of one allows. And replicas wait
+    for each other at every optimizer step, so all should need equally long, which is a matter of cost and not of
+    tokens: attention makes one sequence of 8,000 tokens dearer than eight of 1,000. So the number of microbatches is
+    settled by tokens, as the fewest that the sequences fit into, and the sequences are spread over this number by cost:
+    longest first, each goes to the bin with the least to do that still has room (Graham 1969, "longest processing
+    time"). The same rule then deals whole bins to replicas, equally many to each, because replicas that share
+    experts go through their microbatches in step. Takes O(n log n) time for n sequences.
     """
 
     microbatch_tokens: int
@@ -105,7 +111,7 @@ class Bins:
             most = max(most + 1, int(most * MORE))
 
     def _fewest(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """As few bins as the sequences, [sequences], int64, are found to fit into; a multiple of `replicas`."""
+        """The sequences, [sequences], int64, in the fewest bins found to hold them; a multiple of `replicas`."""
         widths = self._widths(lengths)
         count = -(-int(np.minimum(widths, self.microbatch_tokens).sum()) // self.microbatch_tokens)
         while True:
@@ -121,13 +127,13 @@ class Bins:
             count = max(count + 1, int(count * MORE))
 
     def _filled(self, lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
-        """The sequences, [sequences], int64, in so many bins, none empty; None: they were not found to fit."""
+        """The sequences, [sequences], int64, in `count` bins, none empty; None: no such distribution was found."""
         widths = self._widths(lengths).tolist()
         costs = self.cost.of(lengths).tolist()
         bins: list[list[int]] = [[] for _ in range(count)]
         room = [self.microbatch_tokens] * count
-        open_bins = [(0.0, number) for number in range(count)]  # by what they have to do
-        narrow: list[tuple[int, int, float]] = []  # by room, the most first: for shorter sequences
+        open_bins = [(0.0, number) for number in range(count)]  # a heap by cost
+        narrow: list[tuple[int, int, float]] = []  # a heap by room, the most first: bins too full for this width
         for index in sorted(range(len(widths)), key=lambda i: (-widths[i], i)):
             width = widths[index]
             while narrow and -narrow[0][0] >= width:
@@ -149,13 +155,13 @@ class Bins:
         return -(-np.maximum(lengths, 1) // self.multiple) * self.multiple
 
     def _costliest_first(self, lengths: NDArray[np.int64], bins: list[list[int]]) -> list[list[int]]:
-        """Bins of sequences, [sequences], int64, by what they have to do; the sequences of each in their order."""
+        """Bins of sequences, [sequences], int64, the costliest first; the sequences of each in their order."""
         costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
         return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
 
 
 class Planner(Protocol):
-    """Decides who computes what with whom."""
+    """Assigns sequences to replicas and microbatches."""
 
     def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
         """For each replica indices into `lengths`, [sequences], int64, so that all have about equally much to do."""

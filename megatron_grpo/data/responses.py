@@ -103,7 +103,7 @@ class GenerationOutput:
     """Tokens by the committed weight version that sampled them; positions count from the first response token."""
     routed: NDArray[Any] | None = None
     """[prompt and response tokens but the last, numbers of a token], in the form of `RoutedForm`: the experts that each
-    token went through; None: nobody asked."""
+    token went through; None: not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is asked of an environment and what comes back: one response to score, one score, one turn."""
+"""Requests to an environment and its answers: one response to score, one score, one turn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EnvironmentReturn:
     """The score of one response."""
 
     reward: float | None
-    """Reward of the response; None: nobody had an opinion, and nothing is learnt from the response."""
+    """Reward of the response; None: no reward function gave one, and nothing is learnt from the response."""
     correct: bool | None
     """Whether the response is correct; None: the environment cannot say."""
     parts: dict[str, float] = field(default_factory=dict)

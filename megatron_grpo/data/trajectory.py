@@ -1,4 +1,4 @@
-"""What one rollout produced: its tokens and text, and the outcome that is all the driver looks at."""
+"""One rollout: its tokens and text in a rollout worker, and its outcome on the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Everything about one rollout but its tokens and its text: what the driver keeps of it."""
+    """One rollout without its tokens and text, as the driver holds it for scoring, dynamic sampling and metrics."""
 
     prompt_idx: int
     """Row of the dataset that the prompt comes from."""
@@ -40,7 +40,7 @@ class Outcome:
     version: int
     """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
     reward: float | None = 0.0
-    """Reward of the rollout; None: nobody had an opinion, or it failed, and baselines and loss leave it out."""
+    """Reward of the rollout; None: no reward function gave one, or it failed, and baselines and loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     reward_errors: int = 0
@@ -65,7 +65,10 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments."""
+    """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments.
+
+    Lives in a rollout worker and in the object store; workers lay it out in shards and write it to files.
+    """
 
     prompt_idx: int
     """Row of the dataset."""
@@ -82,7 +85,7 @@ class Trajectory:
     response: str
     stop_reason: StopReason
     reward: float | None = 0.0
-    """None: no reward function had an opinion. The response is then left out of baselines and loss."""
+    """None: no reward function gave one. Baselines and loss then leave the response out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Reward per reward function, when there are several."""
     reward_errors: int = 0
@@ -100,7 +103,7 @@ class Trajectory:
     """Which environment answered and scored the rollout."""
     routed: NDArray[Any] | None = None
     """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
-    sampled; None: nobody asked. The last token, which the engine never looks at, has none."""
+    sampled; None: not recorded. The last token, which the engine never runs, has none."""
 
     @property
     def truncated(self) -> bool:

@@ -146,8 +146,8 @@ class RolloutPool:
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
                 replaces another.
             actor_options: Ray options (resources, placement) of every worker.
-            routed: what the experts look like that engines return; None: they do not.
-            endpoint: where agents ask the model, at the first worker; None: nobody does.
+            routed: form of the experts that engines return; None: engines return none.
+            endpoint: address at which agents ask the model, at the first worker; None: there are no agents.
             restore: replaces engines that are lost, in `engines` itself, and raises SamplingError if it does not.
         """
         self._config = config
@@ -156,7 +156,7 @@ class RolloutPool:
         self._max_total_sequence_length = max_total_sequence_length
         self._max_turns = max_turns
         self.remarks: list[str] = []
-        """What somebody who watches the run should hear of; whoever tells it clears it."""
+        """Events for the log of the run; the loop writes them and clears the list."""
         self.trainer_state = TrainerState()
         """How far the run is: what reward functions are told of the responses that are asked for next."""
         self._batches = count()
@@ -337,7 +337,7 @@ class RolloutPool:
             raise SamplingError(f"{error}{report_hanging(engines, 'generation')}") from None
 
     def take_engine_counts(self) -> list[EngineCounts]:
-        """What each engine had to do since the last call; of one that fails, nothing: who needs it next will tell."""
+        """Counts of each engine since the last call; zeros for one that fails, which its next request reports."""
         return take_counts(self._engines)
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Flat arrays of many sequences: shards of them, and from shards back to the order of the step."""
+"""Tokens of a step in the object store: groups of trajectories, shards of sequences, and the file of rollouts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 
 TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
 SHARD_FIELDS = (TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS)
-"""What is known of each token when the rollouts of a step are there."""
+"""Entries of each token that rollouts bring."""
 ROUTED_EXPERTS = "routed_experts"
 
 
 def shard_fields(routed: RoutedForm | None) -> tuple[str, ...]:
-    """What is known of each token; `routed`: what the experts look like that engines return, None: they do not."""
+    """Entries of each token that rollouts bring; `routed`: form of the experts that engines return, or None."""
     return SHARD_FIELDS if routed is None else (*SHARD_FIELDS, ROUTED_EXPERTS)
 
 
@@ -67,7 +67,7 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
 
     Args:
         trajectories: the sequences of the shard.
-        routed: what the experts look like that engines return; None: they do not.
+        routed: form of the experts that engines return; None: engines return none.
 
     Returns:
         token_ids (int32), sampled (bool: whether the token was sampled rather than given) and generation_logprobs
@@ -151,7 +151,7 @@ def split_by_shard(
 
 
 BUNDLE_BYTES = 2**20
-"""Token data that share an object. An object lives as long as any of its groups is referred to."""
+"""Token data that share an entry of the object store, which lives as long as any of its groups is referred to."""
 
 TOKEN_BYTES = 8
 """Of a token id and its log-probability."""
@@ -208,7 +208,7 @@ class Collected:
     outcomes: list[list[Outcome]]
     """Sent as `pickled`."""
     remarks: list[str]
-    """What somebody who watches the run should hear of."""
+    """Events for the log of the run, for instance that an environment's process was replaced."""
 
 
 def groups_of(collected: Collected) -> list[SampledGroup]:
@@ -218,7 +218,7 @@ def groups_of(collected: Collected) -> list[SampledGroup]:
 
 
 class Bundler:
-    """Puts groups into the object store as they come."""
+    """Puts groups into the object store as they arrive, small ones together, since every entry has a cost."""
 
     def __init__(self, groups: int) -> None:
         """

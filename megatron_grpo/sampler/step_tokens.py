@@ -1,4 +1,4 @@
-"""What rollout workers do with the tokens of a step, which the driver only refers to: shards, computations, files."""
+"""The driver's access to the tokens of a step, through rollout workers: shards, computations over all tokens, files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megatron_grpo.sampler.worker_group import WorkerGroup
 
 
 class StepTokens:
-    """Groups of rollouts by reference, and rollout workers that read and write what is behind it."""
+    """Shards, computations and files of the tokens that the driver holds references to; rollout workers do the work."""
 
     def __init__(self, workers: WorkerGroup, timeout_s: float, routed: RoutedForm | None) -> None:
         """
         Args:
-            workers: who does it.
+            workers: the rollout workers.
             timeout_s: deadline of each piece of work.
-            routed: what the experts look like that engines return; None: they do not.
+            routed: form of the experts that engines return; None: engines return none.
         """
         self._workers, self._timeout_s, self._routed = workers, timeout_s, routed
 
@@ -45,7 +45,7 @@ class StepTokens:
     ) -> list[dict[str, Any]]:
         """Have the tokens of a step put into the object store, an array per shard and field.
 
-        Returns at once: whoever fetches an array waits until it is there, and is told if a worker failed over it.
+        Returns at once: fetching an array waits until it is there, and raises if its worker failed.
 
         Args:
             groups: rollouts of the step, a group for each prompt.

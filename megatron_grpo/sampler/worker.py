@@ -80,13 +80,13 @@ class WorkerSettings:
     startup_timeout_s: float
     """Deadline for an environment's process to come up."""
     routed: RoutedForm | None
-    """What the experts look like that engines return; None: they do not."""
+    """Form of the experts that engines return; None: engines return none."""
     endpoint: EndpointSettings | None = None
-    """Where agents ask the model; None: nobody does."""
+    """Address at which agents ask the model; None: there are no agents."""
 
 
 class RolloutWorker:
-    """Ray actor. What it puts into the object store lives as long as somebody refers to it."""
+    """Ray actor. The rollouts that it puts into the object store live as long as a reference to them."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         begin_process_log(f"rollout worker {settings.index}")

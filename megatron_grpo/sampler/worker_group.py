@@ -56,7 +56,7 @@ class WorkerGroup:
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
                 replaces another.
             actor_options: Ray options (resources, placement) of every worker.
-            routed: what the experts look like that engines return; None: they do not.
+            routed: form of the experts that engines return; None: engines return none.
             endpoint: where agents find the engines; None: nowhere.
         """
         self._endpoint = endpoint
@@ -147,12 +147,12 @@ def not_replaced(lost: Mapping[int, str]) -> None:
 
 
 class LostEngines:
-    """The workers' engines as the driver knows them."""
+    """Engines that rollout workers report as lost, and their replacement."""
 
     def __init__(self, engines: Sequence[Any], restore: Restore) -> None:
         """
         Args:
-            engines: actors in the order of their numbers; whoever replaces one does so in here.
+            engines: actors in the order of their numbers; replacements are put into this sequence.
             restore: replaces engines.
         """
         self._engines, self._restore = engines, restore

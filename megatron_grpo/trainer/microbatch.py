@@ -1,4 +1,4 @@
-"""A microbatch on the device: packed sequences, the tokens that somebody asks about, and what is known of these."""
+"""A microbatch on the device: packed sequences, the tokens that the head computes, and the entries of these tokens."""
 
 from __future__ import annotations
 
@@ -32,23 +32,29 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Sequences laid end to end on the device. Everything about their places was computed on the host, so that nothing
-    here makes the host wait for the device.
+    """Sequences laid end to end on the device. All positions were computed on the host, so that nothing here makes the
+    host wait for the device.
 
-    The head is asked about some tokens only, here called rows; each has one at least.
+    Shapes under the pipeline schedule (1F1B): every microbatch of packed sequences has its own number of tokens, so the
+    tensors between stages, [tokens of this rank, 1, hidden], differ from one microbatch to the next. The stages
+    therefore send the shape ahead of each tensor, and neither seq_length nor micro_batch_size of the schedule is looked
+    at. All stages build the same microbatches from the same plan; the first one reads token_ids, the last one the rest.
+    The head computes only some tokens, here called rows: the log-probability of a prompt's token is of no use, and the
+    logits of all tokens would be the largest tensor of the step. A microbatch has one row at least, so that every rank
+    goes through the same collectives, also a context-parallel rank without a sampled token.
     """
 
     token_ids: Tensor
     """[1, tokens of this rank], int64; zeros on padding, and where the stage does not look at them."""
     sequences: PackedSequences
     rows: Tensor
-    """[rows], int64: places, among this rank's tokens, of the tokens before those that are asked about."""
+    """[rows], int64: positions, among this rank's tokens, of the tokens that predict those of the rows."""
     tokens: TokenFields
-    """Entries of the tokens that are asked about, each [rows]; token_ids is always there, int64."""
+    """Entries of the predicted tokens, each [rows]; token_ids is always there, int64."""
     segments: Segments
-    """The sequences of the tokens that are asked about."""
+    """The sequences of the predicted tokens."""
     flat: NDArray[np.int64]
-    """[rows], on the host: indices of the tokens that are asked about in the flat batch; -1: nobody asks."""
+    """[rows], on the host: indices of the predicted tokens in the flat batch; -1: a row whose result is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class MicrobatchMaker:
 
         Args:
             batch: the rank's sequences, on the host.
-            indices: which of them; none: a microbatch of one token that nobody asks about.
+            indices: which of them; empty: a microbatch of one token without a row of its own.
             asked: the entry that says which tokens are asked about; without it, all that have one before them.
         """
         selected = batch.select(indices) if indices else _nothing(batch)
@@ -92,15 +98,15 @@ class MicrobatchMaker:
         if fields.token_ids is None:
             fields = replace(fields, token_ids=torch.zeros(len(wanted), dtype=torch.int32))
         assert fields.token_ids is not None
-        nobody = len(tokens) == 0
-        flat = tokens if nobody else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
-        if nobody:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
+        no_rows = len(tokens) == 0
+        flat = tokens if no_rows else token_places(np.asarray(batch.lengths), np.asarray(indices))[tokens]
+        if no_rows:  # the head computes one row all the same, which the loss leaves out: an empty maximum is an error
             rows, tokens, flat = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, -1)
         at = torch.from_numpy(tokens)
-        # The layers are told of the recorded experts; who is asked about tokens has no use for them.
+        # The layers replay the recorded experts; the head has no use for them.
         entries = {name: value[at] for name, value in replace(fields, routed_experts=None).present().items()}
         entries["token_ids"] = entries["token_ids"].long()
-        if nobody and "loss_mask" in entries:
+        if no_rows and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
         ids = torch.zeros(layout.local_tokens, dtype=torch.int64)
         real = torch.from_numpy(layout.source >= 0)
@@ -116,7 +122,7 @@ class MicrobatchMaker:
         )
 
     def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
-        """What the layers are told of tokens; `real`: whether they are some of the batch's.
+        """The layout of the tokens for the layers; `real`: whether they come from the batch.
 
         `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
         """
@@ -148,7 +154,7 @@ class MicrobatchMaker:
 
 
 def _nothing(batch: TokenBatch) -> TokenBatch:
-    """A sequence of one token with the entries of a batch, all 0: nothing stands before it, so nobody asks about it."""
+    """A sequence of one token with the entries of a batch, all 0: nothing predicts it, so it has no row of its own."""
     zeros = {name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.fields.present().items()}
     return TokenBatch([1], TokenFields(**zeros))
 
