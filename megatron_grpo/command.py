@@ -16,7 +16,6 @@ from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import in_use
-from megatron_grpo.environments.registry import columns_known
 from megatron_grpo.preflight.load import check_overrides, summary
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
@@ -78,13 +77,9 @@ def _check_start(config: Config) -> Path | None:
             damaged.
     """
     if config.generates:
-        from megatron_grpo.environments.registry import check_environments  # NumPy takes long to import
+        from megatron_grpo.environments.checks import check_scoring  # NumPy takes long to import
 
-        check_environments(config)
-    if config.generates and any(environment.reward_funcs for environment in config.env.values()):
-        from megatron_grpo.environments.registry import check_reward_functions  # takes seconds to import
-
-        check_reward_functions(config.env, columns_known(config))
+        check_scoring(config)
     if in_use(config.run_dir):
         raise ConfigError([Problem(f"run_dir={config.run_dir}", "is in use by another run that is still alive")])
     return checkpoint_to_start_from(Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True), config)

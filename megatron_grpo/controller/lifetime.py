@@ -25,7 +25,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import CONFIG_FILE, changes_since_last_start, claimed_run_directory
 from megatron_grpo.controller.user_objects import UserObjects
-from megatron_grpo.environments.registry import check_environments, check_reward_functions, columns_known
+from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.observability.summary import SUMMARY_FILE, RunEnd, killed_run_command, write_summary
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,7 @@ def started(config: Config, user_objects: UserObjects | None = None) -> Iterator
     with ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         if config.generates:
-            check_environments(config)  # before processes are started
-            check_reward_functions(config.env, columns_known(config), user_objects.rewards)
+            check_scoring(config, given=user_objects.rewards)  # before processes are started
         run_dir = stack.enter_context(claimed_run_directory(config.run_dir))
         checkpointer = Checkpointer(run_dir, config.checkpointing)
         changes = changes_since_last_start(run_dir, config)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.data.examine import row_check
 from megatron_grpo.data.processors import REFERENCE, DataProcessor, DatumSpec, Message, TaskDataSpec, task_of
-from megatron_grpo.data.rows import is_conversation
+from megatron_grpo.data.rows import RowCheck, is_conversation
 from megatron_grpo.data.sources import Source
 from megatron_grpo.data.specs import rendering_of
 
@@ -291,7 +290,7 @@ class StreamLoader:
         self.left_out = 0
         """Rows of the current epoch (after its end: of the last one) left out so far."""
         self._rows, self._config, self._data = rows, config, data
-        self._check = row_check(config, data, environments)
+        self._check = RowCheck(config, data, environments)
         self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
         self._drawn = 0
 

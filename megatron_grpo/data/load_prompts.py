@@ -13,9 +13,9 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader, UsableRows, open_stream
-from megatron_grpo.data.examine import Examined, examined
 from megatron_grpo.data.loader import Batches, PromptLoader, Visits
 from megatron_grpo.data.processors import DataProcessor, DatumSpec, TaskDataSpec, task_of
+from megatron_grpo.data.rows import Examined, examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 
 BATCH_ROWS = 1000

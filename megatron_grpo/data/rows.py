@@ -1,19 +1,239 @@
-"""What keeps a row from being used, in words that name the column and the key that is about it."""
+"""Every row of a set is looked at once: which can be used, what is wrong with the others, and what the set holds."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_grpo.config.errors import shown
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
+from megatron_grpo.config.errors import Problem, shown
 from megatron_grpo.data.processors import TaskDataSpec, task_of
-from megatron_grpo.data.specs import RowForm
+from megatron_grpo.data.sources import Row, Source, SourceError, open_source
+from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
+
+_SHOWN = 5
+"""Bad rows of one set that are reported one by one."""
+_CHUNK = 65536
+"""Rows whose numbers and digests are gathered in Python before they go into an array."""
+
+
+@dataclass(slots=True)
+class SetReport:
+    """Summary of a set of rows."""
+
+    rows: int = 0
+    """Rows that can be used."""
+    tasks: set[str] = field(default_factory=set)
+    """Names of the environments that the rows are for."""
+    alike: bool = True
+    """Whether all prompts of the set are equal."""
+    duplicates: int = 0
+    """Rows whose prompt an earlier row has too."""
+    columns: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the columns of each task's rows, once they are in form."""
+    bad: int = 0
+    """Rows that cannot be used."""
+    problems: list[Problem] = field(default_factory=list)
+    """Problems of the set, and of rows under their file:line; with data.bad_rows=skip only those of the set."""
+    remarks: list[Problem] = field(default_factory=list)
+    """Remarks for the user, which list the bad rows that are skipped."""
+
+
+@dataclass(slots=True)
+class Examined:
+    """A set of rows with its summary."""
+
+    report: SetReport
+    source: Source | None = None
+    """The rows; None: they cannot be read."""
+    usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[usable rows], int64: their numbers in the source."""
+
+
+def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> Examined:
+    """A set of rows and its summary; read once in a process for as long as the file does not change.
+
+    Every row is looked at before training, although training may need few of them: a bad row that is found at its turn
+    ends a run that has taken hours of GPUs, and the number of usable rows decides the steps of an epoch, the schedules
+    of the learning rate and the order of prompts, which must not change while the run goes on. Only
+    row numbers and digests of prompts stay in memory.
+
+    Args:
+        config: which set.
+        data: how rows become prompts.
+        environments: type of each environment, by task name.
+    """
+    try:
+        status = os.stat(config.path)
+        version = (status.st_mtime_ns, status.st_size, status.st_ino)
+    except (OSError, ValueError):  # a hub set; ValueError: a NUL character, which no name has
+        version = (0, 0, 0)
+    said = json.dumps([asdict(config), asdict(data), dict(environments)], default=str)
+    if (said, version) not in _known:
+        _known[said, version] = _examine(config, data, environments)
+    return _known[said, version]
+
+
+_known: dict[tuple[str, tuple[int, int, int]], Examined] = {}
+"""Sets that this process has read: the checks before a run and the run itself both need them."""
+
+
+def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> Examined:
+    report = SetReport()
+    try:
+        source = open_source(config)
+    except SourceError as error:
+        report.problems.append(Problem(config.path, str(error)))
+        return Examined(report)
+    usable = _look(source, RowCheck(config, data, environments), report, data)
+    bad = report.remarks if data.bad_rows == "skip" else report.problems
+    if report.bad > _SHOWN:
+        bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
+    if data.bad_rows == "skip" and report.bad:
+        bad.append(Problem(config.path, f"{report.bad} of {len(source)} rows are left out (data.bad_rows=skip)"))
+    if report.alike and report.rows > 1:
+        report.remarks.append(Problem(config.path, f"has the same prompt in all of its {report.rows} rows"))
+    elif report.duplicates:
+        text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
+        report.remarks.append(Problem(config.path, text))
+    return Examined(report, source, usable)
+
+
+def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> NDArray[np.int64]:
+    """Complete the report; returns the numbers of the usable rows, [usable rows], int64."""
+    usable: list[NDArray[np.int64]] = []
+    digests: list[NDArray[np.uint64]] = []
+    numbers: list[int] = []
+    seen: list[int] = []
+    bad = report.remarks if data.bad_rows == "skip" else report.problems
+    for number, row in enumerate(source.each()):
+        formed = row if isinstance(row, str) else check.in_form(row)
+        if isinstance(formed, str):
+            report.bad += 1
+            if report.bad <= _SHOWN:
+                bad.append(Problem(source.place(number), formed))
+            continue
+        numbers.append(number)
+        _note(formed, check.task(formed), report)
+        prompt = check.prompt(formed)
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
+        seen.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
+        if len(numbers) == _CHUNK:
+            usable.append(np.array(numbers, dtype=np.int64))
+            digests.append(np.array(seen, dtype=np.uint64))
+            numbers, seen = [], []
+    usable.append(np.array(numbers, dtype=np.int64))
+    digests.append(np.array(seen, dtype=np.uint64))
+    report.rows = sum(map(len, usable))
+    distinct = len(np.unique(np.concatenate(digests)))
+    report.alike, report.duplicates = distinct <= 1, report.rows - distinct
+    return np.concatenate(usable)
+
+
+def _note(row: Row, task: str, report: SetReport) -> None:
+    """Add task and columns of a row to the report."""
+    report.tasks.add(task)
+    columns = report.columns.setdefault(task, set())
+    if not columns >= row.keys():
+        columns.update(map(str, row))
+
+
+class RowCheck:
+    """Looks at rows one by one: whether there is a prompt, an answer that can be compared, and an environment."""
+
+    def __init__(self, config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> None:
+        """
+        Args:
+            config: the set that the rows are of.
+            data: how rows become prompts.
+            environments: type of each environment, which decides what an answer may be, by task name.
+        """
+        self.default_task = config.task_name or data.task_name
+        """Task of rows without a task_name column."""
+        self._data, self._environments = data, environments
+        names = {task: processor_name(data, task) for task in {*environments, self.default_task}}
+        self._forms = {task: ROW_FORMS[name] for task, name in names.items() if name in ROW_FORMS}
+        self._own = {task for task, name in names.items() if name is not None and name not in ROW_FORMS}
+        """Tasks whose rows only a user's own processor understands."""
+        self._specs: dict[str, TaskDataSpec] = {}
+
+    def task(self, row: Row) -> Any:
+        """Task name of a row, unchecked: it need not be a text."""
+        return task_of(row, self.default_task)
+
+    def in_form(self, row: Row) -> Row | str:
+        """The row in the form of its task, or the reason as text when it cannot be used."""
+        task = self.task(row)
+        if not isinstance(task, str) or task not in self._environments:
+            # The columns first: with a mistyped path they tell more about the file than its task does.
+            own = self.default_task in self._own
+            missing = None if own else _missing_column(row, self._spec(self.default_task))
+            known = ", ".join(sorted(self._environments))
+            return missing or f"task_name {task!r} is no environment; env has {known}"
+        if task in self._own:
+            return row
+        if task in self._forms:
+            try:
+                row = self._forms[task](row)
+            except ValueError as error:
+                return f"is not of the form of data.processor: {error}"
+        return _row_problem(row, self._spec(task), self._environments[task]) or row
+
+    def prompt(self, row: Row) -> Any:
+        """The prompt of a row in form; the whole row where only the user's processor knows its prompt."""
+        task = self.task(row)
+        return row if task in self._own else row[self._spec(task).prompt_key]
+
+    def _spec(self, task: str) -> TaskDataSpec:
+        if task not in self._specs:
+            self._specs[task] = task_spec(self._data, task)
+        return self._specs[task]
+
+
+def _row_problem(row: Row, spec: TaskDataSpec, kind: str) -> str | None:
+    missing = _missing_column(row, spec)
+    if missing is not None:
+        return missing
+    prompt = row[spec.prompt_key]
+    if isinstance(prompt, list) and not spec.apply_chat_template:
+        return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
+    if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
+        return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
+    if spec.answer_key is None:
+        return None
+    reason = unusable_answer(kind, row[spec.answer_key])
+    given = shown(json.dumps(row[spec.answer_key], default=str))
+    return f"column {spec.answer_key!r} (data.answer_key) {reason}: {given}" if reason else None
+
+
+def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
+    for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
+        if column is not None and column not in row:
+            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
+    if spec.answer_key is not None and row[spec.answer_key] is None:
+        return f"column {spec.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
+    return None
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of {role, content} messages, and not empty."""
+    return isinstance(value, list) and bool(value) and all(_is_message(turn) for turn in value)
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
 
 
 def unusable_answer(kind: str, answer: Any) -> str | None:
-    """Why no response can be right against an answer; None: one can.
+    """The reason why no response can equal an answer; None: one can.
 
     Args:
         kind: type of the environment ("math", "addition", "code"); others do not compare.
@@ -82,140 +302,3 @@ def _are_lists(*values: Any) -> bool:
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}
 _KINDS = {bool: "boolean", list: "array", dict: "object"}
-
-Row = dict[str, Any]
-
-
-def parse_line(line: bytes) -> Row | str:
-    """The object that a line of JSONL holds, or as text what keeps it from being one.
-
-    Args:
-        line: a line of the file, with or without its end.
-    """
-    try:
-        text = line.decode().removeprefix("\ufeff")
-        row = json.loads(text)
-    except UnicodeDecodeError:
-        return "is not UTF-8 text"
-    except json.JSONDecodeError as error:
-        return f"is not valid JSON: {error.msg} at column {error.colno}{_advice(error)}"
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        return f"is no JSON that can be read: {error}"
-    if not isinstance(row, dict):
-        return f"is {type(row).__name__}, not an object {{...}}"
-    if "\\ud" in text or "\\uD" in text:
-        return _broken_text(row) or row
-    return row
-
-
-class RowCheck:
-    """Looks at rows one by one: whether there is a prompt, an answer that can be compared, and an environment."""
-
-    def __init__(
-        self,
-        spec_of: Callable[[str], TaskDataSpec],
-        default_task: str,
-        environments: Mapping[str, str | None],
-        form_of: Callable[[str], RowForm | None] = lambda task: None,
-        own_processors: frozenset[str] = frozenset(),
-    ) -> None:
-        """
-        Args:
-            spec_of: what is said of a task's prompts; called once a task.
-            default_task: task of rows without a task_name column.
-            environments: type of each by task name, whose answers are checked; None: its answers are not.
-            form_of: what brings a task's rows into form; None: they are in form.
-            own_processors: tasks whose rows only a user's own processor understands.
-        """
-        self.default_task = default_task
-        self._environments, self._own = environments, own_processors
-        self._spec_of, self._form_of = spec_of, form_of
-        self._known: dict[str, tuple[TaskDataSpec, RowForm | None]] = {}
-
-    def task(self, row: Row) -> Any:
-        """Task name of a row, whatever it is."""
-        return task_of(row, self.default_task)
-
-    def in_form(self, row: Row) -> Row | str:
-        """The row in the form that its task has, or as text why it cannot be used."""
-        task = self.task(row)
-        if not isinstance(task, str) or task not in self._environments:
-            # The columns first: who mistypes a file gives the wrong one, and its rows say more than its task does.
-            own = self.default_task in self._own
-            missing = None if own else _missing_column(row, self._of(self.default_task)[0])
-            known = ", ".join(sorted(self._environments))
-            return missing or f"task_name {task!r} is no environment; env has {known}"
-        if task in self._own:
-            return row
-        spec, form = self._of(task)
-        if form is not None:
-            try:
-                row = form(row)
-            except ValueError as error:
-                return f"is not of the form of data.processor: {error}"
-        return self._problem(row, spec, self._environments[task]) or row
-
-    def prompt(self, row: Row) -> Any:
-        """The prompt of a row in form; of a row that only its own processor understands, the row."""
-        task = self.task(row)
-        return row if task in self._own else row[self._of(task)[0].prompt_key]
-
-    def _of(self, task: str) -> tuple[TaskDataSpec, RowForm | None]:
-        if task not in self._known:
-            self._known[task] = (self._spec_of(task), self._form_of(task))
-        return self._known[task]
-
-    @staticmethod
-    def _problem(row: Row, spec: TaskDataSpec, kind: str | None) -> str | None:
-        missing = _missing_column(row, spec)
-        if missing is not None:
-            return missing
-        prompt = row[spec.prompt_key]
-        if isinstance(prompt, list) and not spec.apply_chat_template:
-            return f"column {spec.prompt_key!r} is a list of messages, which needs data.apply_chat_template=true"
-        if not ((isinstance(prompt, str) and prompt) or is_conversation(prompt)):
-            return f"column {spec.prompt_key!r} is neither a text nor a list of {{role, content}} messages"
-        if spec.answer_key is None or kind is None:
-            return None
-        reason = unusable_answer(kind, row[spec.answer_key])
-        given = shown(json.dumps(row[spec.answer_key], default=str))
-        return f"column {spec.answer_key!r} (data.answer_key) {reason}: {given}" if reason else None
-
-
-def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
-    for setting, column in (("prompt_key", spec.prompt_key), ("answer_key", spec.answer_key)):
-        if column is not None and column not in row:
-            return f"has no column {column!r} (data.{setting}); it has {', '.join(map(str, row)) or 'none'}"
-    if spec.answer_key is not None and row[spec.answer_key] is None:
-        return f"column {spec.answer_key!r} (data.answer_key) is null; every prompt needs a reference answer"
-    return None
-
-
-def _advice(error: json.JSONDecodeError) -> str:
-    """What to do about a line that is no JSON, as far as it can be guessed."""
-    text = error.doc.rstrip()
-    if text[error.pos : error.pos + 1] == "'":
-        return "; texts stand in double quotes"
-    cut_off = error.pos >= len(text) or error.msg.startswith("Unterminated string")
-    return "; is the file truncated?" if cut_off else ""
-
-
-def _broken_text(row: Row) -> str | None:
-    """The column with half of a surrogate pair in it, which JSON can write and no text can hold."""
-    for name, value in row.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start].encode("unicode_escape").decode()
-            name = name.encode("unicode_escape").decode()
-            return f"column {name!r} has {half}, half of a pair that stands for one character; drop the row or the half"
-    return None
-
-
-def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of {role, content} messages, and not empty."""
-    return isinstance(value, list) and bool(value) and all(_is_message(turn) for turn in value)
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))

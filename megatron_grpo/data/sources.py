@@ -1,4 +1,4 @@
-"""Rows of a file, a folder or a hub set, read where they lie: by number, and one after the other with their places."""
+"""Sources of rows: a file, a folder or a set on the hub, read by row number, with file and line for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import is_hub_name
-from megatron_grpo.data.rows import Row, parse_line
 
 HEAD_BYTES = 2**16
 _MAGIC = {
@@ -30,8 +29,8 @@ _MAGIC = {
 }
 
 
-def packed_kind(head: bytes) -> str | None:
-    """What a file is instead of text, and what to do; None: it may be text.
+def binary_kind(head: bytes) -> str | None:
+    """Name of a binary format, and what to do about it; None: the file may be text.
 
     Args:
         head: first bytes of the file.
@@ -40,14 +39,14 @@ def packed_kind(head: bytes) -> str | None:
 
 
 def wrong_kind(head: bytes) -> str | None:
-    """What a file is instead of JSONL, and what to do; None: its first line is an object, or a broken one.
+    """Name of another format than JSONL, and what to do about it; None: the first line is an object, or a broken one.
 
     Args:
         head: first HEAD_BYTES bytes of the file.
     """
-    packed = packed_kind(head)
-    if packed is not None:
-        return packed
+    binary = binary_kind(head)
+    if binary is not None:
+        return binary
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first = start.split(b"\n", 1)[0].strip()
     if not first or (first.startswith(b"{") and first != b"{"):
@@ -69,7 +68,10 @@ BATCH_ROWS = 1000
 """Rows of a table that are made Python objects at a time."""
 
 _NO_OBJECT = (ArithmeticError, ValueError, TypeError, LookupError, RuntimeError)
-"""What pyarrow and `datasets` raise for a value that Python cannot hold, such as a date before the year 1."""
+"""Exceptions of pyarrow and `datasets` for a value that Python cannot hold, such as a date before the year 1."""
+
+
+Row = dict[str, Any]
 
 
 class SourceError(ValueError):
@@ -85,14 +87,61 @@ class Source(Protocol):
         """A row, counted from 0; RunError when it cannot be read any more."""
 
     def each(self) -> Iterator[Row | str]:
-        """All rows in order; for one that cannot be read, as text what is wrong with it."""
+        """All rows in order; instead of one that cannot be read, the reason as text."""
 
     def place(self, number: int) -> str:
-        """Where a row is, for people: file:line."""
+        """Place of a row for messages, as file:line."""
+
+
+def parse_line(line: bytes) -> Row | str:
+    """The object on a line of JSONL, or the reason as text when there is none.
+
+    Args:
+        line: a line of the file, with or without its end.
+    """
+    try:
+        text = line.decode().removeprefix("\ufeff")
+        row = json.loads(text)
+    except UnicodeDecodeError:
+        return "is not UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"is not valid JSON: {error.msg} at column {error.colno}{_advice(error)}"
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        return f"is no JSON that can be read: {error}"
+    if not isinstance(row, dict):
+        return f"is {type(row).__name__}, not an object {{...}}"
+    if "\\ud" in text or "\\uD" in text:
+        return _broken_text(row) or row
+    return row
+
+
+def _advice(error: json.JSONDecodeError) -> str:
+    """Advice about a line that is no JSON, where the cause can be guessed."""
+    text = error.doc.rstrip()
+    if text[error.pos : error.pos + 1] == "'":
+        return "; texts stand in double quotes"
+    cut_off = error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    return "; is the file truncated?" if cut_off else ""
+
+
+def _broken_text(row: Row) -> str | None:
+    """A message about a column with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            name = name.encode("unicode_escape").decode()
+            return f"column {name!r} has {half}, half of a pair that stands for one character; drop the row or the half"
+    return None
 
 
 class JsonLines:
-    """A JSONL file of any size: only where its lines begin is held in memory. Blank lines are no rows."""
+    """A JSONL file of any size: only the positions of its lines are held in memory. Blank lines are no rows.
+
+    `datasets` is not used here: its JSON reader stops at the first bad line without its number, and gives every row
+    the columns and types of all others.
+    """
 
     def __init__(self, path: Path) -> None:
         """
@@ -145,9 +194,9 @@ class Table:
         """
         Args:
             dataset: a `datasets.Dataset`.
-            name: what the set is called in messages.
-            lines: where each row is in a text file; empty: it is in none.
-            bad: lines that are no rows, and why; they count as rows after all others.
+            name: name of the set in messages.
+            lines: line of each row in a text file; empty: the set is no text file.
+            bad: lines that are no rows, and the reasons; they count as rows after all others.
         """
         self._dataset, self._name, self._lines, self._bad = dataset, name, lines, bad
 
@@ -174,7 +223,7 @@ class Table:
             yield reason
 
     def _row(self, number: int) -> Row | str:
-        """A row, or as text what keeps its values from being Python objects."""
+        """A row, or the reason as text when a value of it cannot be read."""
         try:
             return dict(self._dataset[number])
         except _NO_OBJECT as error:
@@ -243,7 +292,7 @@ def _parquet(path: Path) -> Source:
     import pyarrow.parquet as pq
     from datasets import Dataset
 
-    pq.ParquetFile(path).close()  # quickly: one that is cut off has no end
+    pq.ParquetFile(path).close()  # fails at once when the file is cut off
     return _validated(Dataset.from_parquet(str(path)), path)
 
 
@@ -262,13 +311,16 @@ def _arrow(path: Path) -> Source:
 
 
 def _validated(dataset: Any, path: Path) -> Source:
-    """Rows whose texts and lengths are what they say they are: pyarrow reads past the end of others."""
+    """Rows of a table whose offsets and texts were validated: pyarrow reads past the end of damaged ones."""
     dataset.data.table.validate(full=True)
     return Table(dataset, str(path))
 
 
 def _csv(path: Path) -> Source:
-    """A table with a header line; every value is taken as text, so that 007 stays what it is."""
+    """A table with a header line; every value is taken as text, so that 007 stays what it is.
+
+    The csv module reads it rather than pyarrow or `datasets`, which do not say in which line a bad row is.
+    """
     import pyarrow as pa
     from datasets import Dataset
 
@@ -277,7 +329,7 @@ def _csv(path: Path) -> Source:
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open("rb") as head:
-            kind = packed_kind(head.read(HEAD_BYTES))
+            kind = binary_kind(head.read(HEAD_BYTES))
         if kind is not None:
             raise SourceError(kind)
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -302,7 +354,7 @@ def _require_names(names: list[str]) -> None:
 
 
 def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """The rows that have as many values as the header; notes in which line each ends, and what is wrong with others."""
+    """Rows with as many values as the header; adds the last line of each to `lines`, and other rows to `bad`."""
     while True:
         try:
             row = next(reader)

@@ -1,42 +1,25 @@
-"""Which environment a configuration's `type` names, and whether its options fit."""
+"""Makes the environment that the `type` of a configuration names, with options that fit its constructor."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_grpo.config.data_schema import (
-    BUILT_IN,
-    REWARD_FUNCTIONS,
-    DatasetConfig,
-    EnvironmentConfig,
-    is_model_folder,
-    name_of_reward,
-)
-from megatron_grpo.config.errors import ConfigError, Problem, RunError, shown
+from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
+from megatron_grpo.config.errors import RunError, shown
 from megatron_grpo.config.paths import imported
-from megatron_grpo.config.schema import Config
-from megatron_grpo.data.examine import examined
-from megatron_grpo.data.specs import PREPARED_PROMPTS, processor_problems, task_spec
-from megatron_grpo.environments.agent import RESULT, AgentEnvironment, load_agent_function
-from megatron_grpo.environments.interface import Environment, EnvironmentSettings, import_folders, make_importable
-from megatron_grpo.environments.reward_call import (
-    RewardFunction,
-    load_reward_function,
-    missing_columns,
-    not_callable_by_name,
-)
+from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
+from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
 from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
-from megatron_grpo.environments.reward_model import model_problem
-from megatron_grpo.weights.source import made_before_the_run
 
 SETTINGS = "settings"
-"""The parameter by which an environment's constructor asks for what it has to know of the run."""
+"""Parameter of an environment's constructor that receives the settings of the run."""
 
 
 def create_environment(
@@ -47,10 +30,10 @@ def create_environment(
     """The environment that `config.type` names, made with `config.options`; imports only what that one needs.
 
     Args:
-        config: which environment.
-        settings: what it may know of the run; None: the defaults.
-        rewards: by their entry in `config.reward_funcs`, the functions that are not to be imported: those that a
-            script gave, and reward models.
+        config: type and options of the environment, and its reward functions.
+        settings: settings of the run; None: the defaults.
+        rewards: functions that are not imported, by their entry in `config.reward_funcs`: functions passed by a
+            script, and clients of reward models.
 
     Raises:
         RunError: the class cannot be imported, or is no environment, or the options do not fit it.
@@ -92,7 +75,7 @@ def environment_class(kind: str) -> type[Environment]:
 
 
 def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Options as the constructor's annotations want them, and what is wrong with others: name and reason.
+    """Options converted to the types of the constructor, and the problems of others: name and reason.
 
     Values are converted as those of the configuration are: "3" passes for a number, "three" does not.
     """
@@ -122,7 +105,7 @@ _CONVERSION = ConfigDict(coerce_numbers_to_str=True)
 
 
 def _hints(kind: type[Environment]) -> dict[str, Any]:
-    """Types of the constructor's parameters; of a user's class whose annotations name what is not there, none."""
+    """Types of the constructor's parameters; none when the annotations of a user's class cannot be resolved."""
     try:
         return typing.get_type_hints(kind.__init__, include_extras=True)
     except NameError:
@@ -130,127 +113,11 @@ def _hints(kind: type[Environment]) -> dict[str, Any]:
 
 
 def _has_config(hint: Any) -> bool:
-    """Whether a type brings a configuration of its own, which pydantic does not let others overrule."""
+    """Whether a type has its own pydantic configuration, which another one must not override."""
     return any(hasattr(hint, name) for name in ("__pydantic_config__", "model_config", "__dataclass_fields__"))
 
 
 def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
-    """What the constructor can be given by keyword."""
+    """Parameters of the constructor that can be passed by keyword."""
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {name: one for name, one in inspect.signature(kind).parameters.items() if one.kind in by_keyword}
-
-
-def check_environments(config: Config) -> None:
-    """Import every class of `env` and every processor, before processes are started that would fail one by one.
-
-    Raises:
-        ConfigError: some cannot be imported or be called as they would be, or their options do not fit.
-    """
-    make_importable(import_folders())
-    problems = list(processor_problems(config.data))
-    problems += [problem for name, one in config.env.items() for problem in _problems(f"env.{name}", one, config)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _problems(section: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
-    if environment.type == REWARD_FUNCTIONS:  # `check_reward_functions` looks at these
-        return
-    try:
-        kind = environment_class(environment.type)
-    except RunError as error:
-        yield Problem(f"{section}.type={environment.type}", str(error))
-        return
-    for name, text in fitted_options(kind, environment.options)[1]:
-        yield Problem(f"{section}.options.{name}", text)
-    if kind.agent and not config.generation.endpoint.enabled:
-        text = "has an agent, which asks the model where nobody answers; give generation.endpoint.enabled=true"
-        yield Problem(f"{section}.type={environment.type}", text)
-    if kind.multi_turn and config.loop.max_rollout_turns == 1:
-        text = f"{section}.type={environment.type} takes several turns; give how many the model may have at most"
-        yield Problem(f"{config.algorithm}.max_rollout_turns=1", text)
-
-
-ColumnsOf = Callable[[str], Collection[str] | None]
-"""(task name) -> names of the columns of its rows, the answer under "answer" among them; None: nobody knows yet."""
-
-
-def check_reward_functions(
-    config: Mapping[str, EnvironmentConfig],
-    columns_of: ColumnsOf = lambda task: None,
-    given: Mapping[str, RewardFunction] | None = None,
-) -> None:
-    """Import every reward function and agent here, and compare what it takes with what the data have.
-
-    Args:
-        config: environments by task name.
-        columns_of: columns of the rows of a task; asked only where there are functions.
-        given: by their entry in reward_funcs, functions that a script gave and that are not to be imported.
-
-    Raises:
-        ConfigError: some cannot be imported, or not be called with prompts, completions and the columns; or a folder
-            is no reward model.
-    """
-    given = given or {}
-    problems = [problem for name, one in config.items() for problem in _reward_problems(name, one, columns_of, given)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _reward_problems(
-    task: str, config: EnvironmentConfig, columns_of: ColumnsOf, given: Mapping[str, RewardFunction]
-) -> Iterator[Problem]:
-    columns = columns_of(task) if config.reward_funcs else None
-    if columns is not None and config.agent_func is not None:
-        columns = {*columns, RESULT}
-    for entry in config.reward_funcs:
-        subject = f"env.{task}.reward_funcs={entry}"
-        if is_model_folder(entry):
-            reason = model_problem(entry)
-        else:
-            try:
-                function = given.get(entry) or load_reward_function(entry)
-            except RunError as error:
-                reason = str(error)
-            else:
-                reason = not_callable_by_name(entry, function)
-                if reason is None and columns is not None:
-                    reason = missing_columns(entry, function, columns)
-        if reason is not None:
-            yield Problem(subject, reason)
-    if config.agent_func is not None:
-        try:
-            load_agent_function(config.agent_func)
-        except RunError as error:
-            yield Problem(f"env.{task}.agent_func={config.agent_func}", str(error))
-
-
-def columns_known(config: Config, sets: Sequence[DatasetConfig] | None = None) -> Callable[[str], set[str] | None]:
-    """A function of a task's name that gives the columns of its rows in some sets; None: in those of the run together.
-
-    Its answer is None where nobody has looked at the rows: while streaming, or when a set cannot be read, which is told
-    elsewhere; or when no row is for the task.
-    """
-    looked_at = [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
-
-    def columns_of(task: str) -> set[str] | None:
-        if config.data.streaming and sets is None:
-            return None
-        environments = {name: env.type for name, env in config.env.items()}
-        found: set[str] = set()
-        for one in looked_at:
-            if made_before_the_run(config, one.path):
-                assert config.prepare.name is not None
-                made = PREPARED_PROMPTS[config.prepare.name]
-                found |= set(made.columns) if task in made.tasks else set()
-                continue
-            looked = examined(one, config.data, environments)
-            if looked.source is None:
-                return None
-            found |= looked.report.columns.get(task, set())
-        if not found:
-            return None
-        has_answer = task_spec(config.data, task).answer_key is not None
-        return found | ({"answer"} if has_answer else set())
-
-    return columns_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,30 +14,19 @@ from typing import Any, TextIO
 from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
-from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.startup import start_rollouts
 from megatron_grpo.controller.validation import respond
 from megatron_grpo.data.load_prompts import held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
-from megatron_grpo.environments.registry import check_environments, check_reward_functions, columns_known
+from megatron_grpo.environments.checks import check_scoring
 from megatron_grpo.evaluation.request import SAMPLES_FILE, Request
 from megatron_grpo.evaluation.results import Answered, Row, comparison, read_samples, sample_row, set_results
 from megatron_grpo.observability.run_files import json_line, write_json
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
-
-
-def check_scoring(config: Config, sets: Sequence[DatasetConfig]) -> None:
-    """Look at the environments before processes are started that would fail over them.
-
-    Raises:
-        ConfigError: one cannot be made, or a reward function not be called with the columns of the sets.
-    """
-    check_environments(config)
-    check_reward_functions(config.env, columns_known(config, sets))
 
 
 @contextmanager

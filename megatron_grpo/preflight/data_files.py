@@ -10,7 +10,6 @@ from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import unlistable, unreadable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.examine import SetReport, examined
 from megatron_grpo.data.rollout_files import (
     ROLLOUTS_FOLDER,
     RecordedFile,
@@ -19,6 +18,7 @@ from megatron_grpo.data.rollout_files import (
     recorded_folder,
     recorded_steps,
 )
+from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import is_remote
 from megatron_grpo.data.specs import PREPARED_PROMPTS, PreparedPrompts, spec_problems
 from megatron_grpo.weights.source import known_shape, local_folder, made_before_the_run, vocabulary_digest

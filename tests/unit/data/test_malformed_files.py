@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.schema import DataConfig, DatasetConfig
-from megatron_grpo.data.examine import examined
+from megatron_grpo.data.rows import examined
 
 KINDS = {"math": "math"}
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jinja2 import Template
 
-from megatron_grpo.data.examine import row_check
 from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.rows import RowCheck
 from megatron_grpo.data.specs import ROW_FORMS, last_box, processor_of, task_spec
 from megatron_grpo.preflight.load import compose_config
 
@@ -74,7 +74,7 @@ def test_a_recipe_reads_rows_of_its_dataset(given: list[str], recipe: str) -> No
     data, task = config.data, config.data.task_name
     (one,) = data.training.values()
     environments = {name: env.type for name, env in config.env.items()}
-    formed = row_check(one, data, environments).in_form(row)
+    formed = RowCheck(one, data, environments).in_form(row)
     assert isinstance(formed, dict), formed
     prompt = processor_of(data.processor)(row, task_spec(data, task), Characters(), 10_000, 0)
     assert words in prompt["message_log"][0]["content"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.schema import DataConfig, DatasetConfig
-from megatron_grpo.data.examine import SetReport, examined
+from megatron_grpo.data.rows import SetReport, examined
 from tests.support.ordinary_user import as_ordinary_user
 
 ROW = b'{"prompt": "1?", "answer": "1"}\n'

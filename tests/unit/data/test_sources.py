@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
-from megatron_grpo.data.examine import Examined, examined
+from megatron_grpo.data.rows import Examined, examined
 from megatron_grpo.data.sources import open_source
 
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]

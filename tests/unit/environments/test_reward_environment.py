@@ -16,7 +16,8 @@ import pytest
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest, TrainerState
-from megatron_grpo.environments.registry import check_reward_functions, create_environment
+from megatron_grpo.environments.checks import check_reward_functions
+from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_call import load_reward_function
 from megatron_grpo.environments.reward_functions import RewardFunctionEnvironment
 

@@ -18,8 +18,9 @@ from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import Config, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
+from megatron_grpo.environments.checks import check_environments
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.registry import check_environments, create_environment
+from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.tools.builtin import Retriever, calculate
 from megatron_grpo.environments.tools.environment import parser_names
 from megatron_grpo.prepare.folder import _tokenizer
