@@ -1,21 +1,22 @@
-"""The prompts of a run: rows are looked at before training, so that a bad one does not end it in the middle."""
+"""Reads the sets of a run: loaders of training prompts, and the prompts of validation and evaluation."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
-from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader, UsableRows, open_stream
-from megatron_grpo.data.loader import Batches, PromptLoader, Visits
-from megatron_grpo.data.processors import DataProcessor, DatumSpec, TaskDataSpec, task_of
-from megatron_grpo.data.rows import Examined, examined
+from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
+from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
+from megatron_grpo.data.processors import DatumSpec, TaskDataSpec, task_of
+from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 
 BATCH_ROWS = 1000
@@ -84,9 +85,9 @@ class PromptData:
     val_prompts: list[DatumSpec]
     eos_token_id: int | None
     notes: list[str]
-    """What to tell the user about the files."""
+    """Remarks about the files for the user."""
     columns: dict[str, set[str]] = field(default_factory=dict)
-    """Names of the columns of each task's rows; empty while streaming, where nobody has seen them all."""
+    """Names of the columns of each task's rows; empty while streaming, where not all rows are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,11 @@ class HeldOutPrompts:
     prompts: list[DatumSpec]
     eos_token_id: int | None
     notes: list[str]
-    """What to tell the user about the set."""
+    """Remarks about the set for the user."""
 
 
 def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
-    """Read, render and tokenize the rows of one set as those of validation are, all of them.
+    """Read, render and tokenize all rows of one set as those of validation.
 
     Args:
         config: how rows become prompts.
@@ -111,14 +112,8 @@ def held_out_prompts(config: Config, model: Path, key: str, one: DatasetConfig) 
     Raises:
         ConfigError: the set or a row in it cannot be used, or no row is short enough.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    notes: list[str] = []
-    dataset, usable = _read(config, key, one, tokenizer, notes, {})
-    if not usable:
-        raise ConfigError([Problem(f"{key}={one.path}", "has no usable row")])
-    return HeldOutPrompts(_usable(dataset, f"{key}={one.path}"), tokenizer.eos_token_id, notes)
+    reader = _Reader(config, _load_tokenizer(model))
+    return HeldOutPrompts(reader.held_out(key, one), reader.tokenizer.eos_token_id, reader.notes)
 
 
 def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> PromptData:
@@ -127,160 +122,149 @@ def load_prompt_data(config: Config, model: Path, tokenizer: Any = None) -> Prom
     Args:
         config: the sets, and how their rows become prompts.
         model: folder with the tokenizer.
-        tokenizer: one to use in its place; None: there is none.
+        tokenizer: tokenizer to use instead; None: the model's.
 
     Raises:
         ConfigError: a file or a row in it cannot be used, or too few rows are short enough.
     """
-    if tokenizer is None:
-        from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    notes: list[str] = []
-    columns: dict[str, set[str]] = {}
-    loader = _stream(config, tokenizer) if config.data.streaming else _loader(config, tokenizer, notes, columns)
-    val_prompts = list(chain.from_iterable(_validation(config, tokenizer, notes, columns)))
-    return PromptData(loader, val_prompts, tokenizer.eos_token_id, notes, columns)
+    reader = _Reader(config, _load_tokenizer(model) if tokenizer is None else tokenizer)
+    loader = reader.stream() if config.data.streaming else reader.loader()
+    val_prompts = list(chain.from_iterable(reader.validation()))
+    return PromptData(loader, val_prompts, reader.tokenizer.eos_token_id, reader.notes, reader.columns)
 
 
-def _loader(config: Config, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]) -> PromptLoader:
-    """Batches of the training sets, mixed by their weights."""
-    parts, usable = [], 0
-    for key, one in config.data.training.items():
-        part, found = _read(config, key, one, tokenizer, notes, columns)
-        parts.append(part)
-        usable += min(found, one.visits(found))
-    wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
-    if usable < wanted:
-        text = f"has {usable} usable rows, fewer than the {wanted} prompts that are sampled together"
-        (first, *others) = [f"{key}={one.path}" for key, one in config.data.training.items()]
-        raise ConfigError([Problem(first if not others else subjects, text)])
-    weights = [one.weight for one in config.data.training.values()]
-    visits = Visits([len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.loop.seed)
-    whole = parts[0] if len(parts) == 1 else JoinedPrompts(parts)
-    return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
+def _load_tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer  # here: seconds to import, spent while the other processes start
+
+    return AutoTokenizer.from_pretrained(model)
 
 
-def _validation(
-    config: Config, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]
-) -> Iterator[list[DatumSpec]]:
-    """The validation prompts of each set, at most max_val_samples of each."""
-    for key, one in config.data.validation.items():
-        held_out, usable = _read(config, key, one, tokenizer, notes, columns)
-        if not usable:
-            raise ConfigError([Problem(f"{key}={one.path}", "has no usable row")])
-        prompts = _usable(held_out, f"{key}={one.path}")[: config.loop.max_val_samples]
-        name = key.split(".")[2] if key != "data.val_path" else None
-        yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
+class _Reader:
+    """Reads the sets of a run with one tokenizer, and gathers notes for the user and the columns of each task."""
 
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.notes: list[str] = []
+        self.columns: dict[str, set[str]] = {}
+        self._environments = {name: env.type for name, env in config.env.items()}
 
-def _usable(dataset: AllTaskProcessedDataset, subject: str) -> list[DatumSpec]:
-    """The prompts of a set that are not left out.
+    def loader(self) -> PromptLoader:
+        """Batches of the training sets, mixed by their weights."""
+        config = self.config
+        parts, usable = [], 0
+        for key, one in config.data.training.items():
+            part, found = self._read(key, one)
+            parts.append(part)
+            usable += min(found, one.visits(found))
+        wanted, subjects = config.prompts_per_generation_batch, ", ".join(config.data.training)
+        if usable < wanted:
+            text = f"has {usable} usable rows, fewer than the {wanted} prompts that are sampled together"
+            (first, *others) = [f"{key}={one.path}" for key, one in config.data.training.items()]
+            raise ConfigError([Problem(first if not others else subjects, text)])
+        weights = [one.weight for one in config.data.training.values()]
+        visits = Visits([len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.loop.seed)
+        whole = parts[0] if len(parts) == 1 else JoinedPrompts(parts)
+        return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
 
-    Raises:
-        ConfigError: a row makes no prompt.
-    """
-    try:
-        prompts = [dataset[idx] for idx in range(len(dataset))]
-    except ValueError as error:
-        raise ConfigError([Problem(subject, str(error))]) from error
-    return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
-
-
-def _read(
-    config: Config, key: str, one: DatasetConfig, tokenizer: Any, notes: list[str], columns: dict[str, set[str]]
-) -> tuple[AllTaskProcessedDataset, int]:
-    """The prompts of a set, and how many of them are not known to be too long; remarks on those that are."""
-    data, subject = config.data, f"{key}={one.path}"
-    looked = examined(one, data, {name: env.type for name, env in config.env.items()})
-    if looked.report.problems:
-        raise ConfigError(looked.report.problems)
-    notes += [f"{remark.subject} {remark.text}" for remark in looked.report.remarks]
-    for task, names in looked.report.columns.items():
-        columns.setdefault(task, set()).update(names)
-    if not looked.report.rows:
-        raise ConfigError([Problem(subject, "has no rows")])
-    dataset = _processed(config, one, looked, tokenizer)
-    try:
-        rendered = min(len(dataset), data.rows_rendered_at_start)
-        left_out = count_left_out(dataset, rendered)
-    except ValueError as error:
-        raise ConfigError([Problem(subject, str(error))]) from error
-    if dataset.refused:
-        notes.append(f"{len(dataset.refused)} rows of {subject} are left out: {next(iter(dataset.refused.values()))}")
-        left_out -= len(dataset.refused)
-    if left_out:
-        among = f"{len(dataset)} rows" if rendered == len(dataset) else f"first {rendered} rows"
-        notes.append(
-            f"{left_out} of the {among} of {subject} are left out: their prompts have more "
-            f"than data.max_input_seq_length={data.max_input_seq_length} tokens"
+    def stream(self) -> StreamLoader:
+        """Batches of the training set, streamed from the hub."""
+        config = self.config
+        ((key, one),) = config.data.training.items()
+        try:
+            stream = open_stream(one)
+        except ValueError as error:
+            raise ConfigError([Problem(f"{key}={one.path}", str(error))]) from None
+        return StreamLoader(
+            stream,
+            config=one,
+            data=config.data,
+            environments=self._environments,
+            process=self._prompts(one, []),
+            prompts_per_batch=config.prompts_per_generation_batch,
+            seed=config.loop.seed,
         )
-    return dataset, len(dataset) - left_out - len(dataset.refused)
 
+    def validation(self) -> Iterator[list[DatumSpec]]:
+        """The validation prompts of each set, at most max_val_samples of each."""
+        for key, one in self.config.data.validation.items():
+            prompts = self.held_out(key, one)[: self.config.loop.max_val_samples]
+            name = key.split(".")[2] if key != "data.val_path" else None
+            yield prompts if name is None else [{**prompt, "dataset": name} for prompt in prompts]
 
-def _processed(config: Config, one: DatasetConfig, looked: Examined, tokenizer: Any) -> AllTaskProcessedDataset:
-    """The rows of a set as prompts.
+    def held_out(self, key: str, one: DatasetConfig) -> list[DatumSpec]:
+        """All prompts of a set that are not left out.
 
-    Raises:
-        ConfigError: a processor cannot be imported.
-    """
-    assert looked.source is not None, "rows were looked at"
-    data, default = config.data, one.task_name or config.data.task_name
-    return AllTaskProcessedDataset(
-        UsableRows(looked.source, looked.usable),
-        tokenizer,
-        task_spec(data, default),
-        _processors(config),
-        data.max_input_seq_length,
-        skip_refused=data.bad_rows == "skip",
-    )
+        Raises:
+            ConfigError: the set has none, or a row makes no prompt.
+        """
+        dataset, usable = self._read(key, one)
+        subject = f"{key}={one.path}"
+        if not usable:
+            raise ConfigError([Problem(subject, "has no usable row")])
+        try:
+            prompts = [dataset[idx] for idx in range(len(dataset))]
+        except ValueError as error:
+            raise ConfigError([Problem(subject, str(error))]) from error
+        return [prompt for prompt in prompts if prompt["loss_multiplier"] > 0]
 
+    def _read(self, key: str, one: DatasetConfig) -> tuple[AllTaskProcessedDataset, int]:
+        """The prompts of a set, and how many of them are not known to be too long; notes those that are."""
+        data, subject = self.config.data, f"{key}={one.path}"
+        looked = examined(one, data, self._environments)
+        if looked.report.problems:
+            raise ConfigError(looked.report.problems)
+        self.notes += [f"{remark.subject} {remark.text}" for remark in looked.report.remarks]
+        for task, names in looked.report.columns.items():
+            self.columns.setdefault(task, set()).update(names)
+        if not looked.report.rows:
+            raise ConfigError([Problem(subject, "has no rows")])
+        assert looked.source is not None, "a source without problems was read"
+        dataset = self._prompts(one, UsableRows(looked.source, looked.usable), skip_refused=data.bad_rows == "skip")
+        try:
+            rendered = min(len(dataset), data.rows_rendered_at_start)
+            left_out = count_left_out(dataset, rendered)
+        except ValueError as error:
+            raise ConfigError([Problem(subject, str(error))]) from error
+        refused = dataset.refused
+        if refused:
+            self.notes.append(f"{len(refused)} rows of {subject} are left out: {next(iter(refused.values()))}")
+            left_out -= len(refused)
+        if left_out:
+            among = f"{len(dataset)} rows" if rendered == len(dataset) else f"first {rendered} rows"
+            self.notes.append(
+                f"{left_out} of the {among} of {subject} are left out: their prompts have more "
+                f"than data.max_input_seq_length={data.max_input_seq_length} tokens"
+            )
+        return dataset, len(dataset) - left_out - len(refused)
 
-def _processors(config: Config) -> dict[str, tuple[TaskDataSpec, DataProcessor]]:
-    """What makes prompts of the rows of each task.
+    def _prompts(self, one: DatasetConfig, rows: Rows, *, skip_refused: bool = False) -> AllTaskProcessedDataset:
+        """Rows of a set as prompts.
 
-    Raises:
-        ConfigError: a processor cannot be imported.
-    """
-    data, problems = config.data, list(processor_problems(config.data))
-    if problems:
-        raise ConfigError(problems)
-    return {task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in config.env}
-
-
-def _stream(config: Config, tokenizer: Any) -> StreamLoader:
-    ((key, one),) = config.data.training.items()
-    try:
-        stream = open_stream(one)
-    except ValueError as error:
-        raise ConfigError([Problem(f"{key}={one.path}", str(error))]) from None
-    environments: Mapping[str, str] = {name: env.type for name, env in config.env.items()}
-    data, default = config.data, one.task_name or config.data.task_name
-    prompts = AllTaskProcessedDataset(
-        [], tokenizer, task_spec(data, default), _processors(config), data.max_input_seq_length
-    )
-    return StreamLoader(
-        stream,
-        config=one,
-        data=data,
-        environments=environments,
-        process=prompts,
-        prompts_per_batch=config.prompts_per_generation_batch,
-        seed=config.loop.seed,
-    )
+        Raises:
+            ConfigError: a processor cannot be imported.
+        """
+        data, problems = self.config.data, list(processor_problems(self.config.data))
+        if problems:
+            raise ConfigError(problems)
+        processors = {
+            task: (task_spec(data, task), processor_of(processor_name(data, task))) for task in self.config.env
+        }
+        default = task_spec(data, one.task_name or data.task_name)
+        return AllTaskProcessedDataset(
+            rows, self.tokenizer, default, processors, data.max_input_seq_length, skip_refused=skip_refused
+        )
 
 
 class JoinedPrompts:
-    """Several sets of prompts, one after the other, numbered through."""
+    """Several sets of prompts, numbered consecutively."""
 
     def __init__(self, parts: list[AllTaskProcessedDataset]) -> None:
         self._parts = parts
-        self._begins = [sum(len(part) for part in parts[:number]) for number in range(len(parts))]
+        self._begins = list(accumulate(map(len, parts[:-1]), initial=0))
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     def __getitem__(self, idx: int, /) -> DatumSpec:
-        number = max(place for place, begin in enumerate(self._begins) if begin <= idx)
-        begin = self._begins[number]
-        return {**self._parts[number][idx - begin], "idx": idx}
+        number = bisect_right(self._begins, idx) - 1
+        return {**self._parts[number][idx - self._begins[number]], "idx": idx}

@@ -1,24 +1,28 @@
-"""Prompts of one step after the other, in an order that a resumed run continues exactly."""
+"""Loaders: batches of training prompts in an order that a resumed run continues exactly."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from megatron_grpo.config.data_schema import DataConfig, DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.rows import RowCheck
 
 
 class Visits(Sampler[int]):
-    """Row numbers of one epoch: as they come, or in an order drawn from (seed, epoch) alone.
+    """Row numbers of one epoch: in the order of the file, or in an order drawn from (seed, epoch) alone.
 
-    Of several sets, whose rows are numbered through, each row is visited `weight` times an epoch. What a weight has
-    beyond a whole number is a part of the set, another one each epoch: after 1 / part epochs all rows had their turn.
+    The rows of several sets are numbered consecutively, and each is visited `weight` times an epoch. The fraction of a
+    weight is a part of the set, a different one in each epoch: after 1 / fraction epochs all rows were visited.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
@@ -27,7 +31,7 @@ class Visits(Sampler[int]):
             sizes: rows of each set.
             weights: visits of each row of the set.
             shuffle: draw a new order each epoch.
-            seed: decides the order of an epoch, and which rows are the part of a set that it visits.
+            seed: decides the order of an epoch, and which part of a set it visits for the fraction of a weight.
         """
         self.sizes, self.weights = list(sizes), list(weights)
         self.shuffle, self.seed = shuffle, seed
@@ -83,8 +87,12 @@ class PromptLoader:
             for prompts in loader:
                 ...
 
-    A position may name rows that were given before it and are to be given once more; those come first
-    (`waiting_batches`, and what does not fill a batch of them with the next `iter()`).
+    A resumed run continues with the prompt that would have been next, without reading those before it. The order of
+    an epoch follows from (seed, epoch) alone, so the position is a number of rows in that order, which the stateful
+    loader of torchdata keeps. It is exact only because rows are loaded one by one: were they loaded in batches, a row
+    that is left out would be replaced from the next batch, and the position would lie within a batch. Prompts may
+    also be drawn ahead of training: rows whose samples were not trained on at the checkpoint are kept in the position
+    as `waiting` and come first (`waiting_batches`; a rest that fills no batch, with the next `iter()`).
     """
 
     def __init__(self, dataset: Prompts, *, prompts_per_batch: int, order: Visits) -> None:
@@ -104,14 +112,14 @@ class PromptLoader:
         self._rows = len(order)
         self._batches = 0
         self._waiting: list[int] = []
-        """Rows that come before those at the position."""
+        """Rows before the position that are still to be loaded again."""
         self._order = order
         # No automatic batching: rows come one by one, so the loader's position is exact whatever is left out.
         self._loader: StatefulDataLoader[DatumSpec] = StatefulDataLoader(
             dataset,
             batch_size=None,
             sampler=self._order,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             generator=torch.Generator(),  # else it draws from the process's global generator
         )
 
@@ -143,7 +151,7 @@ class PromptLoader:
         self._batches = 0
 
     def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """Whole batches of the rows that were given before this position and are to be given once more."""
+        """Whole batches of the rows before the position that are to be loaded again."""
         while len(self._waiting) >= self.prompts_per_batch:
             yield self._first_waiting(self.prompts_per_batch)
 
@@ -183,7 +191,7 @@ def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
     """The prompts of an iterator over a dataset.
 
     Raises:
-        RunError: a row makes none, which is found only now that its turn has come.
+        RunError: a row makes no prompt, which only its processor could find out.
     """
     try:
         yield from rows
@@ -192,28 +200,150 @@ def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
 
 
 def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """The position of a loader from which these rows are given first, before everything that comes after it."""
+    """The position of a loader that loads these rows again before it goes on."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
 
 
-def _as_it_is(datum: DatumSpec) -> DatumSpec:
+def _unchanged(datum: DatumSpec) -> DatumSpec:
     return datum
 
 
-class Batches(Protocol):
-    """A loader: `PromptLoader`, or one of a stream."""
+def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:
+    """The rows of a set on the hub, streamed without being stored.
 
-    epoch: int
-    left_out: int
-    prompts_per_batch: int
+    Raises:
+        ValueError: it cannot be opened; says why.
+    """
+    from datasets import load_dataset
 
-    def __iter__(self) -> Iterator[list[DatumSpec]]: ...
+    try:
+        stream: Iterable[dict[str, Any]] = load_dataset(config.path, config.subset, split=config.split, streaming=True)
+        next(iter(stream), None)
+    except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
+        raise ValueError(f"cannot be opened: {str(error).strip().partition(chr(10))[0]}") from error
+    return stream
 
-    def waiting_batches(self) -> Iterator[list[DatumSpec]]: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+class StreamLoader:
+    """Batches of prompts like PromptLoader's, from a stream of rows.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. The
+    draws follow from seed and epoch, so a resumed run reads the stream again from its beginning to its position. `datasets`
+    shuffles streams too, but the rows in its buffer are no part of the position that it can resume from.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[dict[str, Any]],
+        *,
+        config: DatasetConfig,
+        data: DataConfig,
+        environments: Mapping[str, str],
+        process: AllTaskProcessedDataset,
+        prompts_per_batch: int,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            rows: the stream; iterating it again begins again.
+            config: which set it is, for messages.
+            data: shuffling, and whether bad rows fail or are left out.
+            environments: type of each environment, by task name.
+            process: makes prompts of rows.
+            prompts_per_batch: prompts of each batch; those at the end of an epoch that do not fill one are dropped.
+            seed: decides which row is drawn from the buffer.
+        """
+        self.epoch = 0
+        """Epochs completed."""
+        self.left_out = 0
+        """Rows of the current epoch (after its end: of the last one) left out so far."""
+        self._rows, self._config, self._data = rows, config, data
+        self._check = RowCheck(config, data, environments)
+        self._process, self.prompts_per_batch, self._seed = process, prompts_per_batch, seed
+        self._drawn = 0
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]:
+        """
+        Raises:
+            RunError: a row cannot be used and data.bad_rows=fail, or a whole epoch has too few prompts for a batch.
+        """
+        if self._drawn == 0:
+            self.left_out = 0
+        first, batch = self._drawn == 0, list[DatumSpec]()
+        for drawn, (number, row) in enumerate(self._order(), start=1):
+            if drawn <= self._drawn:
+                continue
+            prompt = self._prompt(number, row)
+            if prompt is not None:
+                batch.append(prompt)
+            if len(batch) == self.prompts_per_batch:
+                self._drawn, first = drawn, False
+                yield batch
+                batch = []
+        if first:
+            raise RunError(
+                f"not one batch of {self.prompts_per_batch} prompts in {self._config.path}: {self.left_out} were left "
+                "out"
+            )
+        self.epoch += 1
+        self._drawn = 0
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """Nothing: a stream has no rows by number that could be loaded again."""
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was yielded; JSON-serialisable."""
+        return {"epoch": self.epoch, "left_out": self.left_out, "drawn": self._drawn, "stream": self._config.path}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`.
+
+        Raises:
+            ConfigError: the state is that of another set, or of one that was not streamed.
+        """
+        if state.get("stream") != self._config.path:
+            raise ConfigError([Problem("data.streaming=True", "the checkpoint was written by a run with other data")])
+        self.epoch, self.left_out, self._drawn = state["epoch"], state["left_out"], state["drawn"]
+
+    def _order(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Number and content of the rows of this epoch, in the order in which they are drawn."""
+        numbered = enumerate(iter(self._rows))
+        if not self._data.shuffle:
+            yield from numbered
+            return
+        draw = random.Random(f"{self._seed} {self.epoch}")
+        buffer: list[tuple[int, dict[str, Any]]] = []
+        for one in numbered:
+            if len(buffer) < self._data.shuffle_buffer:
+                buffer.append(one)
+                continue
+            place = draw.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = one
+        draw.shuffle(buffer)
+        yield from buffer
+
+    def _prompt(self, number: int, row: dict[str, Any]) -> DatumSpec | None:
+        """The prompt of a row; None: it is left out, and counted."""
+        formed, prompt, reason = self._check.in_form(row), None, ""
+        if isinstance(formed, str):
+            reason = f"row {number}: the row {formed}"
+        else:
+            try:
+                prompt = self._process.prompt(row, number)
+            except ValueError as error:
+                reason = str(error)
+        if reason and self._data.bad_rows == "fail":
+            raise RunError(f"{self._config.path}, {reason}; data.bad_rows=skip leaves it out")
+        if prompt is None or prompt["loss_multiplier"] == 0:
+            self.left_out += 1
+            return None
+        return prompt
+
+
+Batches = PromptLoader | StreamLoader
+"""A loader of training prompts."""
 
 
 def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import DataConfig
-from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader
-from megatron_grpo.data.loader import PromptLoader, Visits
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.loader import PromptLoader, StreamLoader, Visits
 from megatron_grpo.data.processors import REFERENCE, DatumSpec, TaskDataSpec, math_data_processor
 
 SPEC = TaskDataSpec(task_name="math", apply_chat_template=False)

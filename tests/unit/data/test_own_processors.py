@@ -11,7 +11,8 @@ import torch
 
 from megatron_grpo.config.data_schema import DataConfig, TaskConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.datasets import AllTaskProcessedDataset, StreamLoader
+from megatron_grpo.data.datasets import AllTaskProcessedDataset
+from megatron_grpo.data.loader import StreamLoader
 from megatron_grpo.data.processors import REFERENCE, TaskDataSpec
 from megatron_grpo.data.specs import processor_problems
 
