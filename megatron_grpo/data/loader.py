@@ -228,8 +228,8 @@ class StreamLoader:
     """Batches of prompts like PromptLoader's, from a stream of rows.
 
     Rows are shuffled within a buffer: each time one is drawn from it, the next of the stream takes its place. The
-    draws follow from seed and epoch, so a resumed run reads the stream again from its beginning to its position. `datasets`
-    shuffles streams too, but the rows in its buffer are no part of the position that it can resume from.
+    draws follow from seed and epoch, so a resumed run reads the stream again from its beginning to its position.
+    `datasets` shuffles streams too, but the rows in its buffer are no part of the position that it can resume from.
     """
 
     def __init__(

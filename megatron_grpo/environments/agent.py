@@ -1,4 +1,4 @@
-"""Rollouts whose turns a user's own function makes: it asks the model, as any client of OpenAI's interface does."""
+"""Rollouts whose turns a user's own function makes: a client of the model over OpenAI's interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AgentFunction = Callable[..., Any]
 """(prompt=, access=, and each column of the row=) -> anything, or a coroutine of it."""
 
 RESULT = "agent_result"
-"""Argument of reward functions that has what the agent returned of each rollout."""
+"""Argument of reward functions with the agent's return value for each rollout."""
 
 
 class AgentEnvironment(RewardFunctionEnvironment):
-    """Reward functions, and an agent before them.
+    """An agent, whose rollouts reward functions score.
 
     Args:
         agent: makes the turns of a rollout.

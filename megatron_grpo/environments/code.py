@@ -18,7 +18,7 @@ from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
-# The mark is read before the program runs and written after all tests: ending the process early passes none of them.
+# The mark is read before the program runs and written after all tests, so a program that exits early passes none.
 _HARNESS = """
 import os, sys
 def _judge(program, tests):
@@ -53,7 +53,7 @@ class CodeEnvironment(Environment):
     Args:
         settings: the sandbox.
         reward: all: 1 when every test passes, else 0; share: the share of tests that pass.
-        programs_at_once: programs that one process of the environment runs side by side.
+        programs_at_once: programs that one process of the environment runs concurrently.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CodeEnvironment(Environment):
         self._pool = ThreadPoolExecutor(programs_at_once)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Rewards of the programs, several of which run at the same time."""
+        """Rewards of the programs, which run concurrently."""
         return list(self._pool.map(self._score, requests))
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
@@ -90,7 +90,7 @@ def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]
         sandbox: where it runs.
         program: its source, in Python.
         tests: the statements and the cases.
-        every: whether to go on after a case that it fails; an endless program takes all of its time in each.
+        every: whether to continue after a failed case; an endless program uses its whole time limit in each.
     """
     statements = [test for test in tests if isinstance(test, str)]
     cases = [test for test in tests if not isinstance(test, str)]

@@ -15,10 +15,10 @@ _MOVE = re.compile(r"\s*([0-9]{1,9})\s*([-+*/])\s*([0-9]{1,9})\s*")
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """Where a game stands."""
+    """State of a game."""
 
     numbers: tuple[int, ...]
-    """What is left, in order."""
+    """Numbers that are left, in order."""
     target: int
     won: bool = False
 
@@ -27,12 +27,12 @@ class CountdownEnvironment(Environment):
     """Reward 1 when the model makes its row's `target` from its `numbers`, else 0.
 
     Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the numbers that are left; the result, a whole
-    number of at least 0, takes their place, and the environment says what is left. A move that is none ends the game,
-    as does a board from which nothing can be made.
+    number of at least 0, takes their place, and the environment says which numbers are left. An invalid move ends the
+    game, and so does a single number.
 
     Args:
-        board: what the environment says after a move; {result} and {numbers} are filled in.
-        separator: stands between the numbers.
+        board: text of the environment after a move; {result} and {numbers} are filled in.
+        separator: text between the numbers.
     """
 
     multi_turn = True
@@ -45,7 +45,7 @@ class CountdownEnvironment(Environment):
         return Board(tuple(int(one) for one in extra_env_info["numbers"]), int(extra_env_info["target"]))
 
     def step(self, state: Board, response: str) -> Turn:
-        """The board after a move, and what the model reads of it."""
+        """The board after a move, and its text for the model."""
         result = played(state.numbers, response)
         if result is None:
             return Turn(state=state)
@@ -57,12 +57,12 @@ class CountdownEnvironment(Environment):
         return Turn(done=False, state=state, text=text.replace("{result}", str(made)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Reward 1 for a game that is won, else 0."""
+        """Reward 1 for a won game, else 0."""
         return [EnvironmentReturn(reward=float(one.state.won), correct=one.state.won) for one in requests]
 
 
 def played(numbers: tuple[int, ...], move: str) -> tuple[tuple[int, ...], int] | None:
-    """What is left after a move, the result at the end, and the result; None: it is no move with these numbers."""
+    """The numbers after a move, the result last, and the result; None: the move is invalid with these numbers."""
     parts = _MOVE.fullmatch(move)
     if parts is None:
         return None

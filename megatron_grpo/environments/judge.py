@@ -1,4 +1,4 @@
-"""What another model says about a response, asked over an OpenAI-compatible endpoint."""
+"""Rewards from another model, the judge, over an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Explain briefly, then end with a line "Score: N", N from {lowest} (useless) to {
 
 _SCORE = re.compile(r"score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _LARGEST_ANSWER = 2**20
-_PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses of a server that may answer a moment later."""
+_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP statuses of transient failures."""
 
 
 class JudgeEnvironment(Environment):
@@ -41,14 +41,14 @@ class JudgeEnvironment(Environment):
     Args:
         model: name of the judge at its endpoint.
         url: the judge's OpenAI-compatible endpoint, up to the version: /chat/completions is appended.
-        question: what the judge is asked; {prompt}, {response}, {answer}, {lowest} and {highest} are filled in.
+        question: text of the request; {prompt}, {response}, {answer}, {lowest} and {highest} are filled in.
         lowest: score that becomes reward 0.
         highest: score that becomes reward 1.
-        correct_from: reward from which a response counts as correct; None: the judge does not say that.
+        correct_from: reward from which a response counts as correct; None: unknown.
         max_tokens: longest answer of the judge.
         request_timeout_s: deadline of one request.
         attempts: how often a request is made before its response fails, with growing pauses.
-        requests_at_once: requests that one process of the environment makes side by side.
+        requests_at_once: concurrent requests of one process of the environment.
         api_key_variable: environment variable with the key of the endpoint; None: it needs none.
     """
 
@@ -76,12 +76,12 @@ class JudgeEnvironment(Environment):
             text = "the environment has no such variable; export it where the run is started"
             raise ValueError(f"options.api_key_variable={api_key_variable}: {text}")
         self._pool = ThreadPoolExecutor(requests_at_once)
-        # A proxy does not reach this machine's own loopback.
+        # A proxy cannot reach the loopback of this machine.
         local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """The judge's scores, asked for side by side.
+        """The judge's scores, from concurrent requests.
 
         Raises:
             RunError: the endpoint did not answer, or refused.
@@ -98,7 +98,7 @@ class JudgeEnvironment(Environment):
         )
 
     def _asked(self, request: EnvironmentRequest) -> str:
-        """The question about a response; braces in what is filled in stay as they are."""
+        """The question about a response; braces in the filled-in texts stay as they are."""
         prompt = request.prompt
         if not isinstance(prompt, str):
             prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
@@ -112,13 +112,13 @@ class JudgeEnvironment(Environment):
         return re.sub(r"\{(" + "|".join(filled) + r")\}", lambda found: filled[found[1]], self._question)
 
     def _score_in(self, answer: str) -> float | None:
-        """The last score that an answer gives; None: there is none, or none in the range."""
+        """The last score in an answer; None: there is none, or it is out of range."""
         found = _SCORE.findall(answer)
         score = float(found[-1]) if found else None
         return score if score is not None and self._lowest <= score <= self._highest else None
 
     def _ask(self, question: str) -> str:
-        """The judge's answer; "" when what comes back has none."""
+        """The judge's answer; "" when the reply is malformed."""
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": question}],
@@ -136,7 +136,7 @@ class JudgeEnvironment(Environment):
                     return _content(reply.read(_LARGEST_ANSWER))
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code} {error.reason}"
-                if error.code not in _PASSING:
+                if error.code not in _TRANSIENT:
                     break
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The addition task: a response is right when it is exactly the digits of the answer."""
+"""Environments that compare a response with an answer or a pattern: addition, format and math."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FormatEnvironment(Environment):
 class MathEnvironment(Environment):
     """Reward 1 when the response's final answer equals the reference in value ("1/2", "0.5", "\\\\frac12"), else 0.
 
-    The final answer is what stands in the last box, or else the last expression that math-verify finds.
+    The final answer is the content of the last box, or else the last expression that math-verify finds.
     """
 
     def __init__(self) -> None:

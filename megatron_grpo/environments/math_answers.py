@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by value with math-verify."""
+"""Compares mathematical answers by value with math-verify, in a process that is killed when it hangs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceba
 
 
 def load_parsers() -> None:
-    """Load parsers and half of sympy, as the first comparison does; that must not count against a model's answer."""
+    """Load the parsers and sympy, as a first comparison does, so that no answer's time limit includes it."""
     verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
 
 
@@ -39,7 +39,7 @@ def is_correct(response: str, answer: str) -> bool:
     Main thread only: math-verify limits its time with SIGALRM, which Python delivers there.
 
     Args:
-        response: what the model wrote, any text.
+        response: text of the model.
         answer: the reference: a number, expression or LaTeX, without a box. One that math-verify cannot read is
             compared as text.
     """
@@ -48,16 +48,16 @@ def is_correct(response: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _equal(final: str, answer: str) -> bool:
-    # Samples of a group often agree. Both calls turn every error of sympy, and running out of time, into "no".
+    # Cached: samples of a group often agree. parse and verify turn errors of sympy and timeouts into "no".
     content = final.removeprefix("\\boxed{").removesuffix("}") if final.startswith("\\boxed{") else final
     if answer.strip() in (content.strip(), final.strip()):
-        return True  # what most right answers are, and no answer differs from itself
+        return True  # the usual case of a right answer
     given = parse(final, parsing_timeout=ANSWER_TIMEOUT_S)
     return bool(verify(_parse_reference(answer), given, timeout_seconds=ANSWER_TIMEOUT_S))
 
 
 def final_answer(response: str) -> str:
-    """The last box of a response, box included, whatever nests in it; without a complete one, the response's tail."""
+    """The last complete \\boxed{...} of a response, with nested braces; without one, the end of the response."""
     start = response.rfind("\\boxed{")
     if start >= 0:
         depth = 0
@@ -75,7 +75,7 @@ def _parse_reference(answer: str) -> list[Any]:
 
 
 HANGS_AFTER_S = 20.0
-"""Seconds without an answer after which the process is killed; math-verify ends its own work after 15."""
+"""Seconds without an answer after which the process is killed; math-verify's own limits end after 15."""
 
 STARTS_WITHIN_S = 120.0
 """Seconds for the process to import math-verify."""
@@ -113,7 +113,7 @@ class Verifier:
         return right
 
     def _answers(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """Answers until all are there, or to the first pair over which the process hung or ended: it is wrong."""
+        """Answers to the pairs, up to the first one over which the process hung or ended, which counts as wrong."""
         asking, answering = _fd(self._process.stdin), _fd(self._process.stdout)
         unsent = memoryview(b"".join(json.dumps(pair).encode() + b"\n" for pair in pairs))
         right: list[bool] = []
@@ -155,7 +155,7 @@ def _fd(pipe: IO[bytes] | None) -> int:
 
 
 def _written(fd: int, data: memoryview) -> int:
-    """How much of the data a pipe takes; all, when nobody reads it any more, which shows at the other pipe."""
+    """Bytes that a pipe accepts; all of them when its reader has ended, which the other pipe reports."""
     try:
         return os.write(fd, data)
     except BrokenPipeError:
@@ -177,7 +177,7 @@ def main() -> None:
 
     die_with_parent(9)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not be read as answers
     load_parsers()
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()

@@ -28,13 +28,13 @@ class EnvironmentHandle:
     processes: list[Any]
     """Ray actors (`EnvironmentWorker`), each with the environment in a process of its own."""
     config: bytes = field(repr=False)
-    """The environment's configuration and settings, pickled: a worker that replaces no process need not import their
-    classes."""
+    """The environment's configuration and settings, pickled: a rollout worker imports their classes only when it has to
+    replace a process."""
     rewards: Any = None
-    """Reference (Ray's) to the reward functions that are not imported, by their entry in reward_funcs; None: none."""
+    """Ray reference to the reward functions that are not imported, by their entry in reward_funcs; None: none."""
 
     def spawn(self) -> Any:
-        """Another process like these; it belongs to the process that calls this."""
+        """Start another process like these; it ends with the process that calls this."""
         from megatron_grpo.environments.worker import EnvironmentWorker
 
         actor = ray.remote(**ACTOR_OPTIONS)(EnvironmentWorker)
@@ -55,17 +55,17 @@ class EnvironmentPool:
         Args:
             name: task name, for messages.
             config: type, options, processes (num_workers) and deadline of a call.
-            settings: what the environment may know of the run.
-            rewards: by their entry in reward_funcs, functions that a script gave and that are not imported.
+            settings: settings of the run.
+            rewards: functions that are not imported since a script passed them, by their entry in reward_funcs.
         """
         self.name = name
         self.config = config
         self._settings = settings
-        self._given = {entry: one for entry, one in (rewards or {}).items() if entry in config.reward_funcs}
+        self._script_rewards = {entry: one for entry, one in (rewards or {}).items() if entry in config.reward_funcs}
         self._processes: list[Any] = []
 
     def start(self, shares: int = 1) -> list[EnvironmentHandle]:
-        """Start the processes, in the background, and share them out: at least one to each of `shares` users."""
+        """Begin to start the processes, and divide them: at least one for each of `shares` rollout workers."""
         count = max(self.config.num_workers, shares)
         pickled, rewards = pickle.dumps((self.config, self._settings)), self._rewards()
         handles = [EnvironmentHandle(self.name, self.config.timeout_s, [], pickled, rewards) for _ in range(shares)]
@@ -76,8 +76,8 @@ class EnvironmentPool:
         return handles
 
     def _rewards(self) -> Any:
-        """Reference to the reward functions that are not imported; the reward models among them begin to start."""
-        rewards: dict[str, Any] = dict(self._given)
+        """Reference to the reward functions that are not imported; begins to start the reward models among them."""
+        rewards: dict[str, Any] = dict(self._script_rewards)
         if self.config.reward_model_folders:
             from megatron_grpo.environments.reward_model import start_reward_model
 
@@ -87,7 +87,7 @@ class EnvironmentPool:
         return ray.put(rewards) if rewards else None
 
     def shutdown(self) -> None:
-        """End the processes; idempotent. Those that a rollout worker started itself end with it."""
+        """End the processes; idempotent. Processes started by a rollout worker end with that worker."""
         for process in self._processes:
             ray.kill(process)
         self._processes = []
@@ -102,8 +102,8 @@ def build_environments(
 
     Args:
         config: the entries.
-        settings: what environments may know of the run; None: the defaults.
-        rewards: by their entry in reward_funcs, functions that a script gave and that are not imported.
+        settings: settings of the run; None: the defaults.
+        rewards: functions that are not imported since a script passed them, by their entry in reward_funcs.
     """
     shared = settings or EnvironmentSettings()
     return {name: EnvironmentPool(name, environment, shared, rewards) for name, environment in config.items()}

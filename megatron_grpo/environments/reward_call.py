@@ -1,4 +1,4 @@
-"""One reward function: finding it by its import path, what it can be called with, and calling it."""
+"""Imports a reward function, checks its parameters, and calls it with a time limit."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any
 from megatron_grpo.config.errors import RunError
 
 
-class LateError(TimeoutError):
-    """The limit of `time_limit` has passed, and not one of the body's own."""
+class TimeLimitError(TimeoutError):
+    """The limit of `time_limit` has passed; other timeouts of the body stay TimeoutError."""
 
 
-class _Late(BaseException):
-    """Raised inside the code that took too long; no `except Exception` there keeps it."""
+class _TimeLimitPassed(BaseException):
+    """Raised inside the code that took too long, where `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise LateError when the body takes longer. Main thread only, where Python delivers signals.
+    """Raise TimeLimitError when the body takes longer. Main thread only, where Python delivers signals.
 
-    SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never comes back to
-    the interpreter is not interrupted; the deadline of the whole process is what ends it.
+    SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never returns to
+    the interpreter is not interrupted; the deadline of the whole process ends it.
 
     Args:
         seconds: limit; None: there is none.
@@ -40,7 +40,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         yield
         return
     main = threading.get_ident()
-    before = signal.signal(signal.SIGUSR2, _raise_late)
+    before = signal.signal(signal.SIGUSR2, _raise_in_body)
     timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGUSR2))
     timer.daemon = True
     timer.start()
@@ -50,14 +50,14 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         finally:
             timer.cancel()
             timer.join()  # after this nothing is sent any more
-    except _Late:
-        raise LateError from None
+    except _TimeLimitPassed:
+        raise TimeLimitError from None
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
 
-def _raise_late(signum: int, frame: FrameType | None) -> None:
-    raise _Late
+def _raise_in_body(signum: int, frame: FrameType | None) -> None:
+    raise _TimeLimitPassed
 
 
 RewardFunction = Callable[..., Any]
@@ -65,23 +65,23 @@ RewardFunction = Callable[..., Any]
 a coroutine of that."""
 
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-"""What every function can take by name, beside the columns of the data."""
+"""Arguments that are passed to every function that takes them, beside the columns of the data."""
 
 
 class RewardError(RunError):
-    """A reward function raised, took too long, or gave something that is no list of rewards."""
+    """A reward function raised, took too long, or returned no list of rewards."""
 
-    late = False
-    """Whether it took too long."""
+    timed_out = False
+    """Whether the function took too long."""
 
 
 Outcome = list[float | None] | RewardError
-"""The rewards that a function gave, or how it failed."""
+"""The rewards of a function, or its failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """A function, with what has to be known to call it."""
+    """A reward function and its parameters."""
 
     function: RewardFunction
     path: str
@@ -89,7 +89,7 @@ class RewardCall:
     accepts: frozenset[str] | None
     """Names that it takes; None: any."""
     requires: frozenset[str]
-    """Columns that it cannot be called without."""
+    """Columns without a default in its signature."""
 
     @classmethod
     def of(cls, function: RewardFunction) -> RewardCall:
@@ -101,7 +101,7 @@ class RewardCall:
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
     ) -> Outcome | Coroutine[Any, Any, Outcome]:
-        """The rewards of `count` completions, or how the function failed; a coroutine of that where it has to wait.
+        """The rewards of `count` completions, or the function's failure; a coroutine of that if the function is async.
 
         Main thread only.
         """
@@ -111,15 +111,15 @@ class RewardCall:
             if inspect.isawaitable(given):
                 return self._awaited(given, count, timeout_s)
             return self._rewards(given, count)
-        except LateError:
-            return self._late(timeout_s)
+        except TimeLimitError:
+            return self._timed_out(timeout_s)
         except RewardError as failure:
             return failure
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises; whoever asked is told of it
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the failure
             return self._raised(error)
 
     async def _awaited(self, given: Awaitable[Any], count: int, timeout_s: float | None) -> Outcome:
-        """What `attempt` says, once it is there; what takes too long is cancelled."""
+        """The result of an async function, which is cancelled when it takes too long."""
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 rewards = await given
@@ -127,10 +127,10 @@ class RewardCall:
         except RewardError as failure:
             return failure
         except Exception as error:  # noqa: BLE001 - as in `attempt`
-            return self._late(timeout_s) if limit.expired() else self._raised(error)
+            return self._timed_out(timeout_s) if limit.expired() else self._raised(error)
 
     def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-        """What it takes of the arguments; a column that none of these `count` rows has is None in each."""
+        """The arguments that the function takes; a column that none of these `count` rows has is None in each."""
         taken = {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
         return {name: [None] * count for name in self.requires} | taken
 
@@ -146,9 +146,9 @@ class RewardCall:
             text = f"{self.path} gave something that is neither a number nor None: {error}"
             raise RewardError(text) from error
 
-    def _late(self, timeout_s: float | None) -> RewardError:
+    def _timed_out(self, timeout_s: float | None) -> RewardError:
         failure = RewardError(f"{self.path} gave no rewards within reward_timeout_s={timeout_s:g} s")
-        failure.late = True
+        failure.timed_out = True
         return failure
 
     def _raised(self, error: Exception) -> RewardError:
@@ -160,7 +160,7 @@ class RewardCall:
 
 
 def load_reward_function(path: str) -> RewardFunction:
-    """The function or object that an import path (package.module.name) leads to; of a class, an object of it.
+    """The function or object at an import path (package.module.name); for a class, an instance of it.
 
     Raises:
         RunError: there is no such module or name, its module fails, or it cannot be called with prompts and
@@ -182,7 +182,7 @@ def load_reward_function(path: str) -> RewardFunction:
 
 
 def not_callable_by_name(path: str, function: RewardFunction) -> str | None:
-    """What to say of a function that cannot be called with prompts and completions by name; None: it can.
+    """The problem of a function that cannot be called with prompts and completions by name; None: it can.
 
     Args:
         path: the function's import path, for the message.
@@ -200,7 +200,7 @@ def not_callable_by_name(path: str, function: RewardFunction) -> str | None:
 
 
 def missing_columns(path: str, function: RewardFunction, columns: Collection[str]) -> str | None:
-    """What to say of a function that asks for a column which the data do not have; None: it does not.
+    """The problem of a function that needs a column which the data lacks; None: it has all.
 
     Args:
         path: the function's import path, for the message.
@@ -215,7 +215,7 @@ def missing_columns(path: str, function: RewardFunction, columns: Collection[str
 
 
 def _found(path: str) -> Any:
-    """The object that a path leads to; an attribute of an object in a module too."""
+    """The object at a path, which may also be an attribute of an object in a module."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -227,7 +227,7 @@ def _found(path: str) -> Any:
 
 
 def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter] | None:
-    """The parameters of a function, or of the one that it wraps; None: nobody knows."""
+    """The parameters of a function, or of the one that it wraps; None: it has no signature."""
     try:
         return list(inspect.signature(function, follow_wrapped=of_wrapped).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -235,7 +235,7 @@ def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[i
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names that a function takes; None: any, or nobody knows."""
+    """Names that a function takes; None: any, or it has no signature."""
     parameters = _parameters(function)
     if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return None

@@ -16,46 +16,46 @@ from megatron_grpo.environments.interface import Environment
 from megatron_grpo.environments.reward_call import PASSED, Outcome, RewardCall, RewardError, RewardFunction
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
-"""What is not passed on by name: columns that are what `prompts` and `completions` hold, and what is no column."""
+"""Names that are not passed on as columns: prompts and completions hold two of them, the others are no columns."""
 
 
 class Limits(TypedDict):
-    """How functions may fail."""
+    """Time limit of reward functions, and the handling of their failures."""
 
     timeout_s: float | None
-    """Deadline of one call of a function; None: there is none but that of the process."""
+    """Deadline of one call of a function; None: only the deadline of the process holds."""
     tolerant: bool
-    """Whether a function that fails has no opinion, instead of the response having no score."""
+    """Whether a function that fails counts as None; else the response has no score."""
 
 
 @dataclass(slots=True)
-class _Given:
-    """What one call of the functions gives for some responses."""
+class _Results:
+    """Results of the functions for some responses."""
 
     parts: list[dict[str, float]]
-    """Per response, the reward of each function that had an opinion."""
+    """Per response, the rewards by function; functions that returned None are absent."""
     errors: list[int]
-    """Per response, the functions that failed over it."""
+    """Per response, the number of functions that failed."""
     figures: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """What the functions logged with log_metric."""
+    """Values passed to log_metric, by name."""
     notes: list[dict[str, str]] = field(default_factory=list)
-    """Per response, what they logged with log_extra."""
+    """Per response, values passed to log_extra, by column."""
 
 
 class RewardFunctionEnvironment(Environment):
-    """The weighted sum of what several functions give; a function's None is left out of the sum, as in TRL.
+    """The weighted sum of several functions' rewards; a function's None is left out of the sum, as in TRL.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
-    one assistant message. A column that a row lacks is None there. Functions are called one after the other; what
-    some give to be awaited, as coroutine functions do, is awaited together after that.
+    one assistant message. A column that a row lacks is None there. Functions are called one after the other; the
+    awaitables that async functions return are then awaited together.
 
     Args:
         functions: the reward functions by name.
         weights: factor of each function's reward in the sum, by name of the function.
         correctness: name of the function whose reward above 0 makes a response correct, and whose None leaves it open;
             None: no function says it.
-        timeout_s: deadline of one call of a function; None: there is none but that of the process.
-        tolerant: whether a function that fails has no opinion, instead of the response having no score.
+        timeout_s: deadline of one call of a function; None: only the deadline of the process holds.
+        tolerant: whether a function that fails counts as None; else the response has no score.
     """
 
     reads_token_ids = True
@@ -76,28 +76,28 @@ class RewardFunctionEnvironment(Environment):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """The weighted sums of what the functions give.
+        """The weighted sums of the functions' rewards.
 
         Raises:
             RewardError: a function raised, took too long, or returned something other than a number (or None) for
                 each completion; says which function, what it raised and where. Not if the environment is tolerant.
         """
-        given = _Given([{} for _ in requests], [0] * len(requests), notes=[{} for _ in requests])
-        arguments = self._arguments(requests, given)
+        results = _Results([{} for _ in requests], [0] * len(requests), notes=[{} for _ in requests])
+        arguments = self._arguments(requests, results)
         rewards = self._outcomes(self.functions, arguments, len(requests))
         for name in self.functions:  # in the order of the configuration, whatever finished first
             outcome = rewards[name]
             if isinstance(outcome, RewardError):
-                outcome = self._one_by_one(name, outcome, requests, given)
-            for parts, reward in zip(given.parts, outcome, strict=True):
+                outcome = self._one_by_one(name, outcome, requests, results)
+            for parts, reward in zip(results.parts, outcome, strict=True):
                 if reward is not None:
                     parts[name] = reward
-        figures = {name: fmean(values) for name, values in given.figures.items()}
-        samples = zip(given.parts, given.errors, given.notes, strict=True)
+        figures = {name: fmean(values) for name, values in results.figures.items()}
+        samples = zip(results.parts, results.errors, results.notes, strict=True)
         return [self._total(parts, errors, figures, notes) for parts, errors, notes in samples]
 
     def _outcomes(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, Outcome]:
-        """What functions give for `count` responses, or how they failed; those to be awaited are awaited together."""
+        """Rewards or failure of each function for `count` responses; async functions run concurrently."""
         attempts = {name: self._calls[name].attempt(arguments, count, self._timeout_s) for name in names}
         outcomes: dict[str, Outcome] = {}
         waiting: dict[str, Coroutine[Any, Any, Outcome]] = {}
@@ -111,7 +111,7 @@ class RewardFunctionEnvironment(Environment):
     def _together(self, waiting: Mapping[str, Coroutine[Any, Any, Outcome]]) -> dict[str, Outcome]:
         if not waiting:
             return {}
-        if self._loop is None:  # kept: a client of a server that a function opens belongs to the loop it was opened in
+        if self._loop is None:  # one for all calls: a client opened by a function belongs to the loop it was opened in
             self._loop = asyncio.new_event_loop()
 
         async def all_of_them() -> list[Outcome]:
@@ -120,35 +120,35 @@ class RewardFunctionEnvironment(Environment):
         return dict(zip(waiting, self._loop.run_until_complete(all_of_them()), strict=True))
 
     def _one_by_one(
-        self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], given: _Given
+        self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], results: _Results
     ) -> list[float | None]:
-        """The rewards of a function that failed over all responses together; None for each that it fails over alone."""
+        """Call a function that failed for all responses together once for each; None where it fails again."""
         if not self._tolerant:
             raise failure
-        if len(requests) == 1 or failure.late:  # waiting once more for each would take as many deadlines
-            given.errors[:] = [count + 1 for count in given.errors]
+        if len(requests) == 1 or failure.timed_out:  # calling it for each would take as many deadlines
+            results.errors[:] = [count + 1 for count in results.errors]
             return [None] * len(requests)
         rewards: list[float | None] = []
         for number, request in enumerate(requests):
-            arguments = self._arguments([request], _Given([], [], notes=[{}]))
+            arguments = self._arguments([request], _Results([], [], notes=[{}]))
             outcome = self._outcomes([name], arguments, 1)[name]
-            given.errors[number] += isinstance(outcome, RewardError)
+            results.errors[number] += isinstance(outcome, RewardError)
             rewards += [None] if isinstance(outcome, RewardError) else outcome
         return rewards
 
     def columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
-        """The columns of the rows by name, of each a list over the requests."""
+        """The columns of the rows by name, each a list with a value per request."""
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
 
-    def _arguments(self, requests: Sequence[EnvironmentRequest], given: _Given) -> dict[str, Any]:
-        """What functions are called with, by keyword; what they log goes to `given`."""
+    def _arguments(self, requests: Sequence[EnvironmentRequest], results: _Results) -> dict[str, Any]:
+        """Keyword arguments of the functions; values that they log go to `results`."""
 
         def log_metric(name: str, value: float) -> None:
-            given.figures[name].append(float(value))
+            results.figures[name].append(float(value))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            for notes, value in zip(given.notes, values, strict=True):
+            for notes, value in zip(results.notes, values, strict=True):
                 notes[column] = value if isinstance(value, str) else json.dumps(value, default=str)
 
         ids = [request.response_ids for request in requests]

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import RewardModelConfig
 
 RESTARTS = 3
-"""How often Ray starts a process of a reward model again that died."""
+"""How often Ray restarts a process of a reward model that died."""
 
 
 def model_problem(path: str) -> str | None:
-    """Why a folder is no reward model; None: it is one, as far as its config.json says."""
+    """The reason why a folder is no reward model; None: it is one by its config.json."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ class RewardModel:
         self._model.to(self._device).eval()
 
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The score of each conversation, rendered by the model's own chat template; of texts, of one after the other.
+        """The score of each conversation, rendered by the model's own chat template; plain texts are joined.
 
         Raises:
             RunError: the prompts are conversations, and the model's tokenizer has no chat template.
@@ -91,7 +91,7 @@ class RewardModel:
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Numbers of texts, alike in length, that make at most so many tokens with their padding, or one text alone."""
+    """Batches of text numbers, similar in length, of at most `tokens` tokens with padding, or of one text."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # the first is the longest
         if batch and (len(batch) + 1) * max(lengths[batch[0]], 1) > tokens:
@@ -110,7 +110,7 @@ class RewardModelWorker:
         self._model = RewardModel(path, config)
 
     def ready(self) -> None:
-        """Return when the model is loaded, which the constructor does."""
+        """Return when the constructor has loaded the model."""
 
     @phase("reward model")
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
@@ -130,7 +130,7 @@ class RewardModelClient:
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The rewards, shared out over the model's processes."""
+        """The rewards, computed by the model's processes in equal shares."""
         share = -(-len(prompts) // len(self._workers))
         begins = range(0, len(prompts), share)
         calls = [
@@ -152,7 +152,7 @@ class RewardModelClient:
 
 
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
-    """Begin to start the processes of a reward model; its client, and the processes for whoever ends them."""
+    """Begin to start the processes of a reward model; returns its client, and the processes for the caller to end."""
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
     actor = ray.remote(**options)(RewardModelWorker)
     workers = [actor.remote(path, config, number) for number in range(config.num_workers)]

@@ -1,4 +1,4 @@
-"""One environment in a process of its own, as a Ray actor."""
+"""The Ray actor that runs one environment, and makes tokens of its texts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
 
-_SAID = "<<said by the model>>"
-"""Stands for the model's turn while the chat template is asked for what comes after it."""
+_RESPONSE = "<<said by the model>>"
+"""Placeholder of the model's turn, to find the text that the chat template puts after it."""
 
 
 class Observations:
-    """Makes tokens of an environment's texts. The model's own turns stay the tokens that were sampled."""
+    """Tokenizes an environment's texts. The model's own turns keep the tokens that were sampled."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
@@ -38,14 +38,14 @@ class Observations:
         return self._settings.load_tokenizer()
 
     def tokens(self, text: str, role: str, last_token: int) -> NDArray[np.int32]:
-        """[tokens], int32: what follows a turn of the model, so that it can take the next one.
+        """[tokens], int32: the tokens between a turn of the model and its next one.
 
-        Without a chat template that is the text. With one it is all that the template puts between the model's words
-        and its next turn: the end of its message, the message with the text, the beginning of its next message. Where
-        the end of its message was sampled already, as the stop token, it is not repeated.
+        Without a chat template these are the text's. With one they are all that the template puts between two turns of
+        the model: the end of its message, the message with the text, and the beginning of its next message. An end of
+        message that was sampled already, as the stop token, is not repeated.
 
         Args:
-            text: what the environment says.
+            text: text of the environment.
             role: whose message it is.
             last_token: the last token of the model's turn.
         """
@@ -56,10 +56,10 @@ class Observations:
         return np.array(ids, dtype=np.int32)
 
     def _between(self, text: str, role: str) -> str:
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}]
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": _RESPONSE}]
         messages.append({"role": role, "content": text})
         rendered: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        _, found, after = rendered.rpartition(_SAID)
+        _, found, after = rendered.rpartition(_RESPONSE)
         if not found:
             raise ValueError("the tokenizer's chat template does not show what the model says")
         return after
@@ -68,14 +68,14 @@ class Observations:
 Value = TypeVar("Value")
 
 STARTUP_S = 800.0
-"""Deadline for a reward model to be loaded: less than the environment itself has to come up."""
+"""Deadline for loading a reward model; shorter than the deadline of the environment's own start-up."""
 
 
 class EnvironmentWorker:
-    """Ray actor, synchronous: what the environment does happens on the main thread, where its signals arrive.
+    """Ray actor, synchronous: the environment runs on the main thread, where Python delivers signals.
 
-    What the environment raises comes back as a line of text, with the answers about everybody else. States travel
-    pickled: only processes of the environment need its classes.
+    An exception of the environment is returned as a line of text, so that other requests of the same call keep their
+    results. States travel pickled: only processes of the environment need its classes.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class EnvironmentWorker:
         """
         Args:
             name: task name, for messages.
-            config: which environment.
-            settings: what it may know of the run.
-            rewards: by their entry in reward_funcs, functions that are not to be imported.
+            config: type and options of the environment.
+            settings: settings of the run.
+            rewards: functions that are not imported, by their entry in reward_funcs.
         """
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
-        """Make the environment; comes before everything else.
+        """Make the environment; must be called first.
 
         Returns:
             Node and process id of this process; whether the environment has several turns, or an agent; and whether it
@@ -117,23 +117,30 @@ class EnvironmentWorker:
 
     @phase("score")
     def run(self, jobs: list[tuple[str, tuple[Any, ...]]]) -> Any:
-        """Answers to several calls of the methods below, given by name and arguments, as a list."""
+        """Results of several calls of the methods below, each by name and arguments, as a list."""
         return pickled([getattr(self, method)(*arguments) for method, arguments in jobs])
 
     def reset(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]
     ) -> tuple[bytes | None, str | None]:
-        """State of a rollout that begins, pickled, and what was raised instead if something was."""
+        """The first state of a rollout, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
-        """The turn after a response that ends in a token, its observation in tokens; or else what was raised."""
+        """The turn after a response, its observation in tokens, or the message of an exception.
+
+        Args:
+            state: state of the rollout, pickled.
+            response: the model's text.
+            last_token: the response's last token.
+        """
         return self._attempt(lambda: self._turn(state, response, last_token))
 
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
         turn = self._environment.step(cloudpickle.loads(state), response)
         observation = np.asarray(turn.observation, dtype=np.int32)  # an environment may give a list
-        # A message may be empty, as what a program writes may be: without it the model would go on behind its own end.
+        # An empty text is a message too, such as the output of a program: without it the model would continue after
+        # the end of its own message.
         is_message = self._settings.apply_chat_template and not len(observation)
         if not turn.done and (turn.text or is_message):
             observation = self._observations.tokens(turn.text, turn.role, last_token)
@@ -142,11 +149,11 @@ class EnvironmentWorker:
     def act(
         self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
     ) -> tuple[bytes | None, str | None]:
-        """State of a rollout whose turns the agent has made, pickled, and what was raised instead if something was."""
+        """State of a rollout after the agent has made its turns, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
     def score(self, job: ScoringJob) -> list[Scored]:
-        """A score, or why there is none, for each sample. When scoring them together raises, each is scored alone."""
+        """A score or an error message for each sample. If scoring them together raises, each is scored alone."""
         requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in job.requests]
         together, _ = self._attempt(lambda: self._score(requests))
         return list(together) if together is not None else [self._score_alone(one) for one in requests]
@@ -166,12 +173,12 @@ class EnvironmentWorker:
             return call(), None
         except RunError as error:
             return None, f"environment {self._name}: {error}"
-        except Exception as error:  # noqa: BLE001 - whatever a user's environment raises; the rollout is told of it
+        except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; the rollout fails with this message
             return None, f"environment {self._name}: {type(error).__name__}: {error}"
 
 
 def _plain(given: EnvironmentReturn) -> EnvironmentReturn:
-    """A score in Python's own numbers: those of numpy or torch, which environments compute with, fail in metrics."""
+    """A score in Python's own numbers: numbers of numpy or torch would fail in metrics."""
     reward = None if given.reward is None else float(given.reward)
     correct = None if given.correct is None else bool(given.correct)
     return replace(given, reward=reward, correct=correct)

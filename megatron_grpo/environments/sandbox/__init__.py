@@ -1,1 +1,1 @@
-"""Runs programs that a model wrote, where they can reach neither the network nor anybody's files or processes."""
+"""Runs programs of a model without access to the network and to the files and processes of others."""

@@ -1,6 +1,6 @@
-"""What runs between the one who asks for a program and the program: a process that takes rights away, then waits.
+"""The supervisor of one program: a process that drops its rights, starts the program and waits for its end.
 
-It is started in bare Python, once a program, and kills all that is left of the program before it ends itself.
+It is started in bare Python for every program, and kills all processes of the program before it ends itself.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NAMESPACES = (
 
 
 def main(spec_fd: int, status_fd: int) -> None:
-    """Run the program that is described behind one descriptor, and write what became of it to the other.
+    """Run the program described in one file descriptor, and write its status to the other.
 
-    The description is a dict, marshalled: that needs no import. The status is a line, "exited" and the exit code, as a
-    shell has it (128 and the signal's number when one ended it), or "refused" and why the program was not started; the
-    first line counts.
+    The description is a dict in the marshal format, which needs no import. The status is a line: "exited" and the exit
+    code as in a shell (128 plus the signal's number if a signal ended it), or "refused" and the reason why the program
+    was not started. Only the first line counts.
     """
     kernel.die_with_parent(signal.SIGKILL)
     os.set_inheritable(status_fd, False)
@@ -63,18 +63,18 @@ def main(spec_fd: int, status_fd: int) -> None:
 
 
 def _limited(spec: dict[str, Any]) -> int:
-    """The program as a child of this process, which gets its orphans."""
+    """Run the program as a child of this process, which adopts its orphans."""
     kernel.adopt_orphans()
     os.chdir(spec["folder"])
     child = _fork()
     if child == 0:
-        kernel.die_with_parent(signal.SIGKILL)  # nothing else keeps it from killing this process, and living on
+        kernel.die_with_parent(signal.SIGKILL)  # else it could kill this process and continue
         _become(spec)
     return _end_of_all(child)
 
 
 def _by_bubblewrap(spec: dict[str, Any]) -> int:
-    """The program as a child of bubblewrap's, which makes the namespaces."""
+    """Run the program below bubblewrap, which makes the namespaces."""
     from megatron_grpo.environments.sandbox.root import command
 
     kernel.adopt_orphans()
@@ -98,11 +98,11 @@ def _by_bubblewrap(spec: dict[str, Any]) -> int:
 
 
 def inside(spec_fd: int, ready_fd: int) -> None:
-    """The first process of ours in the namespaces that bubblewrap has made: becomes the program.
+    """Become the program, in the namespaces that bubblewrap has made.
 
     Args:
-        spec_fd: descriptor with the description, marshalled.
-        ready_fd: descriptor that is written to when nothing can keep the program from being run any more.
+        spec_fd: file descriptor with the description.
+        ready_fd: file descriptor that is written to just before the program starts.
     """
     with open(spec_fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
@@ -114,7 +114,7 @@ def inside(spec_fd: int, ready_fd: int) -> None:
 
 
 def _end_of_all(child: int) -> int:
-    """Wait for a child and end all that is left of its own children; its exit code, as a shell has it."""
+    """Wait for a child and kill its remaining descendants; returns its exit code as in a shell."""
     _end_on_request(child)
     exit_code = _wait(child)
     while living := descendants(os.getpid()):
@@ -133,7 +133,7 @@ def _kill(pid: int) -> None:
 
 
 def _reaped() -> bool:
-    """Take leave of a child that has ended; whether there was one."""
+    """Reap a child that has ended; whether there was one."""
     try:
         return os.waitpid(-1, os.WNOHANG)[0] != 0
     except ChildProcessError:
@@ -141,7 +141,7 @@ def _reaped() -> bool:
 
 
 def _apart(spec: dict[str, Any], status_fd: int) -> int:
-    """The program in namespaces of its own; its first process is ours, and with that all others end."""
+    """Run the program in new namespaces. Their process 1 is `_first_process`; all others end with it."""
     mapped = _unshare()
     child = _fork()
     if child == 0:
@@ -155,7 +155,7 @@ def _apart(spec: dict[str, Any], status_fd: int) -> int:
 
 
 def _unshare() -> bool:
-    """New namespaces; whether a user namespace is among them, which all but root need."""
+    """Enter new namespaces; whether a user namespace is among them, which every user but root needs."""
     try:
         kernel.unshare(_NAMESPACES)
     except PermissionError:
@@ -167,7 +167,7 @@ def _unshare() -> bool:
 
 
 def _map_user(inside: int, user: int, group: int) -> None:
-    """In a new user namespace, call this process's user and group by a number."""
+    """Map this process's user and group to the number `inside`, in a new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
             file.write(text)
@@ -182,8 +182,8 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        kernel.set_dumpable(True)  # changing the user took it away, and with it the right to write the map
-        kernel.unshare(kernel.CLONE_NEWUSER)  # in a namespace of its own, processes of other programs do not count
+        kernel.set_dumpable(True)  # lost by changing the user; needed to write the map
+        kernel.unshare(kernel.CLONE_NEWUSER)  # so that RLIMIT_NPROC counts only this program
         _map_user(NOBODY, NOBODY, NOBODY)
         kernel.die_with_parent(signal.SIGKILL)
     _write_if_allowed("/proc/sys/user/max_user_namespaces", "0")
@@ -193,7 +193,7 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     child = _fork()
     if child == 0:
         _become(spec)
-    os.closerange(0, 256)  # output ends when the program's processes have closed it, not when this one has
+    os.closerange(0, 256)  # output ends when the program closes it
     os._exit(_wait(child))
 
 
@@ -205,7 +205,7 @@ def _put(name: str, text: str) -> None:
 
 
 def _become(spec: dict[str, Any]) -> NoReturn:
-    """Limit this process and turn it into the program."""
+    """Apply the limits to this process and execute the program."""
     try:
         os.setsid()
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -221,7 +221,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
 
 
 def _limit(spec: dict[str, Any]) -> None:
-    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # if the machine runs short of memory, this goes first
+    _write_if_allowed("/proc/self/oom_score_adj", "1000")  # the first to be killed when memory runs out
     seconds, memory = spec["cpu_time_s"], spec["memory_bytes"]
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
@@ -233,7 +233,7 @@ def _limit(spec: dict[str, Any]) -> None:
         resource.RLIMIT_NPROC: (spec["processes"] + 1,) * 2,  # and process 1
     }
     if spec["level"] == "limits":
-        del limits[resource.RLIMIT_NPROC]  # it would count all that this user runs
+        del limits[resource.RLIMIT_NPROC]  # it would count all processes of this user
     for limit, values in limits.items():
         resource.setrlimit(limit, values)
 
@@ -252,12 +252,12 @@ def _fork() -> int:
 
 
 def _end_on_request(child: int) -> None:
-    """Kill the program when this process is asked to end; it may have ended by then."""
+    """Kill the program on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: _kill(child))
 
 
 def _wait(child: int) -> int:
-    """Reap whoever ends, until the child does; its exit code, as a shell has it."""
+    """Reap children until this one ends; returns its exit code as in a shell."""
     while True:
         pid, status = os.wait()
         if pid == child:

@@ -1,6 +1,6 @@
-"""The system calls behind the sandbox that Python's own modules lack.
+"""System calls of the sandbox that Python's standard library lacks.
 
-Like all that `entrance.py` imports, it imports next to nothing itself: this is read anew for every program.
+It imports little, like everything that `entrance.py` imports: a new process loads it for every program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _checked(result: int, what: str) -> None:
-    """Raises OSError, with what was tried, when a call returned -1."""
+    """Raise OSError, naming the call, when it returned -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -50,7 +50,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, opt
 
 
 def make_read_only(target: str) -> None:
-    """Nothing below a mount, mounts in it included, can be written, and no file there gives rights or is a device."""
+    """Make a mount and all mounts below it read-only, without set-user-id files and devices."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     arguments = (_AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)))
     result = _LIBC.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), -1, target.encode(), *arguments)
@@ -64,12 +64,12 @@ def pivot_root(new_root: str, old_root: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Take a mount, and all below it, out of sight."""
+    """Detach a mount and all mounts below it."""
     _checked(_LIBC.umount2(target.encode(), MNT_DETACH), f"unmount of {target}")
 
 
 def die_with_parent(signal: int) -> None:
-    """Be sent a signal when the thread that started this process ends. Changing the user forgets it."""
+    """Request a signal for when the thread that started this process ends. Changing the user resets it."""
     _prctl(_PR_SET_PDEATHSIG, signal)
 
 
@@ -79,12 +79,12 @@ def adopt_orphans() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one; needed to write its own user map."""
+    """Whether processes of the same user may inspect this one; needed to write its own user map."""
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def gain_no_rights() -> None:
-    """No program that is run from here on gets more rights than this process, whatever its file says."""
+    """Keep programs executed from now on from gaining rights, such as by set-user-id files."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -138,7 +138,7 @@ class Filter:
         self._library.seccomp_init.restype = ctypes.c_void_p
 
     def apply(self) -> None:
-        """Filter from here on, for good; needs `gain_no_rights`.
+        """Install the filter, which cannot be removed; needs `gain_no_rights`.
 
         Raises:
             OSError: the kernel does not filter.
@@ -146,10 +146,10 @@ class Filter:
         context = ctypes.c_void_p(self._library.seccomp_init(ctypes.c_uint32(_ALLOW)))
         for name in _REFUSED:
             self._refuse(context, name)
-        # Only sockets within the sandbox: network namespaces do not reach every family (vsock leads to the host).
+        # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
         self._refuse(context, "socket", _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
         self._refuse(context, "clone", _Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER))
-        # Its flags lie in memory, where no filter sees them; C libraries then take clone.
+        # The flags of clone3 are in memory, where no filter sees them; C libraries then use clone.
         self._refuse(context, "clone3", error=errno.ENOSYS)
         failed = self._library.seccomp_load(context)
         self._library.seccomp_release(context)

@@ -1,4 +1,4 @@
-"""The processes below one, and their memory, read from /proc."""
+"""Descendants of a process and their memory, read from /proc."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def descendants(pid: int) -> list[int]:
 def memory(pids: list[int], limit: int) -> int:
     """Bytes of memory of some processes together.
 
-    Up to the limit it is the sum of what each has resident, which is quickly read and counts shared pages several
-    times; a sum beyond the limit is taken again with shared pages divided among their users.
+    Up to the limit it is the sum of resident sizes, which are quick to read and count shared pages several times. A sum
+    above the limit is computed again from proportional sizes, which divide shared pages among their processes.
     """
     resident = sum(_resident(pid) for pid in pids)
     return resident if resident <= limit else sum(_proportional(pid) for pid in pids)
@@ -52,7 +52,7 @@ def _proportional(pid: int) -> int:
 
 
 def _read(path: str) -> bytes:
-    """A file of /proc; nothing when its process has ended or may not be looked at."""
+    """A file of /proc; empty when its process has ended or may not be inspected."""
     try:
         with open(path, "rb") as file:
             return file.read()

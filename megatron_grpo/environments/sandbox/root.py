@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = "/program"
-"""A program's own folder, where it begins."""
+"""The program's own folder, its first working directory."""
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -23,12 +23,12 @@ _FILES = 10_000
 
 
 def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int) -> None:
-    """Make that file system this process's own, and go to the program's folder. Needs a mount namespace of its own.
+    """Make this file system the root of this process, and enter the program's folder. Needs a new mount namespace.
 
     Args:
         readable: further folders that are shown, read-only, under their paths.
         folder_bytes: size of the program's folder, which is in memory.
-        user: who owns that folder, as this namespace numbers users.
+        user: owner of that folder, as numbered in this namespace.
         group: the group that owns it.
 
     Raises:
@@ -58,7 +58,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int
 
 
 def _show(path: str) -> None:
-    """Put a file or folder of the old root under its path, read-only; a link as a link; what is not there, not."""
+    """Mount a file or folder of the old root at its path, read-only; copies links, and skips missing paths."""
     source = f"/old{path}"
     if os.path.lexists(path) or not os.path.lexists(source):
         return
@@ -86,7 +86,7 @@ def _make_devices() -> None:
 
 
 def _make_proc() -> None:
-    """The processes of this namespace; where the kernel refuses to show them (in some containers), an empty folder."""
+    """Mount /proc of this namespace; an empty folder where the kernel refuses it (in some containers)."""
     os.mkdir("/proc")
     try:
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -101,7 +101,7 @@ def _write(path: str, text: str) -> None:
 
 
 ENTRANCE = "/sandbox"
-"""Where the modules of the sandbox are seen, which the first process within it imports."""
+"""Folder in the sandbox with its modules, which the first process there imports."""
 
 _MODULES = "megatron_grpo/environments/sandbox"
 _PREPARE = (
@@ -111,14 +111,14 @@ _PREPARE = (
 
 
 def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user: int) -> list[str]:
-    """What is run in place of the program: bubblewrap, which runs `entrance.inside` in the file system that it makes.
+    """The command that starts bubblewrap, which runs `entrance.inside` in the file system that it makes.
 
     Args:
         spec: description of the program, as `entrance.main` gets it.
-        python: interpreter for what is run within, which has to be among what the program may read.
-        spec_fd: descriptor with the description, at its beginning.
-        ready_fd: descriptor that is written to before the program begins.
-        user: user and group that the program sees itself as.
+        python: interpreter for `entrance.inside`, in a folder that the program may read.
+        spec_fd: file descriptor with the description, at its beginning.
+        ready_fd: file descriptor that is written to before the program starts.
+        user: user and group of the program in its namespace.
     """
     return [
         spec["bubblewrap"],
@@ -165,7 +165,7 @@ def _devices() -> list[str]:
 
 
 def _text(text: str) -> int:
-    """A descriptor from which a text of one line can be read, which the programs that are run inherit."""
+    """A file descriptor with a text of one line, which child processes inherit."""
     reading, writing = os.pipe()
     os.write(writing, text.encode())
     os.close(writing)

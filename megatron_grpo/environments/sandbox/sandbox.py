@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox, watches what they use, and kills each as a whole when it has ended or uses too much."""
+"""Runs programs in the sandbox, and kills each with all its processes when it ends or exceeds a limit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron_grpo.environments.sandbox.processes import descendants, memory
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02
-"""Seconds between two looks at what a program uses."""
+"""Seconds between two measurements of a program."""
 
 ENDING_S = 10.0
-"""Seconds that the entrance has to kill a program; then it is killed itself, which kills the program too."""
+"""Seconds that the supervisor (entrance.py) has to kill a program; then it is killed, and the program with it."""
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4
@@ -45,15 +45,15 @@ Ending = Literal["exited", "wall time", "cpu time", "memory", "processes", "outp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What became of a program."""
+    """Result of a program."""
 
     ending: Ending
-    """"exited": it ended by itself, also by an error; else the limit that it passed."""
+    """"exited": it ended by itself, also with an error; else the limit that it exceeded."""
     exit_code: int
-    """As a shell has it: 128 and the signal's number when a signal ended it."""
+    """Exit code as in a shell: 128 plus the signal's number if a signal ended it."""
     stdout: str
     stderr: str
-    """The end of what it wrote there, as far as output is allowed."""
+    """Its output there, up to the limit of output."""
     seconds: float
     """From the start to the end of everything that it started."""
 
@@ -64,7 +64,7 @@ class Finished:
 
 
 class SandboxUnavailableError(RunError):
-    """This machine does not allow the level of isolation that was asked for."""
+    """This machine does not allow the required level of isolation."""
 
 
 class Sandbox:
@@ -80,8 +80,8 @@ class Sandbox:
         """
         Args:
             config: limits, and the folders that programs may read.
-            level: how programs are kept apart; None: as the configuration requires.
-            python: interpreter of Python programs; None: this one's, without the packages of its virtual environment.
+            level: level of isolation; None: the required one.
+            python: interpreter of Python programs; None: this one, without its virtual environment's packages.
             bubblewrap: the program that makes the namespaces; None: they are made without one.
         """
         self.level: Level = level or config.required
@@ -106,7 +106,7 @@ class Sandbox:
         Args:
             argv: program and arguments.
             files: texts of files that it finds in its folder, by relative name.
-            stdin: what it reads from its standard input.
+            stdin: text of its standard input.
 
         Raises:
             SandboxUnavailableError: the program was not started, because the machine does not allow this level.
@@ -165,15 +165,15 @@ class _Watch:
         Args:
             entrance: the process that starts the program.
             config: limits.
-            started: when that was, by the monotonic clock.
-            helpers: processes below the entrance, at most, that are not the program's.
+            started: time of its start, by the monotonic clock.
+            helpers: largest number of processes below the supervisor that are not the program's.
         """
         self._entrance, self._config, self._started, self._helpers = entrance, config, started, helpers
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
     def until_end(self, status: Any) -> Finished:
-        """Wait for the end, or bring it about."""
+        """Wait for the end of the program; kill it when it exceeds a limit."""
         passed: Ending | None = None
         with selectors.DefaultSelector() as selector:
             pipes: dict[str, Any] = {"stdout": self._entrance.stdout, "stderr": self._entrance.stderr, "status": status}
@@ -191,13 +191,13 @@ class _Watch:
                         self._entrance.send_signal(signal.SIGTERM)
                     elif reason == "wall time":
                         self._entrance.kill()
-                        break  # what a program has left behind without an entrance may keep the pipes open for ever
+                        break  # processes left behind may keep the pipes open for ever
                 self._read(selector, WATCH_S)
         self._entrance.wait()
         return self._finished(passed)
 
     def _passed(self, now: float, ends: float) -> Ending | None:
-        """The limit that the program has passed; None: none."""
+        """The limit that the program exceeds; None: none."""
         if now >= ends:
             return "wall time"
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
@@ -209,7 +209,7 @@ class _Watch:
         return "memory" if memory(living, limit) > limit else None
 
     def _read(self, selector: selectors.BaseSelector, timeout_s: float) -> None:
-        """Take what has been written, and drop what is beyond the limit."""
+        """Read available output, and drop everything beyond the limit."""
         room = self._config.output_kb * _KIB + 1
         for key, _ in selector.select(timeout_s):
             data = os.read(key.fd, 65536)
@@ -234,7 +234,7 @@ class _Watch:
 
 
 def _sealed(data: bytes) -> int:
-    """A file in memory that holds some data and that nobody can change any more; its descriptor, at the beginning."""
+    """File descriptor of a sealed (immutable) file in memory with the data, positioned at the beginning."""
     fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -273,7 +273,7 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
 
 
 def _advice(required: Level, reason: str) -> str:
-    """What would help."""
+    """Advice for the user."""
     if required == "limits":
         return "it needs Linux with /proc"
     if LIBRARY in reason:
@@ -282,7 +282,7 @@ def _advice(required: Level, reason: str) -> str:
 
 
 def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
-    """The sandboxes that are good enough, the strongest first; with bubblewrap only what does not work without."""
+    """Sandboxes of the required level or above, strongest first, each without bubblewrap before with it."""
     bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         yield Sandbox(config, level, python)
@@ -291,7 +291,7 @@ def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
 
 
 def _why_not(sandbox: Sandbox) -> str | None:
-    """Why a trial program does not run as it should; None: it does."""
+    """The reason why a trial program does not run as it should; None: it does."""
     if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
         return "the kernel does not list the children of processes, so their memory cannot be watched"
     try:

@@ -1,4 +1,4 @@
-"""Arithmetic for the model: exact, and without running anything that it wrote."""
+"""Built-in tools: exact arithmetic that evaluates no code of the model, and a search in local documents."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 
 _LONGEST = 400
-"""Characters of an expression."""
+"""Largest number of characters of an expression."""
 _LARGEST_BITS = 4096
-"""Bits of a number on the way."""
+"""Bits of an intermediate result."""
 _DIGITS = 12
 """Significant digits of a result that is no whole number."""
 

@@ -22,11 +22,11 @@ from megatron_grpo.environments.tools.builtin import Retriever, calculate
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call."""
+    """A call of a tool."""
 
     name: str
     arguments: dict[str, Any] | None
-    """None: they are no JSON object."""
+    """None: the arguments are no JSON object."""
 
 
 class CallParser:
@@ -45,7 +45,7 @@ class CallParser:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # a traceback for every call that a model gets wrong
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
         try:
             kind = ToolParserManager.get_tool_parser(name)
         except KeyError as error:
@@ -55,13 +55,13 @@ class CallParser:
         self._request = ChatCompletionRequest(messages=[], model="")
 
     def calls(self, response: str) -> list[ToolCall]:
-        """The calls of a response, in order; none when it has none, or none that can be read."""
+        """The readable calls of a response, in order."""
         found = self._parser.extract_tool_calls(response, self._request)
         return [ToolCall(one.function.name, _object(one.function.arguments)) for one in found.tool_calls]
 
 
 def parser_names() -> frozenset[str]:
-    """Names of vLLM's tool parsers, read from its source, which takes seconds to import; none where it is not found."""
+    """Names of vLLM's tool parsers, from its source since importing it takes seconds; none where it is not found."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return frozenset()
@@ -86,12 +86,12 @@ _LONGEST_RESULT = 4000
 """Characters of a tool's result that the model reads."""
 
 Tool = Callable[[str], str]
-"""From the argument of a call to its result; raises ValueError with what the model should know of its mistake."""
+"""From the argument of a call to its result; raises ValueError with a message for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What has to be known of a rollout."""
+    """State of a rollout."""
 
     last: str = ""
     """The model's last turn."""
@@ -102,7 +102,7 @@ class ToolEnvironment(Environment):
     """Reward 1 when the last turn, the one without a call, is the reference answer, else 0.
 
     The tools and their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over
-    local documents). A call that cannot be carried out is answered with the reason.
+    local documents). A call that cannot be executed is answered with the reason.
 
     Args:
         settings: the tokenizer, which parsers look at, and the sandbox.
@@ -111,7 +111,7 @@ class ToolEnvironment(Environment):
         documents: file that the retriever searches: JSONL of texts, or a text whose paragraphs are documents.
         found: documents that one search returns.
         compare: how the last turn is compared with the answer: math, by value, or exact, as text without blanks around.
-        max_calls: calls of one rollout that are carried out.
+        max_calls: calls of one rollout that are executed.
     """
 
     multi_turn = True
@@ -153,7 +153,7 @@ class ToolEnvironment(Environment):
         return problems
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Conversation:
-        """A conversation without a turn."""
+        """The state before the first turn."""
         return Conversation()
 
     def step(self, state: Conversation, response: str) -> Turn:
@@ -174,7 +174,7 @@ class ToolEnvironment(Environment):
         return [EnvironmentReturn(reward=float(one), correct=one) for one in right]
 
     def _result(self, call: ToolCall) -> str:
-        """What the model reads after a call."""
+        """Text for the model after a call."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
@@ -199,7 +199,7 @@ def _tool(name: str, settings: EnvironmentSettings, documents: str | None, found
 
 
 def _ran(sandbox: Sandbox, code: str) -> str:
-    """What a program wrote, and why it ended if it did not end well."""
+    """Output of a program, and the reason why it failed if it did."""
     finished = sandbox.run_python(code)
     if finished.succeeded:
         return finished.stdout
