@@ -1,4 +1,4 @@
-"""A dataset of rows, processed into prompts one by one as they are asked for."""
+"""The dataset of prompts, each made of its row when it is needed, and the check of a user's own processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_grpo.data.sources import Source
 from megatron_grpo.data.specs import rendering_of
 
 _REQUIRED = ("message_log", "extra_env_info", "loss_multiplier")
-"""Keys of a DatumSpec that only the processor knows."""
+"""Keys of a DatumSpec that a processor must return."""
 
 
 def in_our_form(
@@ -23,12 +23,12 @@ def in_our_form(
     """The prompt that a processor returned: this project's DatumSpec, or NeMo RL's, which has no `prompt`.
 
     Args:
-        given: what it returned; tokens may be tensors or arrays.
-        row: the row it was made of.
+        given: return value of the processor; tokens may be tensors or arrays.
+        row: the row of the prompt.
         spec: names of the row's columns.
         task: the row's task, for a prompt that names none.
-        tasks: those that there are.
-        idx: the number that the prompt is known by.
+        tasks: all task names.
+        idx: number of the row, the identity of the prompt.
 
     Returns:
         The prompt. Without a `prompt` it has the row's, or the text of the messages; without a reference answer it has
@@ -90,7 +90,7 @@ def _messages(log: Any) -> list[Message]:
 
 
 def _for_environment(given: Any, row: dict[str, Any], spec: TaskDataSpec) -> dict[str, Any]:
-    """What the environment is told, with the reference answer where there is one."""
+    """extra_env_info, with the reference answer if there is one."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"returned {type(given).__name__} as extra_env_info, not a dict")
     extra = dict(given or {})
@@ -102,7 +102,7 @@ def _for_environment(given: Any, row: dict[str, Any], spec: TaskDataSpec) -> dic
 
 
 def _prompt(given: Any, column: Any, messages: list[Message]) -> str | list[dict[str, str]]:
-    """The prompt as people and reward functions see it."""
+    """The prompt for logs and reward functions."""
     if given is not None and not isinstance(given, str) and not is_conversation(given):
         raise ValueError(f"returned {type(given).__name__} as prompt, neither a text nor a list of {{role, content}}")
     for one in (given, column):
@@ -121,7 +121,7 @@ class Rows(Protocol):
 
 
 class UsableRows:
-    """The rows of a source that can be used, numbered through."""
+    """The usable rows of a source, numbered consecutively."""
 
     def __init__(self, source: Source, usable: NDArray[np.int64]) -> None:
         """
@@ -138,7 +138,7 @@ class UsableRows:
         return self._source[int(self._usable[idx])]
 
     def place(self, idx: int) -> str:
-        """Where a row is, for people."""
+        """Place of a row for messages."""
         return self._source.place(int(self._usable[idx]))
 
 
@@ -159,7 +159,7 @@ class AllTaskProcessedDataset:
         Args:
             dataset: the rows.
             tokenizer: a Hugging Face tokenizer.
-            default_task_data_spec: its task_name is that of rows without one.
+            default_task_data_spec: its task_name is used for rows without one.
             task_data_processors: specification and processor by task name.
             max_seq_length: prompts of more tokens are flagged with loss_multiplier 0.
             skip_refused: whether a row that its processor refuses is flagged with loss_multiplier 0, too.
@@ -171,7 +171,7 @@ class AllTaskProcessedDataset:
         self.max_seq_length = max_seq_length
         self.skip_refused = skip_refused
         self.refused: dict[int, str] = {}
-        """Why each row was refused that was, by its number."""
+        """Reasons of refused rows, by row number."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -179,7 +179,7 @@ class AllTaskProcessedDataset:
     def __getitem__(self, idx: int) -> DatumSpec:
         """
         Raises:
-            ValueError: the row makes no prompt, and is not to be left out.
+            ValueError: the row makes no prompt, and skip_refused is false.
             IndexError: there is no such row.
         """
         try:
@@ -197,7 +197,7 @@ class AllTaskProcessedDataset:
 
         Args:
             row: the row.
-            idx: the number that the prompt is known by.
+            idx: number of the row, the identity of the prompt.
 
         Raises:
             ValueError: nothing processes the row's task, or its processor refuses it, fails, or returns no prompt.
@@ -212,7 +212,7 @@ class AllTaskProcessedDataset:
         ours = rendering_of(process) is not None
         try:
             given = process(row, spec, self.tokenizer, self.max_seq_length, idx)
-        except Exception as error:  # whatever a user's own processor raises
+        except Exception as error:  # a user's own processor may raise anything
             if ours and isinstance(error, ValueError):
                 raise
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -226,13 +226,13 @@ class AllTaskProcessedDataset:
 
 
 def _name_of(process: DataProcessor) -> str:
-    """A user's own processor by its import path, as far as it has one."""
+    """Import path of a processor, for messages."""
     named = process if hasattr(process, "__qualname__") else type(process)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _left_out(idx: int, task: str) -> DatumSpec:
-    """What stands for a row that makes no prompt."""
+    """A prompt that is left out, in place of a row that its processor refused."""
     return DatumSpec(
         message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
     )

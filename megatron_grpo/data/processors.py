@@ -1,4 +1,4 @@
-"""From a row of a file to a prompt in token ids."""
+"""Prompts in token ids, and the processor that makes them of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from jinja2 import TemplateError
 
 REFERENCE = "<reference>"
-"""Key of the reference answer, as text, among what the environment needs; no column of a file is called that."""
+"""Key of the reference answer, as text, in extra_env_info; no column of a file has this name."""
 
 
 class Message(TypedDict):
@@ -18,7 +18,7 @@ class Message(TypedDict):
     role: str
     content: str
     token_ids: list[int]
-    """The turn as the model sees it, chat-template markup included."""
+    """Tokens of the turn, with the markup of the chat template."""
 
 
 class DatumSpec(TypedDict):
@@ -28,20 +28,20 @@ class DatumSpec(TypedDict):
     length: int
     """Tokens of all messages together."""
     extra_env_info: dict[str, Any]
-    """What the environment needs: the row's columns, and REFERENCE."""
+    """Data for the environment: the row's columns, and REFERENCE."""
     loss_multiplier: float
     """1, or 0 for a prompt that is left out."""
     idx: int
     """Row number in the dataset: the identity of the prompt in seeds, logs and dumps."""
     task_name: str
     prompt: str | list[dict[str, str]]
-    """The row's prompt as it was given, for logs and reward functions."""
+    """The row's prompt as it is in the data, for logs and reward functions."""
     dataset: NotRequired[str]
-    """Name of the validation set that the prompt is of; absent where sets have no names."""
+    """Name of the prompt's validation set; absent where sets have no names."""
 
 
 LongPrompts = Literal["filter", "cut_left", "error"]
-"""What becomes of prompts with too many tokens: left out, cut at their beginning, or refused."""
+"""Handling of prompts with too many tokens: left out, cut at their beginning, or an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,12 @@ class TaskDataSpec:
     apply_chat_template: bool = True
     system_prompt: str | None = None
     prompt: str | None = None
-    """Words around every prompt, which stands where this has {}; {NAME} is a column."""
+    """Text around every prompt: {} is replaced by the prompt, {NAME} by a column."""
     chat_template: str | None = None
     """Jinja; None: the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Definitions that the chat template is given."""
+    """Definitions of tools, for the chat template."""
     long_prompts: LongPrompts = "filter"
 
 
@@ -68,7 +68,7 @@ DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpe
 
 
 def task_of(row: Mapping[str, Any], default: str) -> Any:
-    """What a row has as task_name; the default where it has no such column, or null in it, as Parquet fills gaps."""
+    """The row's task_name; the default if the column is missing, or null as Parquet writes missing values."""
     task = row.get("task_name")
     return default if task is None else task
 
@@ -89,15 +89,15 @@ def math_data_processor(
         tokenizer: a Hugging Face tokenizer.
         max_seq_length: prompts of more tokens get loss_multiplier 0 and keep their tokens, or lose those at their
             beginning, or are refused, as the specification says.
-        idx: number of the row in the data, which the prompt is known by.
+        idx: number of the row in the data, the identity of the prompt.
 
     Returns:
-        The prompt; extra_env_info holds the row's other columns as they are and, where there is a reference answer,
-        that as text under REFERENCE, and as it is under "answer" unless a column has that name.
+        The prompt; extra_env_info holds the row's other columns unchanged and, if there is a reference answer, the
+        answer as text under REFERENCE, and unchanged under "answer" unless a column has that name.
 
     Raises:
-        ValueError: the prompt has no tokens or too many, the words around it do not fit it, or the tokenizer has no
-            chat template, or one that refuses the prompt.
+        ValueError: the prompt has no tokens or too many, the text of data.prompt_file does not fit it, or the tokenizer
+            has no chat template, or one that refuses the prompt.
     """
     text = rendered(datum_dict, task_data_spec, tokenizer, idx)
     token_ids = tokenizer(text, add_special_tokens=not task_data_spec.apply_chat_template)["input_ids"]
@@ -125,7 +125,7 @@ def math_data_processor(
 
 
 def rendered(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-    """The prompt of a row as the text that is tokenised.
+    """The text of a row's prompt before it is tokenized.
 
     Args:
         row: the row, with a prompt.
@@ -134,7 +134,7 @@ def rendered(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) 
         idx: number of the row, for messages.
 
     Raises:
-        ValueError: the words around it do not fit, or there is no chat template, or it refuses the prompt.
+        ValueError: the text of data.prompt_file does not fit, there is no chat template, or it refuses the prompt.
     """
     worded = _worded(row[spec.prompt_key], row, spec, idx)
     text: str = _render_chat(worded, spec, tokenizer, idx) if spec.apply_chat_template else worded
@@ -142,7 +142,7 @@ def rendered(row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) 
 
 
 def _worded(prompt: Any, row: dict[str, Any], spec: TaskDataSpec, idx: int) -> Any:
-    """The prompt with the words of the prompt file around it: of a conversation, around what the user says last."""
+    """The prompt with the text of the prompt file around it; in a conversation, around the last message of the user."""
     if spec.prompt is None:
         return prompt
     last = None

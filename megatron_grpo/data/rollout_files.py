@@ -1,4 +1,4 @@
-"""The files that the rollouts of a step are written to, and how to read them."""
+"""Files of the rollouts of each step: written and read as Parquet, with a record of the step for replays."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 ROLLOUTS_FOLDER = "rollouts"
 _ARRAYS = {"token_ids": np.int32, "logprobs": np.float32, "prev_logprobs": np.float32, "advantages": np.float32}
-"""Columns with a number for each token, or for each sampled one."""
+"""Columns with a value for each token, or for each sampled token."""
 ROW_GROUP_TOKENS = 4 * 2**20
-"""Tokens that are laid out in memory before they are written."""
+"""Tokens that are gathered in memory before they are written as a row group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a step knows of a rollout's sampled tokens when it learns from them, in the order of the spans."""
+    """Values of a rollout's sampled tokens in the step that learns from it, in the order of the spans."""
 
     advantages: NDArray[np.float32] | None
-    """[sampled tokens], float32: advantage of each; None: the step failed before it had them."""
+    """[sampled tokens], float32: advantage of each; None: the step failed before computing them."""
     prev_logprobs: NDArray[np.float32] | None = None
     """[sampled tokens], float32: log-probability under the policy at the start of the step, as the training framework
-    computes it; None: the step did not need them, or failed before it had them."""
+    computes it; None: the step did not need them, or failed before."""
 
 
 def rollouts_file(run_dir: Path, step: int) -> Path:
-    """Where the rollouts of a step are written."""
+    """The file of a step's rollouts."""
     return run_dir / ROLLOUTS_FOLDER / f"step_{step}.parquet"
 
 
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
-    """Remove the files of later steps, and what was left unfinished."""
+    """Remove the files of later steps, and unfinished ones."""
     folder = run_dir / ROLLOUTS_FOLDER
     for step, file in rollout_files(run_dir):
         if step > last_step:
@@ -55,12 +55,12 @@ def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
 def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict[str, Any]]:
     """The rollouts that a run wrote, one dict with the fields of `Trajectory` and of `Learnt`, and the step, for each.
 
-    Token ids and what is known of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Also
-    reads what earlier versions wrote: JSON lines, and files without `Learnt`, whose fields are then None.
+    Token ids and values of tokens are arrays (int32, float32), spans lists of [start, end, weight version]. Files of
+    earlier versions are read too: JSON lines, and Parquet without the fields of `Learnt`, which are then None.
 
     Args:
         run_dir: the run's folder, which has the folder of rollouts in it.
-        step: only of this step; None: of all, in their order.
+        step: read this step only; None: all steps, in order.
 
     Raises:
         FileNotFoundError: there is no such run, or no file of this step.
@@ -73,7 +73,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
 
 
 Written = tuple[Trajectory, Learnt | None]
-"""A rollout, and what a step knows of it when it learns from it; None: no step does."""
+"""A rollout with its values in the step that learns from it; None: no step does."""
 
 
 def write_rollouts(
@@ -83,8 +83,8 @@ def write_rollouts(
 
     Args:
         file: Parquet file to write; an existing one is replaced.
-        groups: each with the number that its trajectories get as `group`, and what was learnt from each.
-        metadata: what the file says beside them (`StepRecord`).
+        groups: each with the number that its trajectories get as `group`.
+        metadata: metadata of the file (`StepRecord`).
     """
     import pyarrow.parquet as pq
 
@@ -102,7 +102,7 @@ def write_rollouts(
                 waiting, tokens = [], 0
         if waiting:
             writer.write_table(_table(waiting))
-    with unfinished.open("rb") as written:  # whoever reports the step says that this is on disk
+    with unfinished.open("rb") as written:  # the step is reported only when its file is on disk
         os.fsync(written.fileno())
     unfinished.rename(file)
 
@@ -144,7 +144,7 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
         return pa.ListArray.from_arrays(ends, np.concatenate(arrays))
 
     def known(arrays: list[NDArray[Any] | None]) -> pa.ListArray | list[None]:
-        """`lists` of what the step has for all rollouts or for none."""
+        """`lists` of arrays that are there for all rollouts; else a column of nulls."""
         present = [one for one in arrays if one is not None]
         return lists(present) if len(present) == len(arrays) else [None] * len(arrays)
 
@@ -168,7 +168,7 @@ def _table(rows: Sequence[tuple[int, Trajectory, Learnt | None]]) -> pa.Table:
 
 
 def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
-    """The rollouts of one file as `read_rollouts` returns them, read as far as they are asked for."""
+    """The rollouts of one file as `read_rollouts` returns them, read lazily."""
     if file.suffix == ".jsonl":
         with file.open() as lines:
             for line in lines:
@@ -202,18 +202,18 @@ def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
 
 
 def rollout_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """The steps whose rollouts a run wrote, in their order, each with its file."""
+    """Steps and files of a run's rollouts, in order."""
     return step_files(run_dir / ROLLOUTS_FOLDER)
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """The steps whose rollouts are in a folder, in their order, each with its file."""
+    """Steps and files of the rollouts in a folder, in order."""
     files = (file for suffix in ("parquet", "jsonl") for file in folder.glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
 
 
 def count_rollouts(file: Path) -> int:
-    """How many rollouts a file holds, without reading them if it says so itself."""
+    """Number of rollouts in a file; of Parquet, from its metadata alone."""
     if file.suffix == ".jsonl":
         with file.open() as lines:
             return sum(1 for _ in lines)
@@ -231,13 +231,13 @@ _FIELDS = frozenset(one.name for one in fields(Trajectory))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What all steps of a recorded run have in common."""
+    """Facts that all steps of a recorded run share."""
 
     prompts_per_step: int
     """Prompts that a step trains on."""
     samples_per_prompt: int
     max_num_steps: int
-    """Steps that the run was to make, on which learning-rate schedules depend."""
+    """Planned steps of the run, on which learning-rate schedules depend."""
     vocab: int
     """Tokens of the model."""
     vocabulary: str | None
@@ -246,23 +246,23 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What is known of the sampling of a step beside the rollouts that it trains on."""
+    """Facts about the sampling of a step beside the rollouts that it trains on."""
 
     position: dict[str, Any]
     """State of the loader of training prompts after the step (JSON)."""
     longest: int
     """Tokens of the longest sequence."""
     dropped: list[Outcome] = field(default_factory=list)
-    """What dynamic sampling dropped: no rollout of it is in the file, and metrics of sampling count it."""
+    """Samples that dynamic sampling dropped: their rollouts are not in the file, but metrics of sampling count them."""
     carried: int = 0
-    """The first groups that were sampled before a run was resumed, and counted by then."""
+    """Number of first groups that were sampled, and counted in metrics, before the run was resumed."""
     dynamic_sampling: dict[str, float] = field(default_factory=dict)
     """Metrics of dynamic sampling; empty where there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Everything that a step's file says beside its rollouts."""
+    """Metadata of a step's file."""
 
     run: RunFacts
     step: StepFacts
@@ -289,12 +289,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFile:
-    """What the end of a file says of it, without its rollouts being read."""
+    """Summary of a file from its metadata, without reading its rollouts."""
 
     record: StepRecord
     rollouts: int
     largest_token: int | None
-    """Largest token id of any rollout; None: the file does not say."""
+    """Largest token id of any rollout; None: the file has no statistics."""
 
 
 def recorded_steps(path: str | Path) -> dict[int, Path]:
@@ -307,13 +307,13 @@ def recorded_steps(path: str | Path) -> dict[int, Path]:
 
 
 def recorded_folder(path: str | Path) -> Path:
-    """The folder of rollouts of a recording that is named by this folder or by that of the run."""
+    """The folder of rollouts of a recording, given this folder or the run's."""
     inside = Path(path) / ROLLOUTS_FOLDER
     return inside if inside.is_dir() else Path(path)
 
 
 def examine_file(file: Path) -> RecordedFile:
-    """Look at the end of a step's file.
+    """Read the metadata of a step's file.
 
     Raises:
         ValueError: it is damaged or of another version; the text goes on after the file's name.
@@ -337,7 +337,7 @@ def examine_file(file: Path) -> RecordedFile:
 
 
 def read_recorded(file: Path) -> tuple[StepFacts, list[list[Trajectory]]]:
-    """All of a step's file: what is known of its sampling, and its rollouts, a list for each prompt.
+    """A step's file: facts about its sampling, and its rollouts, a list for each prompt.
 
     Raises:
         ValueError: it is damaged or of another version; the text goes on after the file's name.

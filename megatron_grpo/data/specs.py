@@ -1,4 +1,4 @@
-"""What the configuration says of each task's prompts, with the files that it names read in."""
+"""Specifications of prompts by task: processors, forms of public datasets, and the files that a configuration names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_grpo.data.processors import DataProcessor, DatumSpec, TaskDataSpec
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """Files of prompts that megatron_grpo.prepare makes."""
+    """Summary of the prompts that megatron_grpo.prepare makes, known before they are made."""
 
     rows: dict[str, int]
     """Number of rows by name of the file."""
     columns: tuple[str, ...]
     tasks: tuple[str, ...]
-    """Every task_name that rows have."""
+    """All values of task_name."""
     prompt_tokens: int
     """Tokens of the longest prompt, without a chat template; the tokenizer has none."""
 
@@ -126,7 +126,7 @@ ROW_FORMS: dict[str, RowForm] = {
     "tldr": tldr,
     "countdown": countdown,
 }
-"""By the name that data.processor has for them."""
+"""Row forms by their name in data.processor."""
 
 
 def processor_of(name: str | None) -> DataProcessor:
@@ -147,10 +147,10 @@ def processor_of(name: str | None) -> DataProcessor:
 
 
 def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskDataSpec, Any, int], str] | None:
-    """What makes the text of a prompt, before it is tokenised, as a processor does; None: only a user's own knows.
+    """The function that renders the text of a prompt for a processor; None: the processor is a user's own.
 
     Args:
-        processor: what `processor_of` has found.
+        processor: result of `processor_of`.
     """
     if processor is math_data_processor:
         return rendered
@@ -158,7 +158,7 @@ def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskData
 
 
 class _Formed:
-    """A processor of rows that have to be brought into form first."""
+    """A processor that first converts rows of a public dataset to `prompt` and `answer`."""
 
     def __init__(self, form: RowForm) -> None:
         self._form = form
@@ -172,7 +172,7 @@ class _Formed:
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last complete \\boxed{...} of a text, whatever nests in it; None: there is none."""
+    """Content of the last complete \\boxed{...} of a text, with nested braces; None: there is none."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth, begin = 0, start + len("\\boxed")
@@ -201,10 +201,10 @@ _FILES = ("prompt_file", "system_prompt_file", "chat_template", "tools")
 
 
 def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
-    """How rows of a task become prompts: as data.tasks.TASK says, and for what that leaves open, as data says.
+    """How rows of a task become prompts: by data.tasks.TASK, and by data for keys that it does not set.
 
     Raises:
-        ValueError: a file that the task names cannot be read, or holds something else.
+        ValueError: a file that the configuration names cannot be read, or has another content.
     """
     own = data.tasks.get(task, TaskConfig())
     form = processor_name(data, task) in ROW_FORMS
@@ -229,7 +229,7 @@ def processor_name(data: DataConfig, task: str) -> str | None:
 
 
 def spec_problems(data: DataConfig) -> Iterator[Problem]:
-    """What is wrong with the files and names that prompts are made with."""
+    """Problems of the files and processor names of the configuration."""
     for section, config in _sections(data).items():
         for name in _FILES:
             file = getattr(config, name)
@@ -248,7 +248,7 @@ def spec_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def processor_problems(data: DataConfig) -> Iterator[Problem]:
-    """Which processors cannot be imported, or not be called; imports a user's own."""
+    """Problems of processors that cannot be imported or called; imports a user's own."""
     for section, config in _sections(data).items():
         try:
             processor_of(config.processor)
@@ -257,7 +257,7 @@ def processor_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def _sections(data: DataConfig) -> dict[str, PromptConfig]:
-    """Where the configuration says how prompts are made, by key."""
+    """Sections of the configuration about prompts, by key."""
     return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
 
 
@@ -276,10 +276,10 @@ def _first(value: T | None, otherwise: T | None) -> T | None:
 
 
 def _read(file: str | None, form: Callable[[str], T]) -> T | None:
-    """What a file holds; None where there is none.
+    """Content of a file; None without a file.
 
     Raises:
-        ValueError: it cannot be read, or is not of the form.
+        ValueError: the file cannot be read, or `form` refuses its text.
     """
     if file is None:
         return None
@@ -291,8 +291,8 @@ def _read(file: str | None, form: Callable[[str], T]) -> T | None:
         raise ValueError("is not UTF-8 text") from None
 
 
-def _words(text: str) -> str:
-    """Words around a prompt, which have a place for what differs between rows."""
+def _prompt_text(text: str) -> str:
+    """Text around a prompt, checked to have a field that differs between rows."""
     try:
         places = [place for _, place, _, _ in Formatter().parse(text) if place is not None]
     except ValueError as error:
@@ -313,5 +313,5 @@ def _definitions(text: str) -> list[dict[str, object]]:
     return tools
 
 
-_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _words, "tools": _definitions}
-"""What is more than a text; a user's own processor may use the words of prompt_file otherwise."""
+_FORMS: dict[str, Callable[[str], object]] = {"prompt_file": _prompt_text, "tools": _definitions}
+"""Forms of files that are more than a text; a user's own processor may use the text of prompt_file otherwise."""

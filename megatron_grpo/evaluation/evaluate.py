@@ -1,4 +1,4 @@
-"""An evaluation from its checked request to results.json."""
+"""Runs an evaluation: samples and scores responses to each set, and writes results.json."""
 
 from __future__ import annotations
 
@@ -28,59 +28,15 @@ from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
 
-
-@contextmanager
-def answering(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
-    """Rollout workers over engines of a model; on leaving, however that is, every process is ended.
-
-    Args:
-        config: cluster, generation, environments and rollouts.
-        model: folder in Hugging Face format.
-        output: folder whose logs/ the processes write to.
-
-    Raises:
-        RunError: something did not come up; the message says what.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(sigterm_interrupts())
-        stack.enter_context(driver_log(output, config.logger.level))
-        if config.cluster.ray_address is None:
-            stack.enter_context(guarded())
-        cluster = RayCluster(config.cluster)
-        stack.callback(cluster.shutdown)
-        cluster.start()
-        generation = _engines(config, model, cluster)
-        stack.callback(generation.shutdown)
-        generation.start()
-        rollouts = start_rollouts(config, model, generation, stack)
-        generation.wait_ready()
-        rollouts.wait_ready()
-        yield rollouts
-
-
-def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
-    """Engines that no policy shares devices with, which are not started yet."""
-    alone = replace(config.generation, placement="separate")
-    cluster.reserve(None, alone.parallel)
-    return VllmGeneration(
-        str(model),
-        alone,
-        precision=config.policy.precision,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        actor_options=cluster.engine_options,
-        startup_timeout_s=config.cluster.startup_timeout_s,
-    )
-
-
 RESULTS_FILE = "results.json"
 
 
 def evaluate(request: Request) -> dict[str, Any]:
-    """Answer every set, and write samples.jsonl and results.json into the output; what results.json holds.
+    """Answer every set, and write samples.jsonl and results.json into the output; returns the content of results.json.
 
     Raises:
         ConfigError: an environment cannot be made, or a set of prompts, or a row in it, cannot be used.
-        RunError: the checkpoint cannot be exported, or something did not come up or failed.
+        RunError: the checkpoint cannot be exported, or a process did not start or failed.
     """
     config, timer = request.config, StepTimer()
     check_scoring(config, [one.rows for one in request.sets.values()])
@@ -93,7 +49,10 @@ def evaluate(request: Request) -> dict[str, Any]:
             prompts = {name: held_out_prompts(config, model, one.key, one.rows) for name, one in request.sets.items()}
         for note in (note for held_out in prompts.values() for note in held_out.notes):
             print(note, flush=True)
-        with answering(config, model, request.output) as rollouts, (request.output / SAMPLES_FILE).open("w") as file:
+        with (
+            rollout_pool(config, model, request.output) as rollouts,
+            (request.output / SAMPLES_FILE).open("w") as file,
+        ):
             for name, held_out in prompts.items():
                 answered = Answered(held_out.prompts, [], [])
                 _answer(request, name, answered, held_out.eos_token_id, rollouts, timer, file)
@@ -123,7 +82,7 @@ def _answer(
     timer: StepTimer,
     file: TextIO,
 ) -> None:
-    """Sample the responses to a set, and write each as soon as its batch is there."""
+    """Sample the responses to a set, and write them batch by batch."""
     config = request.config
     settings = replace(sampling_settings(config.generation, eos_token_id), temperature=request.temperature)
     size = max(1, config.loop.val_batch_size // request.samples)
@@ -138,14 +97,57 @@ def _answer(
 
 
 @contextmanager
+def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutPool]:
+    """Rollout workers over engines of a model; every process is ended on exit.
+
+    Args:
+        config: cluster, generation, environments and rollouts.
+        model: folder in Hugging Face format.
+        output: folder whose logs/ the processes write to.
+
+    Raises:
+        RunError: a process did not start.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(sigterm_interrupts())
+        stack.enter_context(driver_log(output, config.logger.level))
+        if config.cluster.ray_address is None:
+            stack.enter_context(guarded())
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        cluster.start()
+        generation = _engines(config, model, cluster)
+        stack.callback(generation.shutdown)
+        generation.start()
+        rollouts = start_rollouts(config, model, generation, stack)
+        generation.wait_ready()
+        rollouts.wait_ready()
+        yield rollouts
+
+
+def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
+    """Engines on their own devices, not started yet."""
+    alone = replace(config.generation, placement="separate")
+    cluster.reserve(None, alone.parallel)
+    return VllmGeneration(
+        str(model),
+        alone,
+        precision=config.policy.precision,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        actor_options=cluster.engine_options,
+        startup_timeout_s=config.cluster.startup_timeout_s,
+    )
+
+
+@contextmanager
 def _model(request: Request) -> Iterator[Path]:
-    """The folder in Hugging Face format; that of a run's checkpoint is exported, and removed in the end."""
+    """The model's folder in Hugging Face format; for a checkpoint of a run, a temporary export."""
     if not request.is_run:
         yield request.checkpoint
         return
     with tempfile.TemporaryDirectory(prefix=".model-", dir=request.output) as temporary:
         folder = Path(temporary) / "model"
-        # A process of its own, whose memory is free again when the engines start.
+        # A separate process, which releases its memory before the engines start.
         command = [sys.executable, "-m", "megatron_grpo.export", f"checkpoint={request.checkpoint}", f"output={folder}"]
         exported = subprocess.run(command, capture_output=True, text=True, check=False)
         if exported.returncode:

@@ -1,4 +1,4 @@
-"""What is to be evaluated, from a command line."""
+"""The command line of an evaluation, checked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedS
     """The sets by name.
 
     Args:
-        config: has the validation sets, and the split of those that have splits.
+        config: the validation sets, and the split of sets that have splits.
         given: paths or hub names on the command line; empty: all validation sets of the configuration.
     """
     data = config.data
@@ -66,7 +66,7 @@ def evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedS
 
 
 def set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
-    """What is wrong with the sets, row by row; with none at all, that there is none."""
+    """Problems of the sets and their rows, or of there being no set."""
     if not sets:
         text = "is missing: a file, a folder, a hub name, or [file,file], with the prompts to respond to"
         yield Problem(DATA_KEY, text)
@@ -92,7 +92,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A command line that was checked."""
+    """A checked command line."""
 
     checkpoint: Path
     """A checkpoint of a run, or a folder in Hugging Face format."""
@@ -100,7 +100,7 @@ class Request:
     """Whether it is a checkpoint of a run, whose weights are exported first."""
     output: Path
     sets: dict[str, EvaluatedSet]
-    """Sets of prompts, by the name that their figures have."""
+    """Sets of prompts, by their name in the results."""
     k: tuple[int, ...]
     samples: int
     """Responses to each prompt."""
@@ -108,7 +108,7 @@ class Request:
     compare: Path | None
     """Folder of an earlier evaluation to compare with."""
     config: Config
-    """Of the run that the checkpoint is of, or of the command line alone, with its overrides."""
+    """Configuration of the checkpoint's run, or composed from the command line, with its overrides."""
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -151,7 +151,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """The words of an evaluation itself by name, those of the configuration, and the sets of prompts."""
+    """Arguments of the evaluation by name, overrides of the configuration, and sets of prompts."""
     own: dict[str, str] = {}
     overrides, files = [], []
     rest = iter(arguments)
@@ -173,7 +173,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
 
 
 def _composes(name: str) -> bool:
-    """Whether a word says what a configuration is composed of: an option of a group, or a folder of options."""
+    """Whether an argument chooses parts of the configuration: an option of a group, or a folder of options."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
 
 
@@ -202,7 +202,7 @@ def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
     Args:
         values: the configuration as plain values.
         override: section.key=value, with the value in YAML.
-        algorithm: the one that the run has, which reads the keys of the loop under its own name alone.
+        algorithm: the run's; keys of the loop are stored under its name.
 
     Raises:
         ConfigError: the key is below one that is no section, or the value is not YAML.
@@ -216,13 +216,13 @@ def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
         raise ConfigError([unknown_key(name, algorithm)])
     try:
         node[last] = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
         advice = "not understood; lists are written [a,b], and other signs need quotes around the value"
         raise ConfigError([Problem(f"{name}={shown(text)}", advice)]) from None
 
 
 def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
-    """The configuration that a command line composes for a model of its own, which needs no rows to train on."""
+    """The configuration composed from the command line, which needs no training rows, for a model in a folder."""
     composed = compose_typed([*overrides, f"policy.model.path={folder}"])
     problems = [problem for problem in composed.problems if problem.key != "data.train_path"]
     if problems or composed.config is None:
@@ -231,7 +231,7 @@ def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
 
 
 def _require_usable(config: Config, sets: dict[str, EvaluatedSet]) -> None:
-    """Whether an evaluation can answer the sets with engines of its own, and the environments score that.
+    """Check that an evaluation can sample with its own engines, and that the sets can be read.
 
     Raises:
         ConfigError: it cannot.
@@ -243,7 +243,7 @@ def _require_usable(config: Config, sets: dict[str, EvaluatedSet]) -> None:
             "checkpoint; add generation.server.urls=[]"
         )
         raise ConfigError([Problem(f"generation.server.urls={shown(urls)}", text)])
-    # What rows have to look like is known once the configuration is right.
+    # The form of rows is known only when the configuration is right.
     problems = evaluation_problems(config) or list(set_problems(config, sets))
     if problems:
         raise ConfigError(problems)
@@ -259,7 +259,7 @@ def _ks(text: str, samples: int) -> tuple[int, ...]:
 
 
 def _temperature(own: dict[str, str], samples: int, config: Config) -> float:
-    """What is asked for; else one response is drawn greedily, and several as in training."""
+    """The requested temperature; by default greedy for one response, and as in training for several."""
     text = own.get("temperature")
     if text is None:
         return 0.0 if samples == 1 else config.generation.temperature

@@ -1,4 +1,4 @@
-"""From scored responses to results.json: each set by itself, and compared with an earlier evaluation."""
+"""Estimates in results.json from scored responses: for each set, and compared with an earlier evaluation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.environments.math_answers import final_answer
 
 RESAMPLES = 10_000
-"""Of a bootstrap. Its percentiles then vary by about a hundredth of the interval."""
+"""Resamples of a bootstrap; its percentiles vary by about a hundredth of the interval with this number."""
 LEVEL = 0.95
-"""Of every interval."""
+"""Confidence level of every interval."""
 _SEED = 0
-"""Of the bootstrap: the same samples have the same interval."""
+"""Seed of the bootstrap, fixed so that the same samples have the same interval."""
 _DIGITS = 12
-"""Decimals of a difference of accuracies that count; in binary 1 - 2/3 and 2/3 - 1/3 differ in the 16th."""
+"""Decimals to which differences of accuracies are rounded; 1 - 2/3 and 2/3 - 1/3 differ in the 16th."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and how far it is known."""
+    """A mean with its confidence interval."""
 
     mean: float
     low: float
@@ -44,12 +44,12 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
 
     Args:
-        samples: responses drawn for the prompt, n; at least k.
-        right: of these, c.
-        k: how many are drawn.
+        samples: responses to the prompt, n; at least k.
+        right: right ones among them, c.
+        k: number of samples drawn.
 
     Raises:
-        ValueError: there are fewer samples than are drawn.
+        ValueError: there are fewer than k samples.
     """
     if samples < k:
         raise ValueError(f"pass@{k} needs at least {k} samples of a prompt, and there are {samples}")
@@ -57,18 +57,18 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """How often the answer that most of k samples give is right.
+    """How often the majority answer of k samples is right.
 
-    The mean over as many groups of k neighbouring samples as there are; what is left over is not looked at. Of answers
-    that equally many give, the one that was given first counts.
+    The mean over groups of k consecutive samples; a rest of fewer than k is not used. Among answers with equal votes
+    the first one counts.
 
     Args:
-        answers: of each sample; equal texts are one answer, None is none.
+        answers: answer of each sample; equal texts are one answer, None is no vote.
         right: whether each sample is right.
         k: samples that vote.
 
     Raises:
-        ValueError: there are fewer samples than vote.
+        ValueError: there are fewer than k samples.
     """
     if len(answers) < k:
         raise ValueError(f"cons@{k} needs at least {k} samples of a prompt, and there are {len(answers)}")
@@ -80,8 +80,8 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
     """The mean of independent values with its percentile-bootstrap interval (Efron 1979), from RESAMPLES resamples.
 
     Args:
-        values: one of each prompt, such as the mean over its samples: the samples of a prompt are not independent of
-            each other, so that prompts are what is drawn again.
+        values: one per prompt, such as the mean over its samples. Prompts are resampled, not samples, since the samples
+            of a prompt are not independent of each other.
 
     Raises:
         ValueError: there are no values.
@@ -99,7 +99,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided p-value that two models are right equally often, by the exact test of McNemar (1947).
+    """Two-sided p-value of two models being right equally often, by the exact test of McNemar (1947).
 
     Args:
         only_first: prompts that the first alone got right.
@@ -111,13 +111,13 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def wilcoxon(differences: Sequence[float]) -> float:
-    """Two-sided p-value that differences are symmetric around 0: the signed-rank test of Wilcoxon (1945).
+    """Two-sided p-value of differences being symmetric around 0: the signed-rank test of Wilcoxon (1945).
 
     Differences of 0 are left out. The normal approximation, whose variance is corrected for ties. Differences that are
     the same to 12 decimals are tied: a sample of three is worth as much whatever the other two were.
 
     Args:
-        differences: of each prompt, between the accuracies of two models.
+        differences: difference between the accuracies of two models on each prompt.
     """
     values = np.round(np.asarray(differences, dtype=np.float64), _DIGITS)
     values = values[values != 0.0]
@@ -125,7 +125,7 @@ def wilcoxon(differences: Sequence[float]) -> float:
     if not count:
         return 1.0
     _, place, ties = np.unique(np.abs(values), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(ties) - (ties - 1) / 2)[place]  # of equal ones, the mean of theirs
+    ranks = (np.cumsum(ties) - (ties - 1) / 2)[place]  # equal values share the mean of their ranks
     positive = float(ranks[values > 0].sum())
     variance = count * (count + 1) * (2 * count + 1) / 24 - float((ties**3 - ties).sum()) / 48
     return math.erfc(abs(positive - count * (count + 1) / 4) / math.sqrt(2 * variance))
@@ -145,7 +145,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Answered:
-    """Prompts of a set with what came of them, prompt by prompt in one order."""
+    """Prompts of a set with their outcomes and samples, all in the order of the prompts."""
 
     prompts: list[DatumSpec]
     outcomes: list[list[Outcome]]
@@ -172,7 +172,7 @@ def sample_row(name: str, prompt: DatumSpec, one: Trajectory) -> Row:
 
 
 def vote_of(response: str) -> str | None:
-    """The answer that a response votes for: its last box, else its last line; None: it is empty."""
+    """The answer of a response in a vote: its last box, else its last line; None: the response is empty."""
     boxed = final_answer(response)
     if boxed.startswith("\\boxed{"):
         return "".join(boxed.split())
@@ -214,7 +214,7 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
-    """What changed on the prompts that two evaluations share, set by set.
+    """Comparison on the prompts that two evaluations share, by set.
 
     Prompts are the same when their set, row and text are. A prompt's accuracy is the mean over its responses.
 

@@ -48,14 +48,14 @@ def rollouts(monkeypatch: pytest.MonkeyPatch) -> FakeRollouts:
     fake = FakeRollouts(answers)
 
     @contextmanager
-    def answering(config: object, model: Path, output: Path) -> Iterator[FakeRollouts]:
+    def rollout_pool(config: object, model: Path, output: Path) -> Iterator[FakeRollouts]:
         assert model.is_dir()
         yield fake
 
     def held_out_prompts(config: object, model: Path, key: str, one: DatasetConfig) -> HeldOutPrompts:
         return HeldOutPrompts([datum(idx, one.path) for idx in range(PROMPTS[one.path])], 2, [])
 
-    monkeypatch.setattr(module, "answering", answering)
+    monkeypatch.setattr(module, "rollout_pool", rollout_pool)
     monkeypatch.setattr(module, "held_out_prompts", held_out_prompts)
     return fake
 
