@@ -342,8 +342,20 @@ class StreamLoader:
         return prompt
 
 
-Batches = PromptLoader | StreamLoader
-"""A loader of training prompts."""
+class Batches(Protocol):
+    """A loader of training prompts: `PromptLoader`, `StreamLoader`, or the steps of a recording."""
+
+    epoch: int
+    left_out: int
+    prompts_per_batch: int
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]: ...
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def prompt_batches(loader: Batches, max_num_epochs: int) -> Iterator[list[DatumSpec]]:
