@@ -7,8 +7,6 @@ from torch import Tensor
 
 from megatron_grpo.config.loss_schema import RewardScalingConfig, RewardShapingConfig
 
-__all__ = ["RewardScalingConfig", "RewardShapingConfig", "scale_rewards", "shape_rewards"]
-
 
 def scale_rewards(rewards: Tensor, config: RewardScalingConfig) -> Tensor:
     """Clamp to [source_min, source_max], then map that interval linearly onto [target_min, target_max].

@@ -19,37 +19,12 @@ from megatron_grpo.trainer.model.packed_sequences import AttentionCalls, Attenti
 from megatron_grpo.weights.shape import ModelShape
 
 
-def into_slots(tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
-    """Copy tokens to the slots of rectangles. The gradients of slots that repeat a token have to be 0.
+class IntoSlots(torch.autograd.Function):
+    """Copies tokens, [tokens, ...], any float type, to slots of rectangles, [slots, ...]: the token of each slot and a
+    slot of each token, both int64. The gradients of slots that repeat a token have to be 0.
 
-    Args:
-        tokens: [tokens, ...], any float type.
-        slots: [slots], int64: the token of each slot.
-        back: [tokens], int64: the first slot of each token; other slots may repeat it.
-
-    Returns:
-        [slots, ...], the dtype of the tokens.
+    A gather whose backward is a gather too; autograd's own is a scatter-add, which is far slower.
     """
-    taken: Tensor = _IntoSlots.apply(tokens, slots, back)
-    return taken
-
-
-def out_of_slots(values: Tensor, back: Tensor) -> Tensor:
-    """Take each token's value out of its slot; slots that repeat a token are dropped.
-
-    Args:
-        values: [slots, ...], any float type.
-        back: [tokens], int64: the slot of each token, no slot twice.
-
-    Returns:
-        [tokens, ...], the dtype of the values.
-    """
-    taken: Tensor = _OutOfSlots.apply(values, back)
-    return taken
-
-
-class _IntoSlots(torch.autograd.Function):
-    """A gather whose backward is a gather; autograd's own is a scatter-add, which is far slower."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
@@ -62,8 +37,11 @@ class _IntoSlots(torch.autograd.Function):
         return gradients[0].index_select(0, back), None, None
 
 
-class _OutOfSlots(torch.autograd.Function):
-    """A gather whose backward copies gradients to the gathered slots, and leaves 0 in the others."""
+class OutOfSlots(torch.autograd.Function):
+    """Takes each token's value out of its slot, [slots, ...] to [tokens, ...]; no slot is taken twice.
+
+    Backward copies gradients to the gathered slots, and leaves 0 in those that repeat a token.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, back: Tensor) -> Tensor:
@@ -135,9 +113,9 @@ class TorchCoreAttention(torch.nn.Module):
     def _in_calls(self, query: Tensor, key: Tensor, value: Tensor, calls: AttentionCalls) -> Tensor:
         """[tokens, heads or groups, head_dim] each, to [tokens of this rank, heads, value_dim]."""
         if calls.slots is not None and calls.out is not None:
-            query = into_slots(query, calls.slots, calls.out)
+            query = IntoSlots.apply(query, calls.slots, calls.out)
             if calls.own_keys:  # repeated slots are visible only to queries whose output is discarded
-                key, value = (into_slots(tensor, calls.slots, calls.out) for tensor in (key, value))
+                key, value = (IntoSlots.apply(tensor, calls.slots, calls.out) for tensor in (key, value))
         sizes = [group.queries.numel() for group in calls.groups]
         queries = query.split(sizes)
         if calls.own_keys:
@@ -146,7 +124,8 @@ class TorchCoreAttention(torch.nn.Module):
             keys, values = ([tensor[group.keys.flatten()] for group in calls.groups] for tensor in (key, value))
         parts = [self._group(*each) for each in zip(queries, keys, values, calls.groups, strict=True)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if calls.out is None else out_of_slots(out, calls.out)
+        result: Tensor = out if calls.out is None else OutOfSlots.apply(out, calls.out)
+        return result
 
     def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
         """One attention call: [slots, heads or groups, head_dim] each, to [slots of queries, heads, value_dim]."""

@@ -224,11 +224,6 @@ class DecoderLayer(TransformerLayer):
         return routed[:, before * top_k : (before + 1) * top_k]
 
 
-def routers(chunks: Any) -> list[ExpertRouter]:
-    """The routers of a rank's shard, layer by layer."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertRouter)]
-
-
 def mark_experts(model: torch.nn.Module) -> None:
     """Mark the experts' parameters for Megatron-Core's gradient reduction, whatever the layout.
 
@@ -252,7 +247,8 @@ class StepRouting:
 
     def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:
         self._name = name
-        self.routers: list[ExpertRouter] = routers(chunks)
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer
         self._replays = replays
         self._rate = config.bias_update_rate
         for router in self.routers:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ from megatron_grpo.trainer.model.layers import fronted, spec_of
 
 STACKED = "linear_fc1"
 """The module whose weight holds two matrices, one above the other, on every rank: gate and up."""
+
+
+_SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
+"""Dimension along which tensor parallelism splits a matrix, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +61,42 @@ class AdaptedLinear(ABC):
     lora_a: Tensor
     lora_b: Tensor
     tp_group: Any
-    adapter: AdapterSettings
     adapter_on = True
     """False: the layer computes as the base model's."""
+    split: ClassVar[str]
+    """The matrix that is split over tensor-parallel ranks; every rank has all of the other."""
 
-    def merged_weight(self) -> Tensor:
-        """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
-        added = self.lora_b.float() @ self.lora_a.float()
-        return (self.weight.float() + self.adapter.scale * added).to(self.weight.dtype)
+    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.adapter = adapter
+        rows, columns = self.weight.shape
+        for name, shape in (("lora_a", (adapter.rank, columns)), ("lora_b", (rows, adapter.rank))):
+            parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
+            # With these marks Megatron-Core counts a parameter that is not split once in the gradient norm.
+            parameter.tensor_model_parallel = name == self.split
+            parameter.partition_dim = _SPLIT_AXIS[name] if name == self.split else -1
+            parameter.partition_stride = 1
+            setattr(self, name, parameter)
 
-    @abstractmethod
+    @torch.no_grad()
     def draw(self, name: str) -> None:
         """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
 
         Args:
             name: name of the layer in the whole model; seeds the draw, so that it is the same in every layout.
         """
+        parts, here = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
+        whole = _drawn(name, self.adapter.rank, self.lora_a.shape[1] * parts)
+        self.lora_a.copy_(whole.chunk(parts, dim=1)[here])
+        self.lora_b.zero_()
+
+    def merged_weight(self) -> Tensor:
+        """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
+        added = self.lora_b.float() @ self.lora_a.float()
+        return (self.weight.float() + self.adapter.scale * added).to(self.weight.dtype)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
-        # The class behind this one is the layer's.
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output + self._added(input) if self.adapter_on else output
 
@@ -84,56 +104,34 @@ class AdaptedLinear(ABC):
     def _added(self, hidden: Tensor) -> Tensor:
         """The adapter's term of this rank's product, [length, sequences, rows], in the dtype of `hidden`."""
 
-    def _attach(self, settings: AdapterSettings, rows: int, columns: int, split: str) -> None:
-        """Make the two matrices, their values not yet set.
-
-        Args:
-            settings: rank, scale and form of the adapter.
-            rows: rows of the layer's weight on this rank.
-            columns: columns of the layer's weight on this rank.
-            split: which of the two is split over tensor-parallel ranks: "lora_a" (by columns) or "lora_b" (by rows).
-        """
-        self.adapter = settings
-        for name, shape in (("lora_a", (settings.rank, columns)), ("lora_b", (rows, settings.rank))):
-            parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
-            # With these marks Megatron-Core counts a parameter that is not split once in the gradient norm.
-            parameter.tensor_model_parallel = name == split
-            parameter.partition_dim = (1 if name == "lora_a" else 0) if name == split else -1
-            parameter.partition_stride = 1
-            setattr(self, name, parameter)
-
-    def _shards(self, name: str, axis: int, prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
-        """The checkpoint's entry of the matrix that is split."""
-        return make_sharded_tensors_for_checkpoint(
-            {name: getattr(self, name)},
+    def _entries(self, prefix: str, offsets: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The checkpoint's entries of this rank's layer, by name: without, and of, the split matrix."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
+        split = make_sharded_tensors_for_checkpoint(
+            {self.split: getattr(self, self.split)},
             prefix,
-            {name: axis},
+            {self.split: _SPLIT_AXIS[self.split]},
             offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+        return state, split
 
 
 class AdaptedColumn(AdaptedLinear):
     """The adapter of a layer whose rows are split: every rank has all of A, and its rows of B."""
 
-    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
+    split = "lora_b"
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        rows, columns = self.weight.shape
-        self._attach(adapter, rows, columns, split="lora_b")
         # Each rank sees only its tokens, so Megatron-Core has to add the gradients of A up.
         marked: Any = self.lora_a
         marked.sequence_parallel = self.config.sequence_parallel
 
-    def draw(self, name: str) -> None:
-        with torch.no_grad():
-            self.lora_a.copy_(_drawn(name, *self.lora_a.shape))
-            self.lora_b.zero_()
-
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        rows = self._shards("lora_b", 0, prefix, sharded_offsets, metadata)
+        state, rows = self._entries(prefix, sharded_offsets, metadata)
         if self.adapter.stacked:  # stored as two matrices, which other layouts split one by one
             single = (metadata or {}).get("singleton_local_shards", False)
             rows = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in rows.items()}
@@ -154,22 +152,12 @@ class AdaptedRow(AdaptedLinear):
     Its term is a partial sum, like the product itself, and the layer's own reduction completes both in one message.
     """
 
-    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        rows, columns = self.weight.shape
-        self._attach(adapter, rows, columns, split="lora_a")
-
-    def draw(self, name: str) -> None:
-        columns, here = self.lora_a.shape[1] * self.tp_group.size(), self.tp_group.rank()
-        with torch.no_grad():
-            whole = _drawn(name, self.adapter.rank, columns)
-            self.lora_a.copy_(whole.chunk(self.tp_group.size(), dim=1)[here])
-            self.lora_b.zero_()
+    split = "lora_a"
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        return state | self._shards("lora_a", 1, prefix, sharded_offsets, metadata)
+        state, columns = self._entries(prefix, sharded_offsets, metadata)
+        return state | columns
 
     def _added(self, hidden: Tensor) -> Tensor:
         # Each rank's columns give a partial gradient of B; backward sums them.

@@ -86,8 +86,8 @@ class RoundedLinear:
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
         if self.fp8_on:
-            input = _straight_through(input, self._input(input))
-            weight = _straight_through(weight, self._weight(weight))
+            input = _StraightThrough.apply(input, self._input(input))
+            weight = _StraightThrough.apply(weight, self._weight(weight))
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
 
@@ -132,12 +132,6 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         """[...] as it is."""
         return grad_outputs[0], None
-
-
-def _straight_through(values: Tensor, rounded: Tensor) -> Tensor:
-    """Both [...], of one dtype: the rounded ones in the forward pass, the identity in the backward pass."""
-    result: Tensor = _StraightThrough.apply(values, rounded)
-    return result
 
 
 class QuantizedLinear:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_grpo.trainer.model.attention import into_slots, out_of_slots
+from megatron_grpo.trainer.model.attention import IntoSlots, OutOfSlots
 from megatron_grpo.trainer.model.packed_sequences import attention_calls, lay_out
 
 LENGTHS = [3, 9, 1, 8, 7, 2, 9, 30]
@@ -20,7 +20,7 @@ def test_values_and_gradients_are_those_of_indexing() -> None:
     tokens = torch.randn(sum(LENGTHS), 2, 5, generator=draw, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(len(calls.slots), 2, 5, generator=draw, dtype=torch.float64)
     ahead = torch.randn(sum(LENGTHS), 2, 5, generator=draw, dtype=torch.float64)
-    ours = out_of_slots(into_slots(tokens, calls.slots, calls.out) * weights, calls.out)
+    ours = OutOfSlots.apply(IntoSlots.apply(tokens, calls.slots, calls.out) * weights, calls.out)
     plain = (tokens[calls.slots] * weights)[calls.out]
     assert torch.equal(ours, plain)
     assert torch.equal(ours, tokens * weights[calls.out]), "every token comes back to its place"
