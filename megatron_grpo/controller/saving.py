@@ -1,4 +1,4 @@
-"""How far the driver has come at one moment, and writing that down with the models as a checkpoint."""
+"""Saving a checkpoint: a snapshot of the driver's state, written with the models at once or beside training."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class PendingSave:
     state: Mapping[str, Any]
     loader_state: Mapping[str, Any]
     began: float = field(default_factory=time.monotonic)
-    sealing: Future[None] | None = None
-    """The driver's files and the digests, in a thread; None: ranks are still writing."""
+    driver_files: Future[None] | None = None
+    """The thread that writes the driver's files and the digests; None: ranks are still writing."""
 
 
 def begin_saving(run: SamplingRun, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Have the models of this moment written; returns as soon as they may change.
+    """Begin to write the models as they are now; returns as soon as they may change.
 
     Args:
         step: training steps so far.
-        state: what the driver needs to continue (JSON); nobody changes it later.
+        state: what the driver needs to continue (JSON); must not be changed later.
         loader_state: state of the training data loader.
 
     Raises:
         RunError: the checkpoint before could not be written, or this one cannot.
     """
     finish_saving(run)
-    with _told(run, step):
+    with _errors_name_the_checkpoint(run, step):
         folder = run.checkpointer.begin(step)
         run.save_models(folder, background=True)
     run.checkpointer.pending = PendingSave(step, folder, state, loader_state)
 
 
 def advance_saving(run: SamplingRun) -> None:
-    """Go on with a checkpoint that is being written, as far as that makes nobody wait.
+    """Continue a background save as far as possible without waiting.
 
     Raises:
         RunError: it could not be written.
@@ -58,10 +58,10 @@ def advance_saving(run: SamplingRun) -> None:
     pending = run.checkpointer.pending
     if pending is None:
         return
-    if pending.sealing is None:
+    if pending.driver_files is None:
         if all(model.checkpoint_is_written() for model in run.models()):
             _write_driver_files(run, pending)
-    elif pending.sealing.done():
+    elif pending.driver_files.done():
         finish_saving(run)
 
 
@@ -69,17 +69,17 @@ def finish_saving(run: SamplingRun) -> None:
     """Wait until the checkpoint that is being written is complete, if there is one.
 
     Raises:
-        RunError: it could not be written. It is given up; the ones before it are as they were.
+        RunError: it could not be written, and is given up. Earlier checkpoints are unchanged.
     """
     pending = run.checkpointer.pending
     if pending is None:
         return
     try:
-        with _told(run, pending.step):
-            if pending.sealing is None:
+        with _errors_name_the_checkpoint(run, pending.step):
+            if pending.driver_files is None:
                 _write_driver_files(run, pending)
-            assert pending.sealing is not None
-            pending.sealing.result()
+            assert pending.driver_files is not None
+            pending.driver_files.result()
             run.checkpointer.publish(pending.step, pending.folder)
     finally:
         run.checkpointer.pending = None
@@ -88,32 +88,32 @@ def finish_saving(run: SamplingRun) -> None:
 
 
 def _write_driver_files(run: SamplingRun, pending: PendingSave) -> None:
-    """End the ranks' part, all of which are asked in one order, and read the files for the digests in a thread."""
+    """End the ranks' writing, then write the driver's files and the digests in a thread."""
     try:
         for model in run.models():
             model.finish_checkpoint()
     except RunError:
         run.checkpointer.pending = None
         raise
-    pool = ThreadPoolExecutor(1, "checkpoint-seal")
-    pending.sealing = pool.submit(complete, pending.folder, pending.step, pending.state, pending.loader_state)
+    pool = ThreadPoolExecutor(1, "checkpoint-digests")
+    pending.driver_files = pool.submit(complete, pending.folder, pending.step, pending.state, pending.loader_state)
     pool.shutdown(wait=False)
 
 
 @contextmanager
-def _told(run: SamplingRun, step: int) -> Iterator[None]:
-    """Makes a RunError of what goes wrong with the files of a checkpoint."""
+def _errors_name_the_checkpoint(run: SamplingRun, step: int) -> Iterator[None]:
+    """Turn an error of the body's file operations into a RunError that names the checkpoint."""
     try:
         yield
     except RunError:
         raise
-    except (OSError, RuntimeError) as error:  # torch has its own for a disk that is full
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
         raise RunError(f"{run.checkpointer.path(step)} cannot be written: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The driver's part of a checkpoint, as it was at one moment."""
+    """The driver's part of a checkpoint; later steps do not change it."""
 
     state: GRPOSaveState
     loader: dict[str, Any]
@@ -123,7 +123,7 @@ class Snapshot:
 
 
 def take_snapshot(run: SamplingRun) -> Snapshot:
-    """A copy of the driver's part of a checkpoint, which later steps do not change."""
+    """Copy the driver's part of a checkpoint."""
     return Snapshot(
         state=copy.deepcopy(run.state),
         loader=copy.deepcopy(run.position()),
@@ -150,20 +150,15 @@ def save_checkpoint(run: SamplingRun, metrics: Mapping[str, float], snapshot: Sn
         begin_saving(run, step, state, snapshot.loader)
         run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
         return
-    try:
-        with run.checkpointer.writing(step, state, snapshot.loader) as folder:
-            run.save_models(folder)
-    except RunError:
-        raise
-    except (OSError, RuntimeError) as error:  # torch has its own for a disk that is full
-        raise RunError(f"{run.checkpointer.path(step)} cannot be written: {error}") from error
+    with _errors_name_the_checkpoint(run, step), run.checkpointer.writing(step, state, snapshot.loader) as folder:
+        run.save_models(folder)
     run.logger.note(f"saved {run.checkpointer.path(step)} in {time.monotonic() - started:.1f} s")
 
 
 def save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Add a validation to the checkpoint of the last step, which was written before it.
 
-    Only what a validation changes: with dynamic sampling, what was sampled since is not in that checkpoint.
+    Replaces only what a validation changes: groups that dynamic sampling has sampled since are not in that checkpoint.
 
     Raises:
         RunError: the checkpoint is damaged or cannot be written.

@@ -1,4 +1,4 @@
-"""Everything a run needs, brought up side by side where it can be and taken down in one place."""
+"""Set-up of a run: starts its models, engines and rollout workers in parallel, and ends them in one place."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _complete_startup(run: SamplingRun, startup: Startup, stack: ExitStack) -> N
 
 
 def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
-    """Start everything, load the checkpoint to start from, and give generation its first weights."""
+    """Start all processes, load the checkpoint to start from, and publish the first weights to the engines."""
     parts, folder = startup.parts, _model(config, startup.parts)
     models = start_models(config, folder, startup.cluster, stack)
     transport: WeightTransport | None = None
@@ -115,7 +115,7 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
 
 
 def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> SamplingRun:
-    """Start engines, which have the weights of the model folder, and what asks and scores them."""
+    """Start engines with the weights of the model folder, and the rollout workers and environments."""
     folder = _model(config, startup.parts)
     generation = start_engines(config, folder, startup.cluster, stack)
     restore = restore_from_folder(generation)
@@ -131,17 +131,17 @@ def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> Sa
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far a run has come when it starts."""
+    """Progress of a run when it starts."""
 
     resumed_from: Path | None
-    """The checkpoint that says so; None: it begins."""
+    """The checkpoint with this progress; None: the run begins."""
     state: GRPOSaveState
     waiting: list[list[Trajectory]]
     """Groups that dynamic sampling keeps."""
 
 
 def _model(config: Config, parts: StartupParts) -> Path:
-    """The folder of the model, which is made first if the recipe makes it."""
+    """The model's folder, which is prepared first if the recipe says so."""
     if is_prepared(config):
         with parts.part("prepare"):
             assert config.prepare.name is not None
@@ -150,7 +150,7 @@ def _model(config: Config, parts: StartupParts) -> Path:
 
 
 def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
-    """The prompts of the run, or a recording in their place."""
+    """The prompts of the run, or a recording that replaces them."""
     with startup.parts.part("prompts"):
         if config.debug.rollouts_from is None:
             return load_prompt_data(config, folder, startup.user_objects.tokenizer)
@@ -169,7 +169,7 @@ def _wait_ready(parts: StartupParts, rollouts: RolloutPool, models: Models) -> N
 
 
 def _checkpoint(startup: Startup) -> Path | None:
-    """The checkpoint to start from, once all of it is read; what earlier writes left behind is removed."""
+    """Wait for the verified checkpoint to start from, then remove leftovers of interrupted writes."""
     if not startup.start_from.done():
         print(
             "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
@@ -189,7 +189,7 @@ def _sampling_run(
     progress: _Progress,
     stack: ExitStack,
 ) -> SamplingRun:
-    """What all runs have, made of processes that are up."""
+    """The parts that all runs have, made of the started processes."""
     state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
     logger = RunLogger(
         startup.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]

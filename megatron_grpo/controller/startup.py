@@ -1,4 +1,4 @@
-"""Starting everything that holds weights; it comes up side by side."""
+"""Starting the actors of a run in parallel: policy, value model, engines, rollout workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_grpo.weights.source import model_folder
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Everything that holds weights in a run that trains."""
+    """Models and engines of a run that trains."""
 
     policy: MegatronPolicy
     value: MegatronValue | None
@@ -72,8 +72,8 @@ def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: Exit
 
 
 def _start_in_turn(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
-    """As `start_models`, on devices that all share: engines measure how much memory there is, so they come first and
-    sleep when the models begin to start."""
+    """As `start_models`, on shared devices: engines measure the free memory, so they start first, and sleep before the
+    models start."""
     ranks = config.policy.parallel.world_size
     value_ranks = config.value_model.parallel.world_size if config.value_model else 0
     cluster.reserve_shared(ranks, config.generation.parallel.data + value_ranks)
@@ -179,7 +179,7 @@ def start_rollouts(
 
 
 def start_recording_workers(config: Config, stack: ExitStack) -> RolloutPool:
-    """Begin to start rollout workers that sample nothing: they read a recording, compute on its tokens and write."""
+    """Begin to start rollout workers without engines, which read a recording instead of sampling."""
     rollouts = RolloutPool(
         config.rollouts,
         [],
@@ -207,13 +207,13 @@ def restore_from_folder(generation: VllmGeneration) -> Restore:
 def make_transport(
     policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path
 ) -> WeightTransport:
-    """The way of the policy's weights into generation, not yet connected.
+    """The transport of the policy's weights to the engines, not yet connected.
 
     Args:
-        policy: whose weights.
-        generation: the engines that get them.
-        config: which way.
-        run_dir: the run's folder, which names the run's files where others have theirs.
+        policy: the model whose weights are sent.
+        generation: the engines that receive them.
+        config: the transport and its settings.
+        run_dir: the run's folder, which distinguishes its files from those of other runs.
     """
     if config.mode == "files":
         return FilesTransport(policy, generation, config, run_dir)
