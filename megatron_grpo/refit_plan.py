@@ -1,4 +1,4 @@
-"""Tells what a refit of a recipe will move, before a GPU is asked for: python -m megatron_grpo.refit_plan +exp=…"""
+"""The command that plans a refit without GPUs and prints what it moves: python -m megatron_grpo.refit_plan +exp=…"""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_shape
 
 MESSAGE_S = 50e-6
-"""Seconds that a message is taken to cost beside its bytes."""
+"""Assumed seconds for each message beside the time for its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What the ranks of one side move."""
+    """Bytes that the ranks of one side move."""
 
     ranks: int
     smallest: int
@@ -50,13 +50,13 @@ class RefitSummary:
     pieces: int
     messages: int
     turns: int
-    """Messages that some rank goes through one after the other."""
+    """Largest number of consecutive messages of a rank."""
     links: dict[tuple[int, int], int]
     """Bytes by rank of the policy and rank of the engines."""
     planned_s: float
 
     def seconds(self, bytes_per_s: float) -> float:
-        """About how long it takes where every rank sends and receives at this speed: as long as its busiest rank."""
+        """Estimated time when every rank sends and receives at this speed: that of the busiest rank."""
         return max(self.sending.largest, self.receiving.largest) / bytes_per_s + self.turns * MESSAGE_S
 
     def as_dict(self, bytes_per_s: float) -> dict[str, Any]:
@@ -142,7 +142,7 @@ MISTAKE = 2
 _SPEED = "--gb-per-s"
 _DEFAULT_SPEED = 50.0
 _LINKS_SHOWN = 32
-"""Links that are listed one by one; more of them are only summed up."""
+"""Most links that are listed one by one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
-    """(speed in GB/s, whether to print JSON, the words that are of the recipe)."""
+    """(speed in GB/s, whether to print JSON, the arguments that belong to the recipe)."""
     speed, overrides = _DEFAULT_SPEED, []
     for word in arguments:
         name, _, value = word.partition("=")

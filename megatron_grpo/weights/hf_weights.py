@@ -1,4 +1,4 @@
-"""Weights between a Megatron model and Hugging Face format: loading a rank's shard, and giving out full tensors."""
+"""Runs on ranks of the policy: loads a rank's shard from Hugging Face format, and gathers full tensors for export."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
 
 
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")
-"""Last names of the parameters of adapters, which no Hugging Face model has."""
+"""Last part of the names of adapters' parameters, which are not in Hugging Face models."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver has to know of a tensor before it arrives."""
+    """Name, type and shape of a tensor that a receiver allocates before it arrives."""
 
     name: str
     dtype: str
@@ -104,7 +104,8 @@ class BoundEntry:
     """The layer whose weight it is, if that has an adapter."""
 
     def weight(self) -> Tensor:
-        """What the model computes with, [...] as the parameter, detached: its adapter merged in, FP8 scaled back."""
+        """The weight that the model computes with, [...] as the parameter, detached: adapter merged, FP8
+        dequantised."""
         if self.adapted is not None:
             return self.adapted.merged_weight()
         weight = self.parameter.detach()
@@ -113,20 +114,20 @@ class BoundEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """Who holds the other parts of an entry's parameters."""
+    """The ranks that hold the other parts of an entry's parameters."""
 
     group: dist.ProcessGroup
     """Ranks that together hold all parts: tensor-parallel neighbours; of experts, those with other experts too."""
     tensor_rank: int
     tensor_size: int
-    """This rank's place among those that split one matrix."""
+    """Number of this rank among those that split one matrix, and their count."""
     experts_here: int
     """Experts of each rank."""
     first_replica: bool
     """Whether this rank is in the first of the groups that hold equal weights."""
 
     def expert_numbers(self, bound: BoundEntry) -> list[int]:
-        """Numbers in the layer of the experts that the group's ranks hold in the place of a parameter."""
+        """Numbers in the layer of the experts that the group's ranks hold at the position of a parameter."""
         parts = self.group.size() // self.tensor_size
         return [part * self.experts_here + bound.expert for part in range(parts)]
 
@@ -147,7 +148,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[2] not in ADAPTER_PARAMETERS
     }
-    # No gradient moves the biases that experts are chosen with, so that they are buffers.
+    # Biases of expert selection have no gradient, so they are buffers.
     parameters |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _experts_of_rank(model, shape)
@@ -166,7 +167,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
 
 def _is_quantised(parameter: Tensor) -> bool:
     """Whether a parameter, [...], is one of Transformer Engine's, kept in FP8."""
-    # Imported here because drivers import this module too, and have no use for Megatron.
+    # Imported here because the driver imports this module too, and does not need Megatron.
     from megatron.core.fp8_utils import is_float8tensor
 
     return bool(is_float8tensor(parameter))
@@ -204,13 +205,13 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
         assert merged.shape == bound.parameter.shape, (entry.megatron, merged.shape, bound.parameter.shape)
         bound.parameter.copy_(merged)
         if _is_quantised(bound.parameter):
-            # The optimizer's float32 copy begins at what was drawn, unless told what was loaded.
+            # The optimizer's float32 copy would start from the random initial values.
             quantised: Any = bound.parameter
             quantised._high_precision_init_val = merged.to(quantised.dtype)
 
 
 def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:
-    """The full tensors that `iter_hf_tensors` gives on this pipeline stage, in its order; needs no communication."""
+    """Specs of what `iter_hf_tensors` yields on this pipeline stage, in its order; needs no communication."""
     return [
         TensorSpec(part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
         for bound in _exported(chunks, shape)
@@ -241,7 +242,7 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int)
 
 
 def _bucket_tensors(model: Any, bucket: list[BoundEntry], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
-    """What `iter_hf_tensors` yields of some parameters; their shards are freed before those of the next ones come."""
+    """The tensors of one bucket of parameters; its shards are freed before the next bucket is gathered."""
     sharing = _sharing(model, shape, bucket[0].entry)
     shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
     size = sharing.tensor_size

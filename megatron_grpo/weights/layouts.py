@@ -135,7 +135,7 @@ _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The place in an engine rank's parameter of its part of one Hugging Face tensor."""
+    """The position, in an engine rank's parameter, of its part of one Hugging Face tensor."""
 
     parameter: str
     """Name of vLLM's parameter."""
@@ -247,9 +247,9 @@ def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence
                     yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"
         for number, shard in enumerate(engine):
             first = shard.experts[0] if entry.per_expert else 0
-            for landing in destinations(entry, shape, shard, expert=first):
-                kept = landing.part
-                if _inside(kept) or landing.row % BLOCK:
+            for destination in destinations(entry, shape, shard, expert=first):
+                kept = destination.part
+                if _inside(kept) or destination.row % BLOCK:
                     yield f"{kept.name} on rank {number} of an engine: {kept.start} to {kept.stop} of {kept.shape}"
 
 

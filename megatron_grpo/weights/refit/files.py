@@ -1,4 +1,5 @@
-"""Refit through a folder: the policy writes what has changed, then every engine reads it."""
+"""Refit through a folder that policy and engines share: `FileWriter` runs on ranks of the policy and writes the changed
+tensors, `FilesTransport` runs on the driver, and `FilesReceiver` in an engine's worker reads them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class FileWriter:
 
     folder: Path
     bucket_bytes: int
-    """Size of a file, and of what is held in memory; more where a single tensor is larger."""
+    """Size of a file and of the copy in memory; a single larger tensor exceeds it."""
     _stored: dict[str, StoredTensor] = field(default_factory=dict)
 
     def write(
@@ -48,12 +49,12 @@ class FileWriter:
 
         Args:
             tensors: (name, full tensor [...]); None in place of the tensor on ranks that do not write.
-            part: folder inside the folder, of this version alone.
+            part: subfolder of this version.
             rank: the rank that writes.
             whole: write all tensors, changed or not.
 
         Returns:
-            Of every tensor, in their order, where its values are; empty on ranks that do not write.
+            The file of every tensor, in their order; empty on ranks that do not write.
         """
         before, self._stored = ({} if whole else self._stored), {}
         (self.folder / part).mkdir(exist_ok=True)
@@ -64,7 +65,7 @@ class FileWriter:
             written_whole(self.folder / file, partial(save_file, bucket))
             for name in bucket:
                 found[name] = StoredTensor(file, found[name].digest, found[name].nbytes)
-        self._stored = found  # only now: after a failure all are written again
+        self._stored = found  # set at the end: after a failure all tensors are written again
         return found
 
     def _changed(
@@ -73,7 +74,7 @@ class FileWriter:
         before: dict[str, StoredTensor],
         found: dict[str, StoredTensor],
     ) -> Iterator[dict[str, Tensor]]:
-        """The tensors that changed, on the CPU, some at a time; all are noted in `found`."""
+        """The changed tensors, on the CPU, in buckets; every tensor is recorded in `found`."""
         bucket: dict[str, Tensor] = {}
         used = 0
         for name, tensor in tensors:
@@ -95,11 +96,11 @@ class FileWriter:
 
 
 _writer: FileWriter | None = None
-"""This process's writer: a process is one policy rank."""
+"""The writer of this process, which is one rank of the policy."""
 
 
 def connect_writer(_rank: PolicyRank, folder: Path, bucket_bytes: int) -> None:
-    """Begin to write into a folder, which exists; nothing of it is known to be there."""
+    """Make a writer for an existing folder, which writes all tensors first."""
     global _writer
     _writer = FileWriter(folder, bucket_bytes)
 
@@ -113,29 +114,29 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
     try:
         return _writer.write(tensors, part, get_rank(), whole=whole)
     finally:
-        # Gathering is collective: every rank goes through to the end, also one that cannot write.
+        # Gathering is collective: every rank iterates to the end, also one that cannot write.
         for _ in tensors:
             pass
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFolder:
-    """Where the weights of a run are."""
+    """The folder of a run's weights."""
 
     folder: str
     session: str
-    """Which start of which run writes there."""
+    """Identifies one start of one run, which writes there."""
 
 
 class FilesReceiver:
-    """One worker's reading of the folder.
+    """The receiving end of a worker, which reads the folder.
 
     Args:
         model: vLLM's model.
         vllm_config: vLLM's settings of the engine.
         device: where the model is.
-        shared: where the weights are.
-        number: the worker's among those of all engines.
+        shared: folder of the weights.
+        number: unused; other receivers get the worker's number here.
 
     Raises:
         ValueError: the folder is not the one that the policy writes to.
@@ -148,15 +149,15 @@ class FilesReceiver:
         self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
         self._folder, self._session = Path(shared.folder), shared.session
         self._held: dict[str, str] = {}
-        """Digest of each tensor that the model is known to have."""
+        """Digest of each tensor that the model certainly holds."""
         self._wanted: dict[str, StoredTensor] = {}
         self._read_manifest()
 
     def begin(self) -> None:
-        """Nothing is touched before all of it is verified."""
+        """Nothing to prepare: the model is changed only after all tensors are verified."""
 
     def receive(self, version: int) -> None:
-        """Verify what has to be loaded of a version.
+        """Verify the tensors of a version that must be loaded.
 
         Raises:
             ValueError: the folder has another version, or a file is missing or damaged. The model is as it was.
@@ -171,17 +172,17 @@ class FilesReceiver:
                 raise ValueError(f"{self._folder / self._wanted[name].file}: {name} is not what was written")
 
     def finish(self) -> None:
-        """Load what was verified."""
+        """Load the verified tensors."""
         if not self._wanted:
             return
-        held, self._held = self._held, {}  # until all of it is loaded, nothing is certain
+        held, self._held = self._held, {}  # empty while loading: a failure leaves unknown contents
         self._loading.begin()
         self._model.load_weights(self._tensors())
         self._loading.finish()
         self._held = held | {name: one.digest for name, one in self._wanted.items()}
 
     def abandon(self) -> None:
-        """What is half loaded is forgotten."""
+        """Restore the previous weights of incomplete layers."""
         self._loading.abandon()
 
     def _read_manifest(self) -> Manifest:
@@ -191,7 +192,7 @@ class FilesReceiver:
         return manifest
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor [...] on the CPU) of what has to be loaded, in the order of the layers."""
+        """(name, tensor [...] on the CPU) of the tensors that must be loaded, in the order of the layers."""
         with ExitStack() as open_files:
             path, file = None, None
             for name, one in self._wanted.items():
@@ -208,36 +209,35 @@ class FilesReceiver:
 
 
 def _complete(changed: Iterable[str], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """What has to be loaded when some tensors have changed: vLLM makes a layer only of all that belongs to it."""
+    """The tensors to load when some have changed: vLLM converts a layer only when all of its tensors have come."""
     blocks = {_block(name) for name in changed}
     return {name: one for name, one in tensors.items() if _block(name) in blocks}
 
 
 def _block(name: str) -> str:
-    """The part of the model that a tensor is loaded with, like "model.layers.3.self_attn"; vLLM joins no matrices
-    across these."""
+    """The block that a tensor is loaded with, like "model.layers.3.self_attn"; vLLM joins matrices only inside one."""
     parts = name.split(".")
-    layer = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    layer = next((position for position, part in enumerate(parts) if part.isdigit()), None)
     return name if layer is None else ".".join(parts[: layer + 2])
 
 
 UNREAD_SHARE = 2.0
-"""When files hold so many times what a version needs, the next one is written whole."""
+"""When the files hold more than this many times the bytes of a version, the next version is written whole."""
 
 FOLDER = "refit"
-"""Folder of the weights in that of the run, unless `refit.directory` names another place."""
+"""Name of the folder in the run's folder, unless `refit.directory` is set."""
 
 
 class FilesTransport(WeightTransport):
-    """Needs nothing of the engines but that they see the folder; so these may be outside of the run."""
+    """Needs only that engines see the folder; so they may be servers outside of the run."""
 
     mode: ClassVar[RefitMode] = "files"
 
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path) -> None:
         """
         Args:
-            policy: whose weights.
-            generation: the engines that get them.
+            policy: the model whose weights are written.
+            generation: the engines that read them.
             config: the folder, its files' size, deadline and attempts.
             run_dir: the run's folder.
         """
@@ -247,9 +247,9 @@ class FilesTransport(WeightTransport):
         self._written = 0
         self._whole = True
         self._readers: set[int] = set()
-        """Engines that know the folder."""
+        """Engines that were told the folder."""
         self._payload: Counter[str] = Counter()
-        """Bytes of tensors that were written to each file that is still there."""
+        """Bytes of tensors in each file that still exists."""
 
     def connect(self) -> None:
         self._linked = ()  # engines may have been connected in another way since
@@ -263,8 +263,8 @@ class FilesTransport(WeightTransport):
         self._readers -= lost.keys()
 
     def _connect(self, engines: tuple[int, ...]) -> None:
-        """Tell engines of the folder that do not know it; at first and after a failure begin with an empty one."""
-        writers = [] if self._linked else self._begin_anew()
+        """Send the folder to engines that do not know it; at first and after a failure start with an empty one."""
+        writers = [] if self._linked else self._start_over()
         new = [engine for engine in engines if engine not in self._readers]
         shared = asdict(SharedFolder(str(self._folder), self._session))
         answers = self._generation.submit_each("connect_weights", [(self.mode, shared, 0)] * len(new), new)
@@ -273,9 +273,9 @@ class FilesTransport(WeightTransport):
         self._readers |= set(new)
         self._linked = engines
 
-    def _begin_anew(self) -> list[ray.ObjectRef]:
-        """Empty the folder, of which nobody has read anything any more, and let writers begin."""
-        with _disk_errors_told(self._folder):
+    def _start_over(self) -> list[ray.ObjectRef]:
+        """Empty the folder, which no engine reads at this time, and make new writers."""
+        with _disk_errors_as_attempts(self._folder):
             emptied(self._folder)
             Manifest(self._session, -1, {}).write(self._folder)
         self._whole = True
@@ -291,12 +291,12 @@ class FilesTransport(WeightTransport):
         )
         tensors: dict[str, StoredTensor] = {name: one for stage in stages for name, one in stage.items()}
         manifest = Manifest(self._session, version, tensors)
-        with _disk_errors_told(self._folder):
+        with _disk_errors_as_attempts(self._folder):
             manifest.write(self._folder)
         receives = self._on_engines("receive_weights", version, engines)
         self._complete([], receives, deadline, f"refit of version {version}")
         self._commit(version, engines, deadline)
-        with _disk_errors_told(self._folder):
+        with _disk_errors_as_attempts(self._folder):
             remove_unread(self._folder, manifest)
         new = [one for one in tensors.values() if one.file.startswith(f"{part}/")]
         for one in new:
@@ -313,7 +313,7 @@ class FilesTransport(WeightTransport):
 
 
 def _folder(config: RefitConfig, run_dir: Path) -> Path:
-    """The folder of this run's weights: runs that share `refit.directory` have one each."""
+    """The folder of this run's weights; runs that share `refit.directory` have one each inside it."""
     if config.directory is None:
         return run_dir / FOLDER
     run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
@@ -321,7 +321,7 @@ def _folder(config: RefitConfig, run_dir: Path) -> Path:
 
 
 @contextmanager
-def _disk_errors_told(folder: Path) -> Iterator[None]:
+def _disk_errors_as_attempts(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -295,9 +295,9 @@ def _routes(
     bytes."""
     wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
-    for tensor, landing in enumerate(wanted):
+    for tensor, destination in enumerate(wanted):
         for part, slices in enumerate(held):
-            both = box_of(slices[tensor]).intersect(box_of(landing.part))
+            both = box_of(slices[tensor]).intersect(box_of(destination.part))
             if both.rows > 0 and both.columns > 0:
                 height = strip_rows(dtype, both.columns, limit)
                 yield from (_Route(tensor, part, strip) for strip in both.in_strips(height))

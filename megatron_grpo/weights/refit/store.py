@@ -1,4 +1,4 @@
-"""The folder of a run's weights: files of tensors, and a manifest that says of each tensor where its newest values are.
+"""Runs on all three sides of a refit through files: the folder of a run's weights, and its manifest.
 
 FOLDER/manifest.json        written last, by rename: readers see one version or the next, never a part of it
 FOLDER/000001/rank-0-0000.safetensors
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where the values of one tensor are."""
+    """The file with the newest values of one tensor."""
 
     file: str
     """Path inside the folder."""
@@ -38,14 +38,14 @@ class Manifest:
     """One version of the weights."""
 
     session: str
-    """Which start of which run wrote it: another run's version 3 is not this one's."""
+    """Identifies the start of the run that wrote it: version 3 of another run is not this version 3."""
     version: int
     tensors: Mapping[str, StoredTensor]
     """By name in Hugging Face format, in the order of the layers."""
 
     @property
     def files(self) -> set[str]:
-        """Files that hold something of this version."""
+        """Files that hold tensors of this version."""
         return {one.file for one in self.tensors.values()}
 
     @property
@@ -97,7 +97,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file under a temporary name; it has its own name when all of it is on the disk."""
+    """Let `write` fill a file under a temporary name, which is renamed when all of it is on the disk."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(partial)
@@ -109,7 +109,7 @@ def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def remove_unread(folder: Path, manifest: Manifest) -> None:
-    """Delete what the folder holds of no tensor of this version; nobody may be reading an earlier one."""
+    """Delete the files that hold no tensor of this version; no process may be reading an earlier one."""
     kept = manifest.files
     for part in folder.iterdir():
         if not part.is_dir():
@@ -122,7 +122,7 @@ def remove_unread(folder: Path, manifest: Manifest) -> None:
 
 
 def emptied(folder: Path) -> None:
-    """Make a folder that holds nothing."""
+    """Make an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
