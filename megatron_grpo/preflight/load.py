@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_grpo.cluster.machines import find_gpus
 from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.cautions import remarks
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
+from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, ParallelConfig

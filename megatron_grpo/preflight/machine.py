@@ -114,11 +114,6 @@ class MachineReport:
     """Settings that are allowed and may not be intended."""
 
 
-def machine_problems(config: Config) -> list[Problem]:
-    """All problems of `examine_machine`."""
-    return examine_machine(config).problems
-
-
 def examine_machine(config: Config) -> MachineReport:
     """Check everything that a run needs of this machine.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_grpo.config.checks.unused import unused_settings
+from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.schema import Config, LoraConfig
 from megatron_grpo.preflight.model import adapter_problems
 from megatron_grpo.weights.families import shape_of_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.algorithms.grpo import async_grpo_train
-from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.metric_names import step_metrics
 from megatron_grpo.config.suggestions import translated
 from megatron_grpo.preflight.load import compose_config, summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.cautions import cautions, remarks
+from megatron_grpo.config.checks.remarks import cautions, remarks
 from megatron_grpo.preflight.load import compose_config
 
 QUICKSTART, PPO = "+exp=quickstart", "+exp=quickstart_ppo"

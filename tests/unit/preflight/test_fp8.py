@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.config.checks.unused import unused_settings
+from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.preflight import model as checks
 from megatron_grpo.preflight.model import fp8_machine_problems, fp8_problems, gpu_capability

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_grpo.config.checks import config_problems
-from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.config.suggestions import translated
 from megatron_grpo.preflight.engines import length_problems, placement_problems
 from megatron_grpo.preflight.layout import layout_problems

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.data.specs import PREPARED_PROMPTS
 from megatron_grpo.preflight.load import compose_config
-from megatron_grpo.preflight.machine import machine_problems
+from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.prepare.folder import MODEL_FOLDER, TRAIN_FILE, VAL_FILE
 from megatron_grpo.prepare.lessons import split_lessons
 from megatron_grpo.weights.source import PREPARED_FOLDER
@@ -38,11 +38,11 @@ def test_it_is_what_is_made(name: str) -> None:
     ],
 )
 def test_settings_that_do_not_fit_it(overrides: list[str], subject: str, text: str) -> None:
-    (problem,) = machine_problems(compose_config(["+exp=quickstart", *overrides]))
+    (problem,) = examine_machine(compose_config(["+exp=quickstart", *overrides])).problems
     assert problem.subject.startswith(subject)
     assert text in problem.text
 
 
 def test_the_recipes_fit_it() -> None:
     for recipe in ("quickstart", "quickstart_moe", "quickstart_ppo", "quickstart_tools", "quickstart_two_tasks"):
-        assert machine_problems(compose_config([f"+exp={recipe}"])) == []
+        assert examine_machine(compose_config([f"+exp={recipe}"])).problems == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.cautions import remarks
+from megatron_grpo.config.checks.remarks import remarks
 from megatron_grpo.preflight.load import compose_config
 from tests.support.config_problems import problems_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.checks.unused import unused_settings
+from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.overrides import config_groups
 from megatron_grpo.preflight.load import compose_config
 
