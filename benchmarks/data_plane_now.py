@@ -143,7 +143,7 @@ def measure(sizes: Sizes, folder: Path) -> Any:
 def _train(run: GRPORun, mark: Callable[[], None]) -> list[tuple[dict[str, float], float]]:
     reports = []
 
-    def step(batches: Iterator[list[DatumSpec]]) -> StepReport | None:
+    def step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
         mark()
         report = grpo_step(run, batches)
         assert report is not None

@@ -27,7 +27,7 @@ from header import header
 
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.matching import MathEnvironment
+from megatron_grpo.environments.tasks import MathEnvironment
 
 Pair = tuple[str, str]
 Judged = tuple[list[bool], float]

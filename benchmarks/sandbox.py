@@ -33,8 +33,7 @@ from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.sandbox.kernel import adopt_orphans
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import adopt_orphans, descendants
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 
 LIMITS = SandboxConfig(wall_time_s=20.0, cpu_time_s=1, memory_mb=256)

@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.advantages import gdpo_advantages, group_advantages, reinforce_plus_plus_advantages
 from megatron_grpo.losses.divergence import kl_estimate
-from megatron_grpo.losses.gae import estimate_advantages, token_rewards, whiten
+from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.shards import gather_shards, split_by_shard
 

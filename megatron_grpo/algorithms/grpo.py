@@ -18,7 +18,7 @@ from megatron_grpo.controller.save_state import GRPOSaveState
 from megatron_grpo.controller.setup import setup
 from megatron_grpo.controller.validation import validate
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.losses.reward_shaping import scale_rewards
+from megatron_grpo.losses.advantages import scale_rewards
 from megatron_grpo.observability.timing import StepTimer
 
 __all__ = [

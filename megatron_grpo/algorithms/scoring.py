@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Outcome
-from megatron_grpo.losses.advantages import gdpo_scores, has_signal
-from megatron_grpo.losses.reward_shaping import scale_rewards, shape_rewards
+from megatron_grpo.losses.advantages import gdpo_scores, has_signal, scale_rewards, shape_rewards
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
-from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.trainer.group import (

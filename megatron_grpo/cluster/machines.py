@@ -1,4 +1,4 @@
-"""How many GPUs there are: on this machine, and on those of a Ray cluster."""
+"""The machines of a run, found without importing Ray: their GPUs, whether Ray answers, Ray's environment variables."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import ray
@@ -10,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_grpo.cluster.guardian import keep_sigterm_handler
-from megatron_grpo.cluster.machines import malformed, too_few, unreachable
+from megatron_grpo.cluster.machines import LOCAL_MARKER, malformed, too_few, unreachable
 from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
@@ -189,3 +190,10 @@ def _in_group(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStr
     return PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
     )
+
+
+def node_address() -> str:
+    """The address at which this node's sockets are reached by the run's other processes: loopback if all are here."""
+    if LOCAL_MARKER in os.environ:
+        return "127.0.0.1"
+    return str(ray.util.get_node_ip_address())

@@ -261,13 +261,13 @@ class EnvironmentConfig(Section):
 
 
 BUILT_IN = {
-    "math": "megatron_grpo.environments.matching:MathEnvironment",
-    "addition": "megatron_grpo.environments.matching:AdditionEnvironment",
+    "math": "megatron_grpo.environments.tasks:MathEnvironment",
+    "addition": "megatron_grpo.environments.tasks:AdditionEnvironment",
     "code": "megatron_grpo.environments.code:CodeEnvironment",
-    "format": "megatron_grpo.environments.matching:FormatEnvironment",
+    "format": "megatron_grpo.environments.tasks:FormatEnvironment",
     "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
     "tools": "megatron_grpo.environments.tools.environment:ToolEnvironment",
-    "countdown": "megatron_grpo.environments.countdown:CountdownEnvironment",
+    "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
 }
 """Classes of the built-in environments, by type; reward_functions has keys of its own."""
 

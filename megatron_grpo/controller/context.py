@@ -25,7 +25,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration

@@ -34,7 +34,7 @@ from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.responses import SamplingSettings, sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.prepare.models import prepare

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_grpo.cluster.addresses import node_address
+from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import EndpointConfig
 from megatron_grpo.config.paths import token

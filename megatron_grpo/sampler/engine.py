@@ -11,8 +11,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode

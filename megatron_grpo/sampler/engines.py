@@ -11,9 +11,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.futures import explain, is_lost, overdue
+from megatron_grpo.cluster.futures import explain, is_lost, overdue, pickled
 from megatron_grpo.cluster.overdue import report_hanging
-from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.sampler.plan import RolloutFailure

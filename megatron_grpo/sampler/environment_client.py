@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from megatron_grpo.cluster.futures import explain, overdue
-from megatron_grpo.cluster.pickled import pickled
+from megatron_grpo.cluster.futures import explain, overdue, pickled
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
 from megatron_grpo.sampler.plan import RolloutFailure

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings

@@ -13,7 +13,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from megatron_grpo.cluster.pickled import pickled
+from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.data.rollout_files import Learnt, StepRecord, Written, write_rollouts
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch

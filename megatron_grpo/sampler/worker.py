@@ -13,8 +13,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
-from megatron_grpo.cluster.pickled import pickled
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec

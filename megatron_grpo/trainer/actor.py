@@ -84,7 +84,7 @@ class RankActor:
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the ranks' rendezvous store in this process; returns its address."""
-        from megatron_grpo.cluster.addresses import node_address
+        from megatron_grpo.cluster.ray_cluster import node_address
         from megatron_grpo.platform.device import open_store
 
         self.store = open_store(node_address(), timeout_s)

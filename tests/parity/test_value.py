@@ -20,7 +20,7 @@ from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.trainer.checkpoint import load_rank, save_rank
 from megatron_grpo.trainer.rank import ValueRank
 from megatron_grpo.weights.families import as_value_model, shape_of_folder

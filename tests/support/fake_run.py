@@ -14,7 +14,7 @@ from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import StepFacts
 from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.weights.refit.transport import TransferReport
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_models import FakePolicy, FakeValue

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.cluster.pickled import pickled
+from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 

@@ -12,8 +12,7 @@ import signal
 import sys
 
 from megatron_grpo.environments.sandbox import kernel
-from megatron_grpo.environments.sandbox.kernel import Filter
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import Filter, descendants
 from megatron_grpo.environments.sandbox.root import FOLDER, enter_root
 
 TYPE_CHECKING = False

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.environments.sandbox.kernel import LIBRARY
-from megatron_grpo.environments.sandbox.processes import descendants, memory
+from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, memory
 from megatron_grpo.environments.sandbox.root import FOLDER
 
 WATCH_S = 0.02

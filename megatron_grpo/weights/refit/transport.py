@@ -22,9 +22,9 @@ import ray
 from ray.exceptions import RayError
 from torch.distributed import Store, TCPStore
 
-from megatron_grpo.cluster.addresses import node_address
 from megatron_grpo.cluster.futures import explain, gather, is_lost, listed, lost_among
 from megatron_grpo.cluster.overdue import report_hanging
+from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.platform.device import open_store

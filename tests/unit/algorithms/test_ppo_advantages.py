@@ -19,7 +19,7 @@ from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.divergence import kl_estimate
-from megatron_grpo.losses.gae import estimate_advantages, token_rewards, whiten
+from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 from tests.support.fake_rollouts import FakeRollouts, add_entry, by_sequence, split
 from tests.support.ppo_batch import VALUES, advantages_of, make_config, make_trajectories
 from tests.support.trajectories import failed_trajectory, make_trajectory

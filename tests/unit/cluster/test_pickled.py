@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.cluster.pickled import IN_BAND_BYTES, pickled
+from megatron_grpo.cluster.futures import IN_BAND_BYTES, pickled
 from tests.support.trajectories import make_trajectory, plain
 
 

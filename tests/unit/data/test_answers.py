@@ -10,8 +10,8 @@ import pytest
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.rows import unusable_answer
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.matching import AdditionEnvironment
 from megatron_grpo.environments.math_answers import is_correct
+from megatron_grpo.environments.tasks import AdditionEnvironment
 
 
 @pytest.mark.parametrize(

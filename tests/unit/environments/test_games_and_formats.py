@@ -7,8 +7,8 @@ import pytest
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.scores import EnvironmentRequest
-from megatron_grpo.environments.countdown import CountdownEnvironment, played
 from megatron_grpo.environments.registry import create_environment
+from megatron_grpo.environments.tasks import CountdownEnvironment, played
 
 
 @pytest.mark.parametrize(

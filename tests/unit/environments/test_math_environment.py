@@ -16,10 +16,10 @@ from megatron_grpo.config.schema import EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments import math_answers
-from megatron_grpo.environments.matching import AdditionEnvironment, MathEnvironment
 from megatron_grpo.environments.math_answers import Verifier, final_answer, is_correct
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.tasks import AdditionEnvironment, MathEnvironment
 
 
 def request(response: str, answer: str) -> EnvironmentRequest:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_grpo.config.loop_schema import PPOAdvantageConfig
-from megatron_grpo.losses.gae import estimate_advantages, gae, length_adaptive_lambda, token_rewards, whiten
+from megatron_grpo.losses.value import estimate_advantages, gae, length_adaptive_lambda, token_rewards, whiten
 
 LENGTHS = [4, 1, 7, 0, 3]
 

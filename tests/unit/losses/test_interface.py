@@ -18,7 +18,7 @@ from megatron_grpo.data.batch import STORED_DTYPES, TokenFields
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.losses.value_loss import MseValueLossFn
+from megatron_grpo.losses.value import MseValueLossFn
 from tests.support.loss_oracle import CONFIGS, counts_of, random_batch
 
 Response = tuple[int, int, bool, bool]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.schema import RewardScalingConfig, RewardShapingConfig
-from megatron_grpo.losses.reward_shaping import scale_rewards, shape_rewards
+from megatron_grpo.losses.advantages import scale_rewards, shape_rewards
 
 
 def test_rewards_are_clamped_and_mapped_linearly() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from megatron_grpo.config.loop_schema import MseValueLossConfig
 from megatron_grpo.data.batch import TokenFields
 from megatron_grpo.losses.loss import GlobalCounts, combine_metrics
-from megatron_grpo.losses.value_loss import MseValueLossFn, add_explained_variance
+from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
 from tests.support.token_fields import mapped
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import descendants
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import descendants
 from megatron_grpo.environments.sandbox.sandbox import Finished, Sandbox, SandboxUnavailableError, open_sandbox
 from tests.support.ordinary_user import as_ordinary_user
 

@@ -14,7 +14,7 @@ from megatron_grpo.data.processors import REFERENCE
 from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.code import CodeEnvironment
 from megatron_grpo.environments.interface import EnvironmentSettings
-from megatron_grpo.environments.sandbox.processes import descendants
+from megatron_grpo.environments.sandbox.kernel import descendants
 from tests.support.sandboxed import require_level
 
 LIMITS = SandboxConfig(wall_time_s=60, cpu_time_s=1, memory_mb=200)
