@@ -5,29 +5,44 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.gpu import conftest as gpu
+
 ROOT = Path(__file__).resolve().parents[2]
+SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_nothing(): pass\n"
+PASSED = "\ndef test_something(): pass\n"
 
 
-def run_pytest(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def collected(path: Path) -> Any:
+    """A collected test, of which only the path counts and the markers that it gets."""
+    markers: list[pytest.MarkDecorator] = []
+    return SimpleNamespace(path=path, markers=markers, add_marker=markers.append, get_closest_marker=lambda name: None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here the tests of GPUs run")
-def test_only_tests_of_gpus_are_skipped_without_one() -> None:
-    found = run_pytest("tests/gpu/torch_only", "tests/unit/losses/test_gae.py")
-    assert found.returncode == 0, found.stdout
-    assert " passed" in found.stdout
-    assert " skipped" in found.stdout
+def test_only_tests_of_gpus_are_skipped_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(gpu.REHEARSED, raising=False)
+    items = [collected(ROOT / "tests/gpu/torch_only/test_one.py"), collected(ROOT / "tests/parity/test_other.py")]
+    gpu.pytest_collection_modifyitems(items)
+    assert [[marker.name for marker in item.markers] for item in items] == [["skip"], []]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here the tests of GPUs run")
-def test_a_run_that_skips_everything_fails() -> None:
-    found = run_pytest("-n", "1", "tests/gpu/torch_only")
-    assert found.returncode == pytest.ExitCode.TESTS_FAILED, found.stdout
-    assert "every test was skipped" in found.stdout
+@pytest.mark.parametrize(
+    ("source", "workers", "code"),
+    [
+        pytest.param(SKIPPED, "0", pytest.ExitCode.TESTS_FAILED, id="all skipped"),
+        pytest.param(SKIPPED, "1", pytest.ExitCode.TESTS_FAILED, id="all skipped in workers"),
+        pytest.param(SKIPPED + PASSED, "0", pytest.ExitCode.OK, id="one passed"),
+    ],
+)
+def test_a_run_that_skips_everything_fails(tmp_path: Path, source: str, workers: str, code: int) -> None:
+    (tmp_path / "test_these.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.nothing_shown", "-n", workers, "-c", "/dev/null"]
+    found = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == code, found.stdout
+    assert ("every test was skipped" in found.stdout) is (code != pytest.ExitCode.OK)
