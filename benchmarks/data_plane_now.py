@@ -34,6 +34,7 @@ from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer import group as rank_group
 from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
 from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
@@ -217,13 +218,12 @@ def _rollouts(config: Config, stack: ExitStack) -> RolloutPool:
     for environment in environments.values():
         stack.callback(environment.shutdown)
     engine = ray.remote(num_cpus=0)(MadeUpEngine)
-    rollouts = RolloutPool(
-        config.rollouts,
-        [engine.remote() for _ in range(config.generation.parallel.data)],
-        environments,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        generation_timeout_s=config.generation.timeout_s,
+    engines = [engine.remote() for _ in range(config.generation.parallel.data)]
+    workers = WorkerGroup(
+        config.rollouts.num_workers, engines, environments, generation_timeout_s=config.generation.timeout_s
     )
+    longest = config.policy.max_total_sequence_length
+    rollouts = RolloutPool(config.rollouts, workers, max_total_sequence_length=longest)
     stack.callback(rollouts.shutdown)
     rollouts.start()
     return rollouts

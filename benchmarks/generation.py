@@ -30,6 +30,7 @@ from small_model import PROMPT_WORDS, make_model, prompts
 
 if TYPE_CHECKING:
     from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.sampler.worker_group import WorkerGroup
 
 Sampled = tuple[float, list[list[int]]]
 """Seconds, and the token ids of each response."""
@@ -95,13 +96,8 @@ def rollout_workers(folder: str, asked: argparse.Namespace) -> Iterator[RolloutP
         generation.start()
         generation.wait_ready()
         environments = build_environments({"task": EnvironmentConfig(type="addition")})
-        pool = RolloutPool(
-            RolloutsConfig(),
-            generation.engines,
-            environments,
-            max_total_sequence_length=longest,
-            generation_timeout_s=300.0,
-        )
+        workers = WorkerGroup(None, generation.engines, environments, generation_timeout_s=300.0)
+        pool = RolloutPool(RolloutsConfig(), workers, max_total_sequence_length=longest)
         stack.callback(pool.shutdown)
         pool.start()
         pool.wait_ready()

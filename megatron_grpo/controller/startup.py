@@ -18,7 +18,7 @@ from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.worker_group import Restore, not_replaced
+from megatron_grpo.sampler.worker_group import Restore, WorkerGroup, not_replaced
 from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, PolicySettings, ValueSettings
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
@@ -162,15 +162,19 @@ def start_rollouts(
     environments = build_environments(config.env, environment_settings(config, folder), rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
-    rollouts = RolloutPool(
-        config.rollouts,
+    workers = WorkerGroup(
+        config.rollouts.num_workers,
         generation.engines,
         environments,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        max_turns=config.loop.max_rollout_turns,
         generation_timeout_s=config.generation.timeout_s,
         routed=generation.routed,
         endpoint=endpoint_settings(config.generation.endpoint, folder),
+    )
+    rollouts = RolloutPool(
+        config.rollouts,
+        workers,
+        max_total_sequence_length=config.policy.max_total_sequence_length,
+        max_turns=config.loop.max_rollout_turns,
         restore=restore,
     )
     stack.callback(rollouts.shutdown)
@@ -180,13 +184,9 @@ def start_rollouts(
 
 def start_recording_workers(config: Config, stack: ExitStack) -> RolloutPool:
     """Begin to start rollout workers without engines, which read a recording instead of sampling."""
-    rollouts = RolloutPool(
-        config.rollouts,
-        [],
-        {},
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        generation_timeout_s=config.generation.timeout_s,
-    )
+    workers = WorkerGroup(config.rollouts.num_workers, [], {}, generation_timeout_s=config.generation.timeout_s)
+    longest = config.policy.max_total_sequence_length
+    rollouts = RolloutPool(config.rollouts, workers, max_total_sequence_length=longest)
     stack.callback(rollouts.shutdown)
     rollouts.start()
     return rollouts

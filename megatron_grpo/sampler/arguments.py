@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,13 +11,10 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.checks.passthrough import library_problems
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
-from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.sampler.plugin import WEIGHT_TRANSFER_BACKEND
-from megatron_grpo.sampler.shutdown import EngineProcesses
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -164,85 +160,3 @@ class EngineEndpoint:
     index: int
     ranks: int
     """Worker processes: tensor * pipeline."""
-
-
-class EngineInterface(ABC):
-    """A Ray actor that samples: an engine of the run's own, or what stands for a server that runs elsewhere."""
-
-    @abstractmethod
-    async def start(self) -> dict[str, float]:
-        """Return when it can be refitted; seconds by part of the start."""
-
-    @abstractmethod
-    def generate(
-        self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
-    ) -> AsyncIterator[Any]:
-        """Sample all requests, and yield responses as they are complete; a streaming generator of Ray.
-
-        Args:
-            requests: the responses to sample, each with its prompt and seed.
-            settings: temperature, filters and stop conditions of all requests.
-            call: name of this call among those in flight, for `abort`.
-
-        Yields:
-            Some responses, as a list[tuple[int, GenerationOutput | str]] when it arrives: each with the number of its
-            request, and instead of a response the reason why there is none.
-
-        Raises:
-            RuntimeError: the engine cannot sample; the message says why.
-        """
-
-    @abstractmethod
-    async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
-
-    @abstractmethod
-    def processes(self) -> EngineProcesses:
-        """The engine's processes, so that the driver can end them when this actor no longer can."""
-
-    @abstractmethod
-    def take_counts(self) -> EngineCounts:
-        """What the engine had to do since the last call."""
-
-    @abstractmethod
-    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
-        """Let every worker come to where weights will be handed over.
-
-        Args:
-            mode: how weights come.
-            meeting: fields of refit.groups.Rendezvous, or of refit.files.receiver.SharedFolder, by name.
-            first_receiver: number of workers that the engines before this one have together.
-        """
-
-    @abstractmethod
-    async def receive_weights(self, version: int) -> None:
-        """Take one version into every worker; nothing is sampled until it is committed.
-
-        Raises:
-            RuntimeError: some worker did not get it, or could not verify it.
-        """
-
-    @abstractmethod
-    async def commit_weights(self, version: int) -> None:
-        """Serve what was received, under this version."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End what the engine has started."""
-
-
-class GenerationInterface(ABC):
-    """A pool of inference engines that look like one."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> Sequence[Any]:
-        """Ray actors with the methods of `EngineInterface`, in the order of their index."""
-
-    @abstractmethod
-    def endpoints(self) -> list[EngineEndpoint]:
-        """The engines, in the order of their index."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End every engine process; idempotent."""

@@ -19,7 +19,7 @@ from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.hooks import check_hooks
-from megatron_grpo.sampler.arguments import EngineInterface, VllmSettings, engine_arguments
+from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.sampler.pauses import Pauses
 from megatron_grpo.sampler.plugin import ENGINE_MARKER
 from megatron_grpo.sampler.requests import (
@@ -65,7 +65,7 @@ WEIGHTS_TO_HOST = 1
 """vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
 
 
-class VllmEngine(EngineInterface):
+class VllmEngine:
     """Ray actor. While nothing is in flight, generation is paused and its prefix cache empty.
 
     So no batch depends on an earlier one, and the scheduler sees all requests of a call before it takes the first. Only
@@ -184,8 +184,15 @@ class VllmEngine(EngineInterface):
         return self._statistics.take()
 
     @phase("connect the refit")
-    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
-        await self._on_workers("connect_refit", mode, meeting, first_receiver)
+    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
+        """Connect every worker to the senders of the weights.
+
+        Args:
+            mode: transport of the weights.
+            rendezvous: fields of refit.groups.Rendezvous, or of refit.files.SharedFolder, by name.
+            first_receiver: number of workers that the engines before this one have together.
+        """
+        await self._on_workers("connect_refit", mode, rendezvous, first_receiver)
 
     @phase("receive weights")
     async def receive_weights(self, version: int) -> None:

@@ -16,7 +16,7 @@ from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.config.paths import token
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
 from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler.arguments import EngineEndpoint, GenerationInterface, ServerAddress, VllmSettings
+from megatron_grpo.sampler.arguments import EngineEndpoint, ServerAddress, VllmSettings
 from megatron_grpo.sampler.engine import VllmEngine
 from megatron_grpo.sampler.server import ServerEngine
 from megatron_grpo.sampler.shutdown import END_S, EngineProcesses, end_processes
@@ -29,7 +29,7 @@ SHUTDOWN_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-class VllmGeneration(GenerationInterface):
+class VllmGeneration:
     """Engines in Ray actors; of servers that run elsewhere, an actor beside each.
 
     `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`.
@@ -131,6 +131,7 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def engines(self) -> Sequence[Any]:
+        """Ray actors (`VllmEngine` or `ServerEngine`), in the order of their index."""
         return self._engines
 
     @property
@@ -144,6 +145,7 @@ class VllmGeneration(GenerationInterface):
         return self._config.colocated
 
     def endpoints(self) -> list[EngineEndpoint]:
+        """The engines, in the order of their index."""
         return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
 
     def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
@@ -200,6 +202,7 @@ class VllmGeneration(GenerationInterface):
         gather(refs, deadline_s=self._config.timeout_s, what=what, name=ENGINE_NAME)
 
     def shutdown(self) -> None:
+        """End every engine process; idempotent."""
         engines, self._engines = self._engines, []
         ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         for engine in engines:

@@ -18,10 +18,8 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.generation_schema import RolloutsConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import EngineCounts, SamplingSettings
-from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.data.trajectory import SampledGroup
-from megatron_grpo.sampler.endpoint import EndpointSettings
 from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.sampler.plan import RolloutPlan, require_few_failures
 from megatron_grpo.sampler.rollout import ATTEMPTS
@@ -31,7 +29,6 @@ from megatron_grpo.sampler.worker_group import (
     WORKER_NAME,
     LostEngines,
     Restore,
-    StartableEnvironment,
     WorkerGroup,
     not_replaced,
 )
@@ -106,7 +103,6 @@ class GroupStream:
         return found
 
 
-ACTOR_OPTIONS: Mapping[str, Any] = {"num_cpus": 0}
 GRACE_S = 20.0
 """What the driver waits longer than the workers do, whose messages say more and come once the stacks are read."""
 
@@ -123,36 +119,23 @@ class RolloutPool:
     def __init__(
         self,
         config: RolloutsConfig,
-        engines: Sequence[Any],
-        environments: Mapping[str, StartableEnvironment],
+        workers: WorkerGroup,
         *,
         max_total_sequence_length: int,
         max_turns: int = 1,
-        generation_timeout_s: float,
-        startup_timeout_s: float = 900.0,
-        actor_options: Mapping[str, Any] = ACTOR_OPTIONS,
-        routed: RoutedForm | None = None,
-        endpoint: EndpointSettings | None = None,
         restore: Restore = not_replaced,
     ) -> None:
         """
         Args:
-            config: how many workers, how long a rollout may take and how many may fail.
-            engines: Ray actors with `generate` and `abort`, in the order of their numbers.
-            environments: by task name; `start` is called on each.
+            config: how long a rollout may take and how many may fail.
+            workers: the rollout workers, not yet started.
             max_total_sequence_length: longest prompt plus responses in tokens.
             max_turns: most responses of one rollout.
-            generation_timeout_s: deadline for the sampling of one generation batch.
-            startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
-                replaces another.
-            actor_options: Ray options (resources, placement) of every worker.
-            routed: form of the experts that engines return; None: engines return none.
-            endpoint: address at which agents ask the model, at the first worker; None: there are no agents.
-            restore: replaces engines that are lost, in `engines` itself, and raises SamplingError if it does not.
+            restore: replaces lost engines in `workers.engines` itself, and raises SamplingError if it does not.
         """
-        self._config = config
-        self._engines = engines
-        self._lost = LostEngines(engines, restore)
+        self._config, self._workers = config, workers
+        self._engines = workers.engines
+        self._lost = LostEngines(workers.engines, restore)
         self._max_total_sequence_length = max_total_sequence_length
         self._max_turns = max_turns
         self.remarks: list[str] = []
@@ -160,18 +143,8 @@ class RolloutPool:
         self.trainer_state = TrainerState()
         """How far the run is: what reward functions are told of the responses that are asked for next."""
         self._batches = count()
-        self._workers = WorkerGroup(
-            config.num_workers,
-            self._engines,
-            environments,
-            generation_timeout_s=generation_timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            actor_options=actor_options,
-            routed=routed,
-            endpoint=endpoint,
-        )
-        self._timeout_s = generation_timeout_s
-        self.tokens = StepTokens(self._workers, generation_timeout_s, routed)
+        self._timeout_s = workers.generation_timeout_s
+        self.tokens = StepTokens(workers)
         """What the workers do with the tokens of groups that are complete."""
 
     def start(self) -> None:

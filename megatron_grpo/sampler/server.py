@@ -22,7 +22,7 @@ from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.arguments import EngineInterface, VllmSettings
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.requests import PACE_S, EngineStatistics, sampling_arguments
 from megatron_grpo.sampler.shutdown import EngineProcesses, own_processes
 from megatron_grpo.weights.families import shape_of_folder
@@ -184,8 +184,8 @@ HOW_TO_START = "start it with python -m megatron_grpo.serve"
 logger = logging.getLogger(__name__)
 
 
-class ServerEngine(EngineInterface):
-    """Ray actor, beside one server.
+class ServerEngine:
+    """Ray actor, beside one server, with the methods of `VllmEngine`.
 
     The server calls each version of the weights by a name that no other run has. So every response says whether this
     run's weights sampled it, and a server that was started again is found out, brought to the current version, and
@@ -267,8 +267,8 @@ class ServerEngine(EngineInterface):
         return self._statistics.take()
 
     @phase("connect the refit")
-    async def connect_weights(self, mode: RefitMode, meeting: dict[str, Any], first_receiver: int) -> None:
-        self._source = (mode, meeting, first_receiver)
+    async def connect_weights(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> None:
+        self._source = (mode, rendezvous, first_receiver)
         await self._connected().wait_until_up(self._server.timeout_s)
         await self._on_workers("connect_refit", *self._source)
 

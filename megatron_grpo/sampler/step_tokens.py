@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import explain
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_file
-from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.sampler.shards import (
@@ -31,14 +30,8 @@ from megatron_grpo.sampler.worker_group import WorkerGroup
 class StepTokens:
     """Shards, computations and files of the tokens that the driver holds references to; rollout workers do the work."""
 
-    def __init__(self, workers: WorkerGroup, timeout_s: float, routed: RoutedForm | None) -> None:
-        """
-        Args:
-            workers: the rollout workers.
-            timeout_s: deadline of each piece of work.
-            routed: form of the experts that engines return; None: engines return none.
-        """
-        self._workers, self._timeout_s, self._routed = workers, timeout_s, routed
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers, self._timeout_s = workers, workers.generation_timeout_s
 
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
@@ -57,7 +50,7 @@ class StepTokens:
             rather than given) and generation_logprobs (float32, 0 where not sampled); with recorded routing also
             routed_experts, [tokens of the shard, numbers of a token].
         """
-        fields = shard_fields(self._routed)
+        fields = shard_fields(self._workers.routed)
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self._workers.actors)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]

@@ -42,27 +42,26 @@ class WorkerGroup:
         environments: Mapping[str, StartableEnvironment],
         *,
         generation_timeout_s: float,
-        startup_timeout_s: float,
-        actor_options: Mapping[str, Any],
-        routed: RoutedForm | None,
-        endpoint: EndpointSettings | None,
+        startup_timeout_s: float = 900.0,
+        routed: RoutedForm | None = None,
+        endpoint: EndpointSettings | None = None,
     ) -> None:
         """
         Args:
             number: of workers; None: one for every ENGINES_PER_WORKER engines.
             engines: Ray actors with `generate` and `abort`, in the order of their numbers; none: nothing is sampled.
             environments: by task name; `start` is called on each.
-            generation_timeout_s: deadline for the sampling of one generation batch.
+            generation_timeout_s: deadline for the sampling of one generation batch, and for each piece of work on its
+                tokens.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
                 replaces another.
-            actor_options: Ray options (resources, placement) of every worker.
             routed: form of the experts that engines return; None: engines return none.
             endpoint: where agents find the engines; None: nowhere.
         """
         self._endpoint = endpoint
-        self._number, self._engines, self._environments = number, engines, environments
-        self._generation_timeout_s, self._startup_timeout_s = generation_timeout_s, startup_timeout_s
-        self._actor_options, self._routed = dict(actor_options), routed
+        self._number, self.engines, self._environments = number, engines, environments
+        self.generation_timeout_s, self._startup_timeout_s = generation_timeout_s, startup_timeout_s
+        self.routed = routed
         self.actors: list[Any] = []
         self.engines_of: list[range] = []
         """By worker, the numbers of the engines that it asks."""
@@ -74,7 +73,7 @@ class WorkerGroup:
     def start(self) -> None:
         """Begin to start the environments and the workers."""
         self._started_at = time.monotonic()
-        engines = len(self._engines)
+        engines = len(self.engines)
         workers = self._number or max(1, round(engines / ENGINES_PER_WORKER))
         handles = {name: one.start(workers) for name, one in self._environments.items()}
         # Neighbouring engines to each worker; with more workers than engines, some share one.
@@ -82,15 +81,15 @@ class WorkerGroup:
         self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
         self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
-        actor = ray.remote(**self._actor_options)(RolloutWorker)
+        actor = ray.remote(num_cpus=0)(RolloutWorker)
         for index, numbers in enumerate(self.engines_of):
             settings = WorkerSettings(
                 index=index,
-                engines={number: self._engines[number] for number in numbers},
+                engines={number: self.engines[number] for number in numbers},
                 environments={name: shares[index] for name, shares in handles.items()},
-                generation_timeout_s=self._generation_timeout_s,
+                generation_timeout_s=self.generation_timeout_s,
                 startup_timeout_s=self._startup_timeout_s,
-                routed=self._routed,
+                routed=self.routed,
                 endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
             )
             self.actors.append(actor.remote(settings))

@@ -22,6 +22,7 @@ from megatron_grpo.sampler.endpoint import EndpointSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.plan import sample_seed
 from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.sampler.worker_group import WorkerGroup
 from tests.integration.example_agent import QUESTIONS
 from tests.integration.vllm_helpers import EOS, LETTERS, MAX_LENGTH, Oracle, engines, generate, make_model
 
@@ -83,11 +84,9 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     environments = build_environments({"counting": kind}, settings)
     rollouts = RolloutPool(
         RolloutsConfig(),
-        generation.engines,
-        environments,
+        WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0),
         max_total_sequence_length=MAX_LENGTH,
         max_turns=max_turns,
-        generation_timeout_s=120.0,
     )
     rollouts.start()
     try:
@@ -179,14 +178,10 @@ def _check(one: Trajectory, prompt: str, tokenizer: AutoTokenizer, oracle: Oracl
 
 @contextmanager
 def _rollouts(generation: VllmGeneration, model: Path) -> Iterator[RolloutPool]:
-    pool = RolloutPool(
-        RolloutsConfig(max_failed_fraction=1.0),
-        generation.engines,
-        build_environments({"task": AGENT}),
-        max_total_sequence_length=MAX_LENGTH,
-        generation_timeout_s=120.0,
-        endpoint=EndpointSettings(host="127.0.0.1", port=0, token="secret", model_path=str(model)),
-    )
+    endpoint = EndpointSettings(host="127.0.0.1", port=0, token="secret", model_path=str(model))
+    environments = build_environments({"task": AGENT})
+    workers = WorkerGroup(None, generation.engines, environments, generation_timeout_s=120.0, endpoint=endpoint)
+    pool = RolloutPool(RolloutsConfig(max_failed_fraction=1.0), workers, max_total_sequence_length=MAX_LENGTH)
     pool.start()
     try:
         pool.wait_ready()

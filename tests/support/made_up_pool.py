@@ -18,6 +18,7 @@ from megatron_grpo.environments.pool import build_environments
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.plan import sample_seed
 from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.sampler.worker_group import WorkerGroup
 from tests.support.made_up_engine import VERSION, MadeUpEngine, made_up_response
 
 SAMPLES, PROMPTS, MAX_LENGTH = 4, 6, 24
@@ -64,12 +65,11 @@ def pool(
                 raise SamplingError(reason)
             actors[number] = actor.remote(**left.pop(0))
 
+    settings = RolloutsConfig(**config)
     rollouts = RolloutPool(
-        RolloutsConfig(**config),
-        actors,
-        environments,
+        settings,
+        WorkerGroup(settings.num_workers, actors, environments, generation_timeout_s=generation_timeout_s),
         max_total_sequence_length=MAX_LENGTH,
-        generation_timeout_s=generation_timeout_s,
         restore=restore,
     )
     rollouts.start()
