@@ -18,7 +18,8 @@ from megatron_grpo.data.loader import Batches, with_waiting
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, renumbered
-from megatron_grpo.sampler.pool import Complete, GroupStream, RolloutPool, Timer
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import Complete, GroupStream, RolloutPool
 
 Group = TypeVar("Group")
 
@@ -146,7 +147,7 @@ class Oversampling:
         of order, so the loader's own state is not enough: the rows of the prompts under way are saved with it, and a
         resumed run samples them again before any other."""
 
-    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: Timer) -> list[SampledGroup] | None:
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         """The prompts that are complete first, as many as a generation batch has; None: none are left.
 
         Args:

@@ -13,7 +13,8 @@ from megatron_grpo.data.loader import Batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup
-from megatron_grpo.sampler.pool import RolloutPool, Timer, UnderWay
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import RolloutPool, UnderWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SampleBuffer:
         self.position = copy.deepcopy(loader.state_dict())
         """State of the loader after the last prompts that a step has taken, for checkpoints."""
 
-    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: Timer) -> list[SampledGroup] | None:
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         """Begin as many batches as their age allows, and wait for the next one; None: no prompts are left.
 
         Args:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.trajectory import Span
+from megatron_grpo.sampler.engines import EngineClient
 
 Message = Mapping[str, Any]
 
 OVER = "the rollout is over"
 HERE = "\u2402\u2403here\u2403\u2402"
 """Stands for the model's last message where a template is rendered, so that its own text is not."""
-
-
-class Engine(Protocol):
-    """Where a rollout samples."""
-
-    def generate(
-        self, request: GenerationRequest, settings: SamplingSettings
-    ) -> Coroutine[Any, Any, GenerationOutput]: ...
 
 
 class BadCallError(ValueError):
@@ -39,7 +32,7 @@ class Conversation:
     """
 
     def __init__(
-        self, engine: Engine, settings: SamplingSettings, tokenizer: Any, seed: Callable[[int], int], longest: int
+        self, engine: EngineClient, settings: SamplingSettings, tokenizer: Any, seed: Callable[[int], int], longest: int
     ) -> None:
         """
         Args:

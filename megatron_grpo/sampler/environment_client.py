@@ -9,7 +9,7 @@ import signal
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -17,19 +17,10 @@ from ray.exceptions import RayActorError, RayError
 from megatron_grpo.cluster.futures import explain, overdue, pickled
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
+from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.plan import RolloutFailure
 
 logger = logging.getLogger(__name__)
-
-
-class EnvironmentProcesses(Protocol):
-    """The processes of one environment that a rollout worker may use, and how it gets another one."""
-
-    name: str
-    timeout_s: float
-    processes: list[Any]
-
-    def spawn(self) -> Any: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +41,7 @@ class EnvironmentClient:
     by sample, so that only the one that did it fails.
     """
 
-    def __init__(self, handle: EnvironmentProcesses, startup_timeout_s: float) -> None:
+    def __init__(self, handle: EnvironmentHandle, startup_timeout_s: float) -> None:
         """
         Args:
             handle: the environment's processes.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 from ray.exceptions import RayError
@@ -20,6 +19,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import EngineCounts, SamplingSettings
 from megatron_grpo.data.scores import TrainerState
 from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.sampler.plan import RolloutPlan, require_few_failures
 from megatron_grpo.sampler.rollout import ATTEMPTS
@@ -107,12 +107,6 @@ GRACE_S = 20.0
 """What the driver waits longer than the workers do, whose messages say more and come once the stacks are read."""
 
 
-class Timer(Protocol):
-    """Names the phase that time is spent in."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-
 class RolloutPool:
     """Rollout workers in Ray actors. `start()` returns at once; then `wait_ready()`."""
 
@@ -169,7 +163,7 @@ class RolloutPool:
         settings: SamplingSettings,
         run_seed: int,
         step: int,
-        timer: Timer,
+        timer: StepTimer,
     ) -> list[SampledGroup]:
         """Sample `samples_per_prompt` responses to each prompt, and have them scored.
 
@@ -207,7 +201,7 @@ class RolloutPool:
         ]
         return UnderWay([worker.generated.remote(batch) for worker in self._workers.actors], collected)
 
-    def finish(self, under_way: UnderWay, timer: Timer) -> list[SampledGroup]:
+    def finish(self, under_way: UnderWay, timer: StepTimer) -> list[SampledGroup]:
         """Wait for a generation batch that was begun; returns and raises what `collect` does."""
         with timer.phase("generation"):
             limit = self._timeout_s + GRACE_S

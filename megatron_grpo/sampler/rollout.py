@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,17 +10,14 @@ from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import Scored, ScoringJob
 from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.sampler.endpoint import Endpoint
+from megatron_grpo.sampler.engines import EngineClient, Engines
+from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan
-from megatron_grpo.sampler.turns import AgentHost, Engine, Sampled, ScoringEnvironment, Turns
+from megatron_grpo.sampler.turns import Sampled, Turns
 
 ATTEMPTS = 2
 """A rollout that failed is tried once more."""
-
-
-class Router(Protocol):
-    """Who chooses an engine (`Engines`)."""
-
-    def place(self, sizes: list[int]) -> list[Any]: ...
 
 
 class GroupRollout:
@@ -32,26 +28,26 @@ class GroupRollout:
         group: int,
         datum: DatumSpec,
         plan: RolloutPlan,
-        router: Router,
-        environment: ScoringEnvironment,
-        agents: AgentHost | None = None,
+        engines: Engines,
+        environment: EnvironmentClient,
+        agents: Endpoint | None = None,
     ) -> None:
         """
         Args:
             group: number of the prompt in its generation batch.
             datum: the prompt.
             plan: how to sample.
-            router: chooses another engine for a second attempt.
+            engines: chooses another engine for a second attempt.
             environment: what answers and scores the prompt's task.
             agents: where the environment's agent asks the model; None: it has none, and answers turn by turn.
         """
-        self._datum, self._plan, self._router, self._environment = datum, plan, router, environment
+        self._datum, self._plan, self._engines, self._environment = datum, plan, engines, environment
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
         self._turns = Turns(group, datum, np.array(ids, dtype=np.int32), plan, environment, agents)
         self._sampled: list[Sampled] = []
         self._deadline = 0.0
 
-    async def sample(self, engine: Engine) -> None:
+    async def sample(self, engine: EngineClient) -> None:
         """Let every sample go through its turns, beginning at this engine, which counts them in its load.
 
         Raises:
@@ -104,13 +100,13 @@ class GroupRollout:
         task, limit = self._datum["task_name"], self._plan.timeout_s
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
 
-    async def _one(self, sample: int, engine: Engine) -> Sampled:
+    async def _one(self, sample: int, engine: EngineClient) -> Sampled:
         """One sample, which is tried again, with equal seeds, when it fails."""
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 # Chosen while the engine that failed still counts this sample: a stuck one would look idle otherwise.
-                failed_on, (engine,) = engine, self._router.place([1])
+                failed_on, (engine,) = engine, self._engines.place([1])
                 failed_on.load -= 1
             try:
                 sampled = await self._attempt(sample, engine)
@@ -128,7 +124,7 @@ class GroupRollout:
         _fail(failed, reason)
         return Sampled(failed)
 
-    async def _attempt(self, sample: int, engine: Engine) -> Sampled:
+    async def _attempt(self, sample: int, engine: EngineClient) -> Sampled:
         """One attempt at a sample: from its beginning again, with equal seeds, whenever the engine is replaced."""
         while True:
             try:

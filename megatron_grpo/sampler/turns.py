@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.sampler.conversation import Conversation
+from megatron_grpo.sampler.endpoint import Endpoint
+from megatron_grpo.sampler.engines import EngineClient
+from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
-
-
-class Engine(Protocol):
-    """Where a rollout samples (`EngineClient`)."""
-
-    name: str
-    load: int
-
-    def generate(
-        self, request: GenerationRequest, settings: SamplingSettings
-    ) -> Coroutine[Any, Any, GenerationOutput]: ...
-
-    async def is_lost(self) -> bool: ...
-
-    async def replaced(self) -> None: ...
-
-
-class AgentHost(Protocol):
-    """Where agents ask the model (`Endpoint`)."""
-
-    tokenizer: Any
-
-    def opened(self, conversation: Conversation) -> AbstractContextManager[ModelAccess]: ...
-
-
-class ScoringEnvironment(Protocol):
-    """What answers and scores responses (`EnvironmentClient`)."""
-
-    reads_token_ids: bool
-
-    async def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Any: ...
-
-    async def step(self, state: Any, response: str, last_token: int) -> Turn: ...
-
-    async def score(self, job: ScoringJob) -> list[Scored]: ...
-
-    async def act(
-        self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess
-    ) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -75,11 +36,11 @@ class Turns:
     prompt_ids: NDArray[np.int32]
     """[prompt tokens], int32."""
     plan: RolloutPlan
-    environment: ScoringEnvironment
-    agents: AgentHost | None
+    environment: EnvironmentClient
+    agents: Endpoint | None
     """Where the environment's agent asks the model; None: it has none, and answers turn by turn."""
 
-    async def take(self, sample: int, engine: Engine) -> Sampled:
+    async def take(self, sample: int, engine: EngineClient) -> Sampled:
         """A sample's turns, from its beginning.
 
         Raises:
@@ -94,7 +55,7 @@ class Turns:
         """What is left of a sample none of whose attempts came to an end: its prompt."""
         return self._trajectory(sample, [self.prompt_ids], [], [], "", "stop", None)
 
-    async def _answered(self, sample: int, engine: Engine) -> Sampled:
+    async def _answered(self, sample: int, engine: EngineClient) -> Sampled:
         """One sample whose responses the environment answers."""
         datum, plan = self.datum, self.plan
         state = await self.environment.reset(datum["prompt"], datum["extra_env_info"])
@@ -125,7 +86,7 @@ class Turns:
         logprobs = [output.logprobs for output in outputs]
         return Sampled(self._trajectory(sample, pieces, spans, logprobs, text, stop_reason, routed), state)
 
-    async def _acted(self, sample: int, engine: Engine, agents: AgentHost) -> Sampled:
+    async def _acted(self, sample: int, engine: EngineClient, agents: Endpoint) -> Sampled:
         """One sample whose turns an agent makes, by its calls."""
         datum, plan = self.datum, self.plan
 

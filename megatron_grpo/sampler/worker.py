@@ -22,9 +22,10 @@ from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorde
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
-from megatron_grpo.sampler.environment_client import EnvironmentClient, EnvironmentProcesses
+from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutPlan
 from megatron_grpo.sampler.rollout import GroupRollout
 from megatron_grpo.sampler.shards import (
@@ -73,7 +74,7 @@ class WorkerSettings:
     index: int
     engines: dict[int, Any]
     """Engine actors that this worker asks, by number of the engine."""
-    environments: Mapping[str, EnvironmentProcesses]
+    environments: Mapping[str, EnvironmentHandle]
     """Processes that this worker has for itself, by task name."""
     generation_timeout_s: float
     """Deadline for the sampling of one generation batch."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -16,20 +16,14 @@ from megatron_grpo.cluster.futures import gather, overdue
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.sampler.endpoint import EndpointSettings
-from megatron_grpo.sampler.environment_client import EnvironmentProcesses
 from megatron_grpo.sampler.worker import RolloutWorker, WorkerSettings
 
 ENGINES_PER_WORKER = 8
 WORKER_NAME = "rollout worker {}".format
 
 Item = TypeVar("Item")
-
-
-class StartableEnvironment(Protocol):
-    """An environment whose processes are shared out over rollout workers (`EnvironmentPool`)."""
-
-    def start(self, shares: int) -> Sequence[EnvironmentProcesses]: ...
 
 
 class WorkerGroup:
@@ -39,7 +33,7 @@ class WorkerGroup:
         self,
         number: int | None,
         engines: Sequence[Any],
-        environments: Mapping[str, StartableEnvironment],
+        environments: Mapping[str, EnvironmentPool],
         *,
         generation_timeout_s: float,
         startup_timeout_s: float = 900.0,
