@@ -179,7 +179,7 @@ class SampledGroup:
 
     outcomes: list[Outcome]
     payload: Any
-    """Where the group's trajectories are, in the order of the outcomes; for `StepTokens.fetch` and its neighbours."""
+    """(Ray's reference to a list of groups, each a list[Trajectory]; the place of this group in that list)."""
 
 
 def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:

@@ -158,16 +158,6 @@ TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
-    """Where the trajectories of a group are."""
-
-    bundle: Any
-    """Reference (Ray's) to a list of groups, each a list[Trajectory]."""
-    place: int
-    """Which of these groups."""
-
-
-@dataclass(frozen=True, slots=True)
 class Payloads:
     """Where the trajectories of many groups are, for a message: each object is named once."""
 
@@ -177,15 +167,15 @@ class Payloads:
     """[groups, 2]: number of a group's bundle, and its place in there."""
 
     @staticmethod
-    def of(payloads: Sequence[Payload]) -> Payloads:
-        """The groups of `payloads`, in their order."""
+    def of(payloads: Iterable[tuple[Any, int]]) -> Payloads:
+        """Of groups (`SampledGroup.payload`), in their order."""
         numbers: dict[Any, int] = {}
-        places = [(numbers.setdefault(one.bundle, len(numbers)), one.place) for one in payloads]
+        places = [(numbers.setdefault(bundle, len(numbers)), place) for bundle, place in payloads]
         return Payloads(list(numbers), np.array(places, dtype=np.int32).reshape(-1, 2))
 
-    def each(self) -> list[Payload]:
-        """One for each group."""
-        return [Payload(self.bundles[bundle], place) for bundle, place in self.places.tolist()]
+    def each(self) -> list[tuple[Any, int]]:
+        """`SampledGroup.payload` of each group."""
+        return [(self.bundles[bundle], place) for bundle, place in self.places.tolist()]
 
     def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
         """The trajectories of each group.
@@ -225,11 +215,12 @@ class Bundler:
         Args:
             groups: how many will come.
         """
-        self._payloads: list[Payload | None] = [None] * groups
-        self._waiting: list[tuple[int, list[Trajectory]]] = []
+        self._payloads: list[Any] = [None] * groups
+        self._outcomes: list[list[Outcome]] = [[] for _ in range(groups)]
+        self._waiting: list[tuple[int, Sequence[Trajectory]]] = []
         self._bytes = 0
 
-    def add(self, number: int, trajectories: list[Trajectory]) -> None:
+    def add(self, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Take a group, to put it when enough have come together.
 
         Args:
@@ -237,22 +228,31 @@ class Bundler:
             trajectories: samples of the group, in their order.
         """
         self._waiting.append((number, trajectories))
+        self._outcomes[number] = [one.outcome for one in trajectories]
         for one in trajectories:
             self._bytes += TOKEN_BYTES * len(one.token_ids) + (0 if one.routed is None else one.routed.nbytes)
         if self._bytes >= BUNDLE_BYTES:
             self._put()
 
-    def finish(self) -> Payloads:
-        """Where every group is, when all have come."""
+    def finish(self, remarks: list[str]) -> Collected:
+        """The groups, when all have come, and remarks for the log of the run."""
         if self._waiting:
             self._put()
-        return Payloads.of([one for one in self._payloads if one is not None])
+        return Collected(Payloads.of(self._payloads), pickled(self._outcomes), remarks)
 
     def _put(self) -> None:
         bundle = ray.put(pickled([trajectories for _, trajectories in self._waiting]))
         for place, (number, _) in enumerate(self._waiting):
-            self._payloads[number] = Payload(bundle, place)
+            self._payloads[number] = (bundle, place)
         self._waiting, self._bytes = [], 0
+
+
+def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Collected:
+    """Put groups that are at hand into the object store."""
+    bundler = Bundler(len(groups))
+    for number, trajectories in enumerate(groups):
+        bundler.add(number, trajectories)
+    return bundler.finish(remarks)
 
 
 DUMPED_GROUPS = 64

@@ -16,8 +16,8 @@ from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_fil
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.sampler.shards import (
-    Bundler,
     Payloads,
+    collected,
     evenly_chosen,
     groups_of,
     places_of,
@@ -112,12 +112,8 @@ class StepTokens:
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         """Groups of trajectories that are at hand, as `collect` returns groups."""
-        bundler = Bundler(len(groups))
-        for number, group in enumerate(groups):
-            bundler.add(number, list(group))
-        payloads = bundler.finish().each()
-        outcomes = ([one.outcome for one in group] for group in groups)
-        return [SampledGroup(*pair) for pair in zip(outcomes, payloads, strict=True)]
+        payloads = collected(groups, []).payloads.each()
+        return [SampledGroup([one.outcome for one in group], at) for group, at in zip(groups, payloads, strict=True)]
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
         """The rollouts of a step that an earlier run wrote: what is known of their sampling, and a group a prompt.

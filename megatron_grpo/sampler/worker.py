@@ -13,7 +13,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.errors import RunError
@@ -21,7 +20,7 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.data.trajectory import Outcome, Trajectory
+from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
 from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
@@ -32,6 +31,7 @@ from megatron_grpo.sampler.shards import (
     Bundler,
     Collected,
     Payloads,
+    collected,
     dump,
     gather_shards,
     shard_arrays,
@@ -50,11 +50,7 @@ def load(file: Path) -> tuple[StepFacts, Collected]:
         facts, groups = read_recorded(file)
     except (OSError, ValueError) as error:
         raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
-    bundler = Bundler(len(groups))
-    for number, trajectories in enumerate(groups):
-        bundler.add(number, trajectories)
-    outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
-    return facts, Collected(bundler.finish(), pickled(outcomes), [])
+    return facts, collected(groups, [])
 
 
 PACE_S = 0.02
@@ -123,14 +119,12 @@ class RolloutWorker:
         """
         generated = self._generated[batch]
         bundler = Bundler(len(prompts))
-        outcomes: list[list[Outcome]] = [[] for _ in prompts]
         try:
             async for place, trajectories in self._groups(plan, prompts, generated):
                 bundler.add(place, trajectories)
-                outcomes[place] = [one.outcome for one in trajectories]
         finally:
             generated.set()
-        return Collected(bundler.finish(), pickled(outcomes), self._take_remarks())
+        return bundler.finish(self._take_remarks())
 
     async def collect_each(self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]]) -> AsyncIterator[list[int]]:
         """As `collect`, but each group is kept until `hand_over` asks for it; a streaming generator of Ray.
@@ -173,12 +167,7 @@ class RolloutWorker:
 
         Not what `collect_each` yields: references within what a generator yields do not keep objects alive.
         """
-        groups = [self._complete.pop(number) for number in numbers]
-        bundler = Bundler(len(groups))
-        for place, trajectories in enumerate(groups):
-            bundler.add(place, trajectories)
-        outcomes = [[one.outcome for one in trajectories] for trajectories in groups]
-        return Collected(bundler.finish(), pickled(outcomes), self._take_remarks())
+        return collected([self._complete.pop(number) for number in numbers], self._take_remarks())
 
     async def _groups(
         self, plan: RolloutPlan, prompts: list[tuple[int, DatumSpec]], generated: asyncio.Event
