@@ -28,7 +28,6 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
-from megatron_grpo.cpu.megatron import keep_freed_memory
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
 from megatron_grpo.proof.problem import counts_of, make_loss
@@ -124,7 +123,6 @@ def main() -> None:
     parser.add_argument("--model", choices=("addition", "calculator"), help="instead of one of the sizes above")
     options = parser.parse_args()
     initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
-    keep_freed_memory()  # as in a rank of a run
     config = Qwen3Config(**(PREPARED_MODELS[options.model] if options.model else sizes_of(options)))
     batch = make_batch(options.sequences, options.longest, config.vocab_size, even=options.lengths == "even")
     with tempfile.TemporaryDirectory() as place:

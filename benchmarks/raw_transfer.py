@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from megatron_grpo.config.schema import GenerationParallelConfig
-from megatron_grpo.cpu.megatron import keep_freed_memory
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.refit_plan import RefitSummary
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.layouts import destinations, engine_shards, in_fp8_blocks
-from megatron_grpo.weights.refit.broadcast import join_stage
 from megatron_grpo.weights.refit.groups import Rendezvous, join
 from megatron_grpo.weights.shape import ModelShape
 
@@ -73,13 +71,14 @@ def raw_broadcasts(stages: int, receivers: int, total_bytes: int, repeats: int) 
 
 
 def _raw_sender(stage: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    group = join_stage(rendezvous, stage, 0, torch.device("cpu"))
+    group = join(rendezvous, f"stage {stage}", 0, rendezvous.receivers + 1, torch.device("cpu"))
     buffer = torch.ones(size, dtype=torch.uint8)
     results.put(_timed(lambda: group.broadcast(buffer, root=0).wait(), repeats))
 
 
 def _raw_receiver(rank: int, stages: int, rendezvous: Rendezvous, size: int, repeats: int, results: Any) -> None:
-    groups = [join_stage(rendezvous, stage, rank, torch.device("cpu")) for stage in range(stages)]
+    size_of_group, cpu = rendezvous.receivers + 1, torch.device("cpu")
+    groups = [join(rendezvous, f"stage {stage}", rank, size_of_group, cpu) for stage in range(stages)]
     buffer = torch.empty(size, dtype=torch.uint8)
 
     def receive() -> None:
@@ -112,7 +111,6 @@ def _packing_member(sizes: list[tuple[int, int]], together: Any, repeats: int, r
     from vllm import _custom_ops
 
     torch.set_num_threads(1)
-    keep_freed_memory()
     packed: dict[int, Any] = {}
     matrices = [torch.ones(size) for size in sizes]
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.sampler.plugin import SERVER_MARKER, WEIGHT_TRANSFER_BACKEND
+from megatron_grpo.sampler.plugin import SERVER_MARKER
 from megatron_grpo.weights.source import model_folder
 
 MISTAKE = 2
@@ -99,7 +99,6 @@ def _for_runs() -> list[str]:
         "--enable-scale-out",  # has the path by which tokens go in and come out
         "--logprobs-mode=processed_logprobs",
         "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
-        f'--weight-transfer-config={{"backend": "{WEIGHT_TRANSFER_BACKEND}"}}',
         "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
     ]
 

@@ -15,8 +15,7 @@ import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.routed import UNKNOWN, RoutedForm
+from megatron_grpo.platform.device import environment
 from megatron_grpo.platform.hooks import check_hooks
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def replace_in_vllm() -> None:
     utils.get_mp_context = ForkedCoreContext
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     for executor in (multiproc_executor, uniproc_executor):
-        executor.get_file_store_init_method = _meeting_file
+        # Where the workers meet: vLLM's own choice is a file in the system's folder, which stays there.
+        executor.get_file_store_init_method = lambda: f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
 
 
 class ForkedCore(ForkServerProcess):
@@ -172,7 +173,7 @@ def start_importing(threads: int) -> None:
     """
     os.environ.setdefault(SOCKETS, util.get_temp_dir())
     multiprocessing.set_forkserver_preload([PRELOADED])
-    with _environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
+    with environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
         forkserver.ensure_running()
 
 
@@ -189,11 +190,6 @@ def forget_sockets() -> None:
     shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
 
 
-def _meeting_file() -> str:
-    """Where the workers meet: vLLM's own choice is a file in the system's folder, which stays there."""
-    return f"file://{os.environ[SOCKETS]}/{uuid.uuid4().hex}"
-
-
 def _torch_openmp() -> dict[str, str]:
     """LD_PRELOAD with the OpenMP library that comes with torch, which vLLM wants all its processes to begin with."""
     loaded = os.environ.get("LD_PRELOAD", "")
@@ -203,17 +199,3 @@ def _torch_openmp() -> dict[str, str]:
     torch = Path(spec.origin).parent
     found = [path for folder in (torch.parent / "torch.libs", torch / "lib") for path in folder.glob("libgomp*.so*")]
     return {"LD_PRELOAD": ":".join(filter(None, [loaded, *map(str, found[:1])]))}
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

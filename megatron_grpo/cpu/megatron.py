@@ -7,11 +7,9 @@ GPU. A name costs tens of nanoseconds more to look up there; operators are not i
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
-import platform
 import queue
 import tempfile
 from pathlib import Path
@@ -24,9 +22,6 @@ from torch import Tensor
 from megatron_grpo.cpu.torch_stand_in import compiling_nothing, cpu_torch
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.hooks import check_hooks, hooks
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's mallopt
-_KEPT_BYTES = 1 << 30
 
 MODULE = "megatron.core.tensor_parallel.mappings"
 
@@ -217,14 +212,3 @@ def _patch_experts() -> None:
     router = _module("megatron.core.transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     router._apply_expert_bias = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-
-
-def keep_freed_memory() -> None:
-    """Let up to 1 GiB of freed memory stay with this process: every microbatch takes and frees tensors of equal sizes.
-
-    Getting memory back from the system costs 2 us for each 4 KiB, more than writing to it. Only glibc has the setting.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-            library.mallopt(parameter, _KEPT_BYTES)

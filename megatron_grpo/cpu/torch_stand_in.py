@@ -15,26 +15,21 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 """Functions of `torch` that Megatron-Core calls with device="cuda"."""
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
 class _Stream:
     """Stands in for torch.cuda.Stream and Event: on a CPU everything has happened when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def wait_event(self, event: _Stream) -> None: ...
-
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or self
 
-    def record(self, stream: _Stream | None = None) -> None: ...
-
-    def wait(self, stream: _Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
     def query(self) -> bool:
         return True
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
 
 
 class _Overlay(ModuleType):
@@ -53,21 +48,15 @@ def cpu_torch() -> ModuleType:
     """`torch` for modules that ask a GPU for what a CPU has as well."""
     stream = _Stream()
 
-    @contextlib.contextmanager
-    def on_stream(_: _Stream | None) -> Iterator[None]:
-        yield
-
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
     cuda = _Overlay(
         torch.cuda,
         {
             "current_device": lambda: torch.device("cpu"),
-            "synchronize": nothing,
-            "empty_cache": nothing,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
             "Stream": _Stream,
             "Event": _Stream,
-            "stream": on_stream,
+            "stream": contextlib.nullcontext,
             "current_stream": lambda device=None: stream,
             "default_stream": lambda device=None: stream,
             "get_rng_state": lambda device=None: torch.get_rng_state(),

@@ -1,6 +1,5 @@
-"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, small matrices as they
-are, and a record of which experts tokens go through. vLLM's own record needs its second model runner, which a CPU
-without Triton has not."""
+"""vLLM's CPU worker in a forked process: pipeline stages without compilation, shares of experts, and a record of which
+experts tokens go through. vLLM's own record needs its second model runner, which a CPU without Triton has not."""
 
 from __future__ import annotations
 
@@ -59,37 +58,6 @@ def give_ranks_their_experts() -> None:
         original(self, w1=w1, expert_map=None, topk_weights=weights, topk_ids=chosen, **others)
 
     CPUUnquantizedExperts.apply = apply
-
-
-MOST_NUMBERS, MOST_COLUMNS = 1 << 16, 256
-"""Size up to which torch's product is no loss beside oneDNN's by a packed copy: half the time for few tokens, about as
-much for many, up to 1.7 times for 16 to 64 tokens in rows of 256 (`benchmarks/small_matrices.py`, float32). Packing
-such a matrix takes most of a millisecond, at every refit."""
-
-
-def is_small(weight: torch.Tensor) -> bool:
-    """Whether a layer's weight, [rows, columns], is multiplied by as it is."""
-    plain = weight.dim() == 2 and weight.dtype == torch.float32
-    return plain and weight.numel() <= MOST_NUMBERS and weight.shape[1] <= MOST_COLUMNS
-
-
-def keep_small_matrices() -> None:
-    """Let vLLM leave small matrices as they are, so that a refit writes straight into them.
-
-    To be called once in each worker, before the model is made.
-    """
-    from vllm.model_executor.layers import utils
-
-    original = utils.dispatch_cpu_unquantized_gemm
-
-    @wraps(original)
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if is_small(layer.weight):
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            original(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def offer_fp8_blocks() -> None:
@@ -236,7 +204,6 @@ class PipelineCPUWorker(CPUWorker):
         if self.parallel_config.enable_expert_parallel:
             give_ranks_their_experts()
         offer_fp8_blocks()
-        keep_small_matrices()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         if self.vllm_config.additional_config.get(RECORD_ROUTING):
@@ -250,7 +217,8 @@ class PipelineCPUWorker(CPUWorker):
         """As vLLM's worker."""
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
-            self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids, self._block_size())
+            block_size = self.vllm_config.cache_config.block_size
+            self._recorder.end_step(scheduler_output, self.model_runner.input_batch.req_ids, block_size)
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
@@ -268,7 +236,3 @@ class PipelineCPUWorker(CPUWorker):
             return {}
         taken = {name: self._recorder.take(name) for name in names}
         return {name: {layer: rows.tobytes() for layer, rows in one.items()} for name, one in taken.items()}
-
-    def _block_size(self) -> int:
-        """Tokens of a block of the KV cache."""
-        return int(self.vllm_config.cache_config.block_size)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -47,3 +50,18 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A client of the store at this address."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables that have these values in the body."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

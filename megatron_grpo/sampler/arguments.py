@@ -14,7 +14,6 @@ from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.sampler.plugin import WEIGHT_TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -94,7 +93,6 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
         "worker_extension_cls": "megatron_grpo.weights.refit.worker.RefitWorker",
     }
     if config.engine.speculative.num_speculative_tokens:

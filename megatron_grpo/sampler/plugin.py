@@ -42,16 +42,20 @@ ENGINE_MARKER = "MEGATRON_GRPO_ENGINE"
 SERVER_MARKER = "MEGATRON_GRPO_SERVER"
 """Environment variable that tells the processes of a server of `megatron_grpo.serve` what they are."""
 
-WEIGHT_TRANSFER_BACKEND = "megatron_grpo"
-"""Name of our receiver in vLLM's registry of weight-transfer engines."""
-
 PARENT_CHECK_S = 1.0
 
 
+_registered = False
+
+
 def register() -> None:
-    """Make the receiver known and tie the process to its parent. Does nothing outside our engines; safe to repeat."""
-    if not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys() or not _register_receiver():
+    """Tie the process to its parent. Does nothing outside our engines; safe to repeat."""
+    global _registered
+    if _registered or not {ENGINE_MARKER, SERVER_MARKER} & os.environ.keys():
         return
+    _registered = True
+    # Of layers without weights of their own, a tied head for one, it warns at every refit.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
     if ENGINE_MARKER not in os.environ:  # a server's processes are vLLM's own in everything else
         return
     from vllm.platforms import current_platform
@@ -63,19 +67,6 @@ def register() -> None:
     else:
         check_hooks("cuda")
     begin_process()
-
-
-def _register_receiver() -> bool:
-    """Make the receiver known to vLLM; whether it was not before."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
-        return False
-    module = "megatron_grpo.weights.refit.worker"
-    WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER_BACKEND, module, "WeightReceiver")
-    # Of layers without weights of their own, a tied head for one, it warns at every refit.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(OncePerMessage())
-    return True
 
 
 def _role() -> str:

@@ -133,10 +133,6 @@ class RankActor:
             timeout_s=settings.config.timeout_s,
         )
         self.model = settings.build_rank()
-        if current_platform().name == "cpu":
-            from megatron_grpo.cpu.megatron import keep_freed_memory
-
-            keep_freed_memory()
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),

@@ -88,33 +88,12 @@ _PREFIX = "base_model.model."
 
 
 @torch.no_grad()
-def iter_adapter_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Every adapter's A and B under the names of peft, for each Hugging Face matrix that has one.
-
-    Matrices that share a Megatron parameter share its A: each gets a copy, and its own rows of B.
-
-    Args:
-        chunks: the whole model, on one rank.
-        shape: sizes of the model.
-
-    Yields:
-        Names with A, [rank, columns], and B, [rows, rank], in the model's dtype.
-    """
-    for bound in bound_entries(chunks, shape):
-        if bound.adapted is None:
-            continue
-        slices = bound.entry.slices(shape, bound.layer, 0, 1)
-        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
-        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
-            name = _PREFIX + matrix.name.removesuffix(".weight")
-            yield f"{name}.lora_A.weight", bound.adapted.lora_a.detach()
-            yield f"{name}.lora_B.weight", lora_b
-
-
 def write_peft_folder(
     chunks: Sequence[Any], shape: ModelShape, lora: LoraConfig, base_model: str, output: str | Path
 ) -> None:
     """Write the adapters of a model as a folder that peft loads, under a temporary name until it is complete.
+
+    Matrices that share a Megatron parameter share its A: each gets a copy, and its own rows of B.
 
     Args:
         chunks: the whole model, on one rank.
@@ -126,8 +105,17 @@ def write_peft_folder(
     Raises:
         ValueError: `output` already holds something.
     """
-    # Copies: matrices with one A share its memory, which safetensors refuses to write.
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in iter_adapter_tensors(chunks, shape)}
+    tensors = {}
+    for bound in bound_entries(chunks, shape):
+        if bound.adapted is None:
+            continue
+        slices = bound.entry.slices(shape, bound.layer, 0, 1)
+        rows_of_b = split_parameter(bound.entry, bound.adapted.lora_b.detach(), slices, shape)
+        for matrix, lora_b in zip(slices, rows_of_b, strict=True):
+            name = _PREFIX + matrix.name.removesuffix(".weight")
+            # Copies: matrices with one A share its memory, which safetensors refuses to write.
+            tensors[f"{name}.lora_A.weight"] = bound.adapted.lora_a.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{name}.lora_B.weight"] = lora_b.to("cpu", copy=True).contiguous()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -35,9 +35,7 @@ def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, row
         widths = group_rows(model)
         group_parts = [part.view(-1, width, *part.shape[1:]) for part, width in zip(parts, widths, strict=True)]
         return torch.cat(group_parts, dim=1).flatten(0, 1)
-    if entry.merge == "qkv":  # a piece of one group
-        return torch.cat(parts)
-    if entry.merge == "gate_up":
+    if entry.merge in ("qkv", "gate_up"):  # of qkv, a piece of one group
         return torch.cat(parts)
     if entry.merge == "vocab":
         return torch.cat([parts[0], parts[0].new_zeros(rows - len(parts[0]), *parts[0].shape[1:])])
@@ -64,16 +62,6 @@ def split_parameter(entry: WeightEntry, local: Tensor, slices: list[WeightSlice]
 
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 """Last part of the names of adapters' parameters, which are not in Hugging Face models."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, type and shape of a tensor that a receiver allocates before it arrives."""
-
-    name: str
-    dtype: str
-    """Name of the dtype without the "torch.": "float32"."""
-    shape: tuple[int, ...]
 
 
 @runtime_checkable
@@ -158,9 +146,11 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             there = [name for name in names if name in parameters]
             assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
-            bound.extend(
-                BoundEntry(entry, layer, parameters.pop(name), expert, _adapted(model, name)) for name in there
-            )
+            for name in there:
+                module, _, last = name.rpartition(".")
+                owner = model.get_submodule(module)
+                adapted = owner if last == "weight" and isinstance(owner, AdaptedLayer) else None
+                bound.append(BoundEntry(entry, layer, parameters.pop(name), expert, adapted))
     assert not parameters, f"the weight map of {shape.family} does not know {sorted(parameters)}"
     return bound
 
@@ -171,13 +161,6 @@ def _is_quantised(parameter: Tensor) -> bool:
     from megatron.core.fp8_utils import is_float8tensor
 
     return bool(is_float8tensor(parameter))
-
-
-def _adapted(model: Any, name: str) -> AdaptedLayer | None:
-    """The layer that a parameter is the weight of, if it has an adapter."""
-    module, _, last = name.rpartition(".")
-    layer = model.get_submodule(module)
-    return layer if last == "weight" and isinstance(layer, AdaptedLayer) else None
 
 
 @torch.no_grad()
@@ -210,10 +193,11 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
             quantised._high_precision_init_val = merged.to(quantised.dtype)
 
 
-def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[TensorSpec]:
-    """Specs of what `iter_hf_tensors` yields on this pipeline stage, in its order; needs no communication."""
+def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype without "torch." and shape of all that `iter_hf_tensors` yields on this pipeline stage, in its order;
+    needs no communication."""
     return [
-        TensorSpec(part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
+        (part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
         for bound in _exported(chunks, shape)
         for number in _sharing(chunks[0], shape, bound.entry).expert_numbers(bound)
         for part in bound.entry.slices(shape, bound.layer, 0, 1, number)

@@ -37,6 +37,10 @@ class RankShard:
     expert_tensor: Split = Split()
     """Its part of every matrix of an expert."""
 
+    def part(self, entry: WeightEntry) -> Split:
+        """Its part of an entry's matrices, if they are split."""
+        return self.expert_tensor if entry.per_expert else self.tensor
+
 
 def training_shards(parallel: ParallelConfig, shape: ModelShape) -> list[RankShard]:
     """The shard of every rank of the policy, in Megatron-Core's order of ranks: tp-cp-dp-pp, and tp-ep-dp for
@@ -87,30 +91,26 @@ def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list
     for stage in range(shape.layers % stages):
         sizes[-2 - stage] += 1
     count = shape.experts.count if shape.experts is not None else 1
+    shared = parallel.expert > 1
+    # Consecutive experts of each rank; the first ranks have one more each if there is a remainder.
+    each, more = divmod(count, tensor)
+    bounds = [rank * each + min(rank, more) for rank in range(tensor + 1)]
     shards = []
     for stage in range(stages):
         begin = sum(sizes[:stage])
-        for rank in range(tensor):
-            shared = parallel.expert > 1
-            shards.append(
-                RankShard(
-                    layers=tuple(range(begin, begin + sizes[stage])),
-                    # A tied head is the embedding: the last stage has it too.
-                    embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
-                    end=stage == stages - 1,
-                    tensor=Split(rank, tensor),
-                    experts=_share(count, Split(rank, tensor)) if shared else (0, count),
-                    expert_tensor=Split() if shared else Split(rank, tensor),
-                )
+        shards += [
+            RankShard(
+                layers=tuple(range(begin, begin + sizes[stage])),
+                # A tied head is the embedding: the last stage has it too.
+                embedding=stage == 0 or (shape.tied_embeddings and stage == stages - 1),
+                end=stage == stages - 1,
+                tensor=Split(rank, tensor),
+                experts=(bounds[rank], bounds[rank + 1]) if shared else (0, count),
+                expert_tensor=Split() if shared else Split(rank, tensor),
             )
+            for rank in range(tensor)
+        ]
     return shards
-
-
-def _share(count: int, part: Split) -> tuple[int, int]:
-    """Consecutive experts of a rank; the first ranks have one more each if there is a remainder."""
-    each, more = divmod(count, part.count)
-    begin = part.index * each + min(part.index, more)
-    return begin, begin + each + (part.index < more)
 
 
 VOCABULARY_MULTIPLE = 64
@@ -159,13 +159,14 @@ def destinations(
         layer: number of the layer, from 0, one of the rank's.
         expert: number of the expert in the layer, from 0, one of the rank's.
     """
-    part = shard.expert_tensor if entry.per_expert else shard.tensor
-    parts = [_part(tensor, model, part, layer, expert) for tensor in entry.hf]
+    parts = [_part(tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
     rows = [one.local_shape[0] for one in parts]
     found = []
     for position, one in enumerate(parts):
         joined = position if entry.merge in ("qkv", "gate_up") else 0
-        row = sum(rows[:joined]) + _rows_before(entry, model)
+        row = sum(rows[:joined])
+        if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight"):  # behind the queries
+            row += _query_rank(model)
         slot = expert - shard.experts[0] if entry.per_expert else None
         found.append(Destination(_parameter(entry, position, model, one.name), one, row, slot))
     return found
@@ -202,11 +203,6 @@ def _parameter(entry: WeightEntry, position: int, model: ModelShape, name: str) 
     return name
 
 
-def _rows_before(entry: WeightEntry, model: ModelShape) -> int:
-    """Rows that precede those of an entry in a joined parameter."""
-    return _query_rank(model) if entry.hf[0].name.endswith(f".{_COMPRESSED[1]}.weight") else 0
-
-
 def _query_rank(model: ModelShape) -> int:
     """Length of the compressed queries; 0: queries are not compressed."""
     return model.latent.query_rank or 0 if model.latent is not None else 0
@@ -240,8 +236,7 @@ def cut_blocks(shape: ModelShape, sources: Sequence[RankShard], engine: Sequence
     """
     for entry in filter(in_fp8_blocks, weight_entries(shape)):
         expert = engine[0].experts[0] if entry.per_expert else 0
-        trained = {(shard.expert_tensor if entry.per_expert else shard.tensor) for shard in sources}
-        for part in sorted(trained, key=lambda part: part.index):
+        for part in sorted({shard.part(entry) for shard in sources}, key=lambda part: part.index):
             for held in entry.slices(shape, 0, part.index, part.count, expert):
                 if _inside(held):
                     yield f"{held.name} on policy ranks: {held.start} to {held.stop} of {held.shape}"

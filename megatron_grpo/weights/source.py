@@ -146,25 +146,19 @@ def known_shape(config: Config) -> ModelShape | None:
     if made_before_the_run(config, config.policy.model.path):
         assert config.prepare.name is not None
         return shape_of_config(PREPARED_MODELS[config.prepare.name])
-    if config.policy.model.path == MISSING:
-        return None
-    folder = local_folder(config.policy.model.path)
-    if folder is None:
-        return None
-    try:
-        return shape_of_folder(folder)
-    except ValueError:
-        return None  # the check of files says what is wrong with it
+    return None if config.policy.model.path == MISSING else _shape_here(config.policy.model.path)
 
 
 def known_value_shape(config: Config) -> ModelShape | None:
     """Sizes of value.model.path, a reward model perhaps, as far as this machine knows them; None: it is not here."""
     assert config.value.model.path is not None
-    folder = local_folder(config.value.model.path)
-    if folder is None:
-        return None
+    return _shape_here(config.value.model.path, reward_models=True)
+
+
+def _shape_here(path: str, *, reward_models: bool = False) -> ModelShape | None:
+    folder = local_folder(path)
     try:
-        return shape_of_folder(folder, reward_models=True)
+        return None if folder is None else shape_of_folder(folder, reward_models=reward_models)
     except ValueError:
         return None  # the check of files says what is wrong with it
 

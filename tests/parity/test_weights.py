@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_folder import write_hf_folder
-from megatron_grpo.weights.hf_weights import TensorSpec, hf_specs, iter_hf_tensors, load_hf_weights
+from megatron_grpo.weights.hf_weights import hf_specs, iter_hf_tensors, load_hf_weights
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel
 
-Given = tuple[bool, list[TensorSpec], list[tuple[str, Tensor | None]]]
+Given = tuple[bool, list[tuple[str, str, tuple[int, ...]]], list[tuple[str, Tensor | None]]]
 """(whether this is tensor-parallel rank 0, what was announced, what came)."""
 
 
@@ -37,12 +37,12 @@ def full_tensors(by_rank: list[list[Given]], position: int) -> dict[str, Tensor]
     full: dict[str, Tensor] = {}
     for rank in by_rank:
         first, specs, tensors = rank[position]
-        assert [spec.name for spec in specs] == [name for name, _ in tensors]
+        assert [name for name, _, _ in specs] == [name for name, _ in tensors]
         if not first:
             assert all(tensor is None for _, tensor in tensors)
             continue
         for spec, (name, tensor) in zip(specs, tensors, strict=True):
-            assert spec == TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            assert spec == (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             assert tensor.is_contiguous()
             assert name not in full, f"two stages gave {name}"
             full[name] = tensor

@@ -9,24 +9,17 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_grpo.weights.families.experts import expert_flops
 from megatron_grpo.weights.families.family import HFTensor, WeightEntry
 from megatron_grpo.weights.shape import ModelShape, read_config_json, section
 
-OUTPUT_LAYER = "output_layer.weight"
-"""What the head stands in the place of."""
+_EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
+_INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,), axis=0, merge="vocab")
+_NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), axis=None)
+_OUTPUT_LAYER = ("output_layer.weight",)
+_SCORE = HFTensor("score.weight", ("score", "hidden"))
 _BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), axis=None, zero_if_absent=True)
 """ForTokenClassification has one, ForSequenceClassification has not."""
-
-
-def with_value_head(entries: tuple[WeightEntry, ...], shape: ModelShape) -> tuple[WeightEntry, ...]:
-    """A family's table without its output layer and with the value head."""
-    weight = WeightEntry(
-        (OUTPUT_LAYER,),
-        (HFTensor("score.weight", ("score", "hidden")),),
-        axis=None,
-        zero_if_absent=shape.value_head == "fresh",
-    )
-    return (*(entry for entry in entries if entry.megatron != (OUTPUT_LAYER,)), weight, _BIAS)
 
 
 def as_value_model(shape: ModelShape) -> ModelShape:
@@ -51,13 +44,21 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 
 def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """The weight map of a model, in the order in which tensors are exported."""
-    entries = FAMILIES[shape.family].entries(shape)
-    return entries if shape.value_head is None else with_value_head(entries, shape)
+    if shape.value_head is not None:
+        head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), axis=None, zero_if_absent=shape.value_head == "fresh")
+        outputs = [head, _BIAS]
+    else:
+        # Tied to the embedding it has weights of its own only on a last stage that is not the first.
+        tied = shape.tied_embeddings
+        tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
+        outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), axis=0, merge="vocab", copy=tied)]
+    return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Floating-point operations of one forward pass of a model over sequences of these lengths."""
-    return FAMILIES[shape.family].forward_flops(shape, lengths)
+    flops = (llama.dense_flops if shape.latent is None else deepseek_v3.latent_flops)(shape, lengths)
+    return flops if shape.experts is None else flops + expert_flops(shape, lengths)
 
 
 def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:
@@ -81,25 +82,17 @@ def shape_of_config(raw: dict[str, Any], *, reward_models: bool = False) -> Mode
     Raises:
         ValueError: the architecture or one of its options has no support, or a size is missing or none.
     """
-    architecture = _architecture(raw)
+    given = raw.get("architectures") or ["(none)"]
+    if not isinstance(given, list) or not isinstance(given[0], str):
+        raise ValueError(f"architectures={shown(given)} must be a list of names")
+    architecture = given[0]
     scores = reward_models and architecture.endswith(_REWARD_HEADS)
     family = _BY_REWARD_PREFIX.get(architecture.split("For")[0]) if scores else _BY_ARCHITECTURE.get(architecture)
     if family is None:
         raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(_BY_ARCHITECTURE)}")
     if scores:
-        _require_one_label(raw, architecture)
+        labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # what transformers takes without either
+        if labels != 1:
+            raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")
     shape = family.read(raw)
     return replace(shape, value_head="stored") if scores else shape
-
-
-def _architecture(raw: dict[str, Any]) -> str:
-    given = raw.get("architectures") or ["(none)"]
-    if not isinstance(given, list) or not isinstance(given[0], str):
-        raise ValueError(f"architectures={shown(given)} must be a list of names")
-    return given[0]
-
-
-def _require_one_label(raw: dict[str, Any], architecture: str) -> None:
-    labels = raw.get("num_labels") or len(section(raw, "id2label")) or 2  # what transformers takes without either
-    if labels != 1:
-        raise ValueError(f"{architecture} with {labels} labels is a classifier; a reward model has 1")

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families.experts import chosen_experts, expert_flops, expert_layer
+from megatron_grpo.weights.families.experts import chosen_experts, expert_layer
 from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
-from megatron_grpo.weights.families.llama import INPUT, MLP, OUTPUT_NORM, causal_pairs, head, read_dense
+from megatron_grpo.weights.families.llama import MLP, causal_pairs, read_dense
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
 
-_INPUT_NORM = in_layer("input_layernorm.weight", ("input_layernorm.weight", ("hidden",)))
+_INPUT_NORM = (in_layer("input_layernorm.weight", ("input_layernorm.weight", ("hidden",))),)
 _QUERY = (
     in_layer("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight", ("latent_queries", "hidden")), axis=0),
 )
@@ -58,15 +58,14 @@ EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj") + only_in(
 )
 
 
-def _entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
+def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
     assert shape.latent is not None
     query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
-    attention = (_INPUT_NORM, *query, *_KEYS_AND_VALUES)
-    return INPUT + attention + only_in("dense", *MLP) + EXPERTS + OUTPUT_NORM + head(shape.tied_embeddings)
+    return _INPUT_NORM + query + _KEYS_AND_VALUES + only_in("dense", *MLP) + EXPERTS
 
 
 def latent_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass, counted as `dense_flops` counts.
+    """Floating-point operations of one forward pass without experts, counted as `dense_flops` counts.
 
     Keys and values are made anew for every head, as in training.
 
@@ -86,11 +85,15 @@ def latent_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     weights = shape.layers * layer + shape.hidden * shape.vocab
     pairs = shape.layers * sum(map(causal_pairs, lengths))
     per_pair = 2.0 * heads * (query_dim + latent.value_dim)
-    return 2.0 * weights * sum(lengths) + per_pair * pairs + expert_flops(shape, lengths)
+    return 2.0 * weights * sum(lengths) + per_pair * pairs
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:
-    _refuse_unsupported(raw)
+    if raw.get("quantization_config"):
+        raise ValueError("weights in FP8 (quantization_config) are not supported; convert the model to bfloat16 first")
+    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, wanted) != wanted:
+            raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
     # What read_dense takes for a head is the part of it that is rotated.
     heads = {"head_dim": size(raw, "qk_rope_head_dim"), "num_key_value_heads": raw.get("num_attention_heads")}
     shape = read_dense({**raw, **heads}, "deepseek_v3", rope_types=("default", "yarn"))
@@ -139,14 +142,4 @@ def _read_experts(raw: Mapping[str, Any], layers: int) -> ExpertShape:
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise ValueError("weights in FP8 (quantization_config) are not supported; convert the model to bfloat16 first")
-    for key, wanted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
-        if raw.get(key, wanted) != wanted:
-            raise ValueError(f"{key}={shown(raw[key])} is not supported for deepseek_v3; only {wanted} is")
-
-
-FAMILY = Family(
-    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, entries=_entries, forward_flops=latent_flops
-)
+FAMILY = Family(name="deepseek_v3", architecture="DeepseekV3ForCausalLM", read=_read, layers=_layers)

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.weights.families.family import WeightEntry, in_layer, only_in
-from megatron_grpo.weights.families.llama import dense_flops
 from megatron_grpo.weights.shape import ModelShape, size
+
+# An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
+_FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
+_FC2 = "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"
 
 
 def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry, ...]:
@@ -25,19 +28,14 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
         in_layer("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", ("hidden",))),
         in_layer("mlp.router.weight", (block + "gate.weight", ("experts", "hidden"))),
         in_layer(
-            _names("linear_fc1"),
+            _FC1,
             (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
             (f"{expert}{up}.weight", ("expert_ffn", "hidden")),
             axis=0,
             merge="gate_up",
         ),
-        in_layer(_names("linear_fc2"), (f"{expert}{down}.weight", ("hidden", "expert_ffn")), axis=1),
+        in_layer(_FC2, (f"{expert}{down}.weight", ("hidden", "expert_ffn")), axis=1),
     )
-
-
-def _names(matrix: str) -> tuple[str, str]:
-    """An expert's matrix in the torch layers, and among Transformer Engine's grouped matrices."""
-    return f"mlp.experts.local_experts.{{expert}}.{matrix}.weight", f"mlp.experts.{matrix}.weight{{expert}}"
 
 
 def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
@@ -66,13 +64,3 @@ def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     width = experts.top_k * experts.ffn_hidden + experts.shared_ffn_hidden
     per_token = 3 * (width - shape.ffn_hidden) + experts.count  # in units of hidden
     return 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
-
-
-def dense_and_expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass, counted as `dense_flops` counts.
-
-    Args:
-        shape: sizes of the model.
-        lengths: tokens of each sequence.
-    """
-    return dense_flops(shape, lengths) + expert_flops(shape, lengths)

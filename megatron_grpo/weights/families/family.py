@@ -5,10 +5,9 @@ A family is one file in this folder that ends in `FAMILY = Family(...)`, and its
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
 differs; an
   option that the Megatron model here cannot compute raises ValueError with the key.
-- `entries`: the table, one `WeightEntry` for each Megatron parameter of a layer and each parameter outside layers.
-Tables of
-  other families are tuples that can be joined: `INPUT + ATTENTION + MLP + OUTPUT_NORM + head(...)`.
-- `forward_flops`: floating-point operations of a forward pass, usually `llama.dense_flops`.
+- `layers`: the table, one `WeightEntry` for each Megatron parameter of a layer; `families.weight_entries` adds those
+outside
+  layers. Tables of other families are tuples that can be joined: `ATTENTION + MLP`.
 
 The table is enough for loading, export, the broadcast and file refits. The reshard refit also needs vLLM's names of
 parameters (`layouts.destinations`), which differ from those of Hugging Face only for joined matrices and experts. A
@@ -17,31 +16,14 @@ layer that Megatron-Core's layer spec does not build yet belongs to `trainer/mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_grpo.weights.shape import ModelShape
 
-Dim = Literal[
-    "vocab",
-    "hidden",
-    "ffn",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "score",
-    "experts",
-    "expert_ffn",
-    "shared_ffn",
-    "query_rank",
-    "latent",
-    "latent_queries",
-    "latent_keys_values",
-    "latent_values",
-    "compressed",
-]
-"""A dimension of a tensor; those of heads are in units of features: heads * head_dim; "score" is 1.
+Dim = str
+"""A dimension of a tensor, one of `dim_size`; those of heads are in units of features: heads * head_dim; "score" is 1.
 
 With latent attention, "latent" is the rank of keys and values, "compressed" that with the rotated key beside it,
 and the other "latent_..." are what all heads take or give."""
@@ -253,9 +235,7 @@ class Family:
     """Name of the language model's class in config.json (`architectures`)."""
     read: Callable[[dict[str, Any]], ModelShape]
     """Sizes from the contents of a config.json; ValueError for an option without support."""
-    entries: Callable[[ModelShape], tuple[WeightEntry, ...]]
-    """The weight map of a model, in the order of export."""
-    forward_flops: Callable[[ModelShape, Sequence[int]], float]
-    """Floating-point operations of a forward pass over sequences of these lengths."""
+    layers: Callable[[ModelShape], tuple[WeightEntry, ...]]
+    """The weight map of a model's layers, in the order of export."""
     reward_prefix: str | None = None
     """How names of its reward models' classes begin, before "For"; None: as that of the language model does."""

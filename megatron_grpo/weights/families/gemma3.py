@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.family import Family, in_layer
-from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
+from megatron_grpo.weights.families.llama import ATTENTION, MLP, read_dense
 from megatron_grpo.weights.families.qwen3 import QK_NORM
 from megatron_grpo.weights.shape import ModelShape, number, section, size
 
@@ -98,7 +98,6 @@ FAMILY = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     read=read,
-    entries=lambda shape: INPUT + ATTENTION + QK_NORM + _NORMS + _MATRICES + OUTPUT_NORM + head(shape.tied_embeddings),
-    forward_flops=dense_flops,
+    layers=lambda shape: ATTENTION + QK_NORM + _NORMS + _MATRICES,
     reward_prefix="Gemma3Text",
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.weights.families.family import Family, HFTensor, WeightEntry, in_layer
+from megatron_grpo.weights.families.family import Family, in_layer
 from megatron_grpo.weights.shape import ModelShape, number, section, size
-
-EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 
 _ROPE_FACTORS = {
     "linear": ("factor",),
@@ -16,8 +14,6 @@ _ROPE_FACTORS = {
     "yarn": ("factor",),
 }
 """What scales the frequencies, by rope_type."""
-
-INPUT = (WeightEntry(("embedding.word_embeddings.weight",), (EMBEDDING,), axis=0, merge="vocab"),)
 
 ATTENTION = (
     in_layer(
@@ -49,16 +45,6 @@ MLP = (
     ),
     in_layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight", ("hidden", "ffn")), axis=1),
 )
-
-OUTPUT_NORM = (
-    WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), axis=None),
-)
-
-
-def head(tied: bool) -> tuple[WeightEntry, ...]:
-    """The output layer. Tied to the embedding it has weights of its own only on a last stage that is not the first."""
-    tensor = EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
-    return (WeightEntry(("output_layer.weight",), (tensor,), axis=0, merge="vocab", copy=tied),)
 
 
 def read_dense(
@@ -164,6 +150,5 @@ FAMILY = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     read=lambda raw: read_dense(raw, "llama"),
-    entries=lambda shape: INPUT + ATTENTION + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
-    forward_flops=dense_flops,
+    layers=lambda shape: ATTENTION + MLP,
 )

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families.experts import chosen_experts, dense_and_expert_flops, expert_layer
+from megatron_grpo.weights.families.experts import chosen_experts, expert_layer
 from megatron_grpo.weights.families.family import Family
-from megatron_grpo.weights.families.llama import ATTENTION, INPUT, OUTPUT_NORM, head, read_dense
+from megatron_grpo.weights.families.llama import ATTENTION, read_dense
 from megatron_grpo.weights.shape import ExpertShape, ModelShape, size
 
 EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
@@ -29,6 +29,5 @@ FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     read=_read,
-    entries=lambda shape: INPUT + ATTENTION + EXPERTS + OUTPUT_NORM + head(shape.tied_embeddings),
-    forward_flops=dense_and_expert_flops,
+    layers=lambda shape: ATTENTION + EXPERTS,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_grpo.weights.families.family import Family, in_layer
-from megatron_grpo.weights.families.llama import ATTENTION, INPUT, MLP, OUTPUT_NORM, dense_flops, head, read_dense
+from megatron_grpo.weights.families.llama import ATTENTION, MLP, read_dense
 
 QKV_BIAS = (
     in_layer(
@@ -20,6 +20,5 @@ FAMILY = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     read=lambda raw: read_dense(raw, "qwen2", qkv_bias=True),
-    entries=lambda shape: INPUT + ATTENTION + QKV_BIAS + MLP + OUTPUT_NORM + head(shape.tied_embeddings),
-    forward_flops=dense_flops,
+    layers=lambda shape: ATTENTION + QKV_BIAS + MLP,
 )

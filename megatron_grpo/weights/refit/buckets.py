@@ -1,21 +1,26 @@
 """Runs on ranks of the policy and in engines' workers: many tensors in one flat buffer, with version and checksum
-behind them."""
+behind them; and the two loops, of a sender and of a receiver, that a version goes through in such buffers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-import xxhash
 from torch import Tensor
+from torch.distributed import Work
+
+from megatron_grpo.weights.refit.groups import leave_on_failure
 
 ALIGN_BYTES = 16
 """Every tensor begins at a multiple of this, so that a slice of the buffer can be viewed in any type."""
 TRAILER_BYTES = 16
 """Bytes behind the payload: version and checksum, int64 each."""
+BUFFERS = 2
+"""Of a rank: one is filled or read while the other one is being sent or received."""
 
 CHUNK_WORDS = 1 << 20
 """Words that a checksum multiplies at a time: 8 MiB, so that the products need little memory beside the bucket."""
@@ -88,7 +93,7 @@ def write_checksum(buffer: Tensor, version: int) -> None:
     """
     words = buffer.view(torch.int64)
     words[-2] = version
-    words[-1] = _digest(words[:-1])
+    words[-1] = checksum(words[:-1])
 
 
 def checksum_problem(buffer: Tensor, version: int) -> str | None:
@@ -100,20 +105,12 @@ def checksum_problem(buffer: Tensor, version: int) -> str | None:
     """
     # Three numbers in one transfer from the device, which waits for it once instead of three times.
     words = buffer.view(torch.int64)
-    found, expected, sent_version = torch.stack([_digest(words[:-1]), words[-1], words[-2]]).tolist()
+    found, expected, sent_version = torch.stack([checksum(words[:-1]), words[-1], words[-2]]).tolist()
     if found != expected:
         return f"checksum {found & (2**64 - 1):016x} differs from the sender's {expected & (2**64 - 1):016x}"
     if sent_version != version:
         return f"holds version {sent_version}, not {version}"
     return None
-
-
-def _digest(words: Tensor) -> Tensor:
-    """[], int64: on a CPU XXH3 (64 bits), which is many times as fast there as the checksum for GPUs."""
-    if words.device.type != "cpu":
-        return checksum(words)
-    unsigned = xxhash.xxh3_64_intdigest(words.numpy().data)
-    return torch.tensor(unsigned - (1 << 64) if unsigned >> 63 else unsigned)
 
 
 def checksum(words: Tensor) -> Tensor:
@@ -141,3 +138,99 @@ def checksum(words: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """[CHUNK_WORDS], int64: odd weights, different at every position of a chunk."""
     return torch.arange(1, CHUNK_WORDS + 1, device=device) * GOLDEN | 1
+
+
+class Channel(ABC):
+    """One end of links over which a version travels, in buffers whose order both ends know."""
+
+    sizes: list[int]
+    """Bytes of each buffer of a version, with the trailer."""
+    depth = BUFFERS
+    """Buffers that may be under way at a time."""
+
+    @abstractmethod
+    def buffer(self, number: int) -> Tensor:
+        """[bytes with the trailer], uint8: the one of this number, on a receiver once it has arrived."""
+
+    @abstractmethod
+    def begin(self, number: int) -> list[Work]:
+        """Start sending the buffer of this number, or receiving it."""
+
+    def emptied(self, number: int) -> None:  # noqa: B027 - most have a buffer for themselves
+        """Release the buffer that was received; views of it must not be used any more."""
+
+    @abstractmethod
+    def broken(self, number: int, problem: str) -> str:
+        """What is said of a buffer that arrived damaged."""
+
+    @abstractmethod
+    def gone(self, number: int) -> str:
+        """What is said when the other end does not receive or send a buffer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the groups: others that wait for this process fail at once."""
+
+    def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        """Send one version: a buffer is filled while the previous one is being sent.
+
+        Args:
+            fill: writes the payload of the buffer of a number.
+            version: number of the weights, written behind each payload.
+
+        Raises:
+            RuntimeError: a receiver stopped receiving, or the links failed before.
+        """
+        with leave_on_failure(self.close):
+            self._send(fill, version)
+
+    def _send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        under_way: dict[int, list[Work]] = {}
+        for number in range(len(self.sizes)):
+            if number >= BUFFERS:
+                self._wait(number - BUFFERS, under_way)
+            buffer = self.buffer(number)
+            fill(number, buffer)
+            write_checksum(buffer, version)
+            under_way[number] = self.begin(number)
+        for number in list(under_way):
+            self._wait(number, under_way)
+
+    def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
+        """Receive one version: a buffer is loaded while the next one arrives.
+
+        Args:
+            load: takes the payload out of the buffer of a number; not called any more after the first broken checksum.
+            version: number that the buffers should have.
+
+        Raises:
+            ValueError: a checksum was broken. Raised after the last buffer, so that nobody else is kept waiting.
+            RuntimeError: a sender stopped sending, or the links failed before.
+        """
+        with leave_on_failure(self.close):
+            broken = self._receive(load, version)
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    def _receive(self, load: Callable[[int, Tensor], None], version: int) -> list[str]:
+        under_way = {number: self.begin(number) for number in range(min(self.depth, len(self.sizes)))}
+        broken: list[str] = []
+        for number in range(len(self.sizes)):
+            self._wait(number, under_way)
+            buffer = self.buffer(number)
+            problem = checksum_problem(buffer, version)
+            if problem is not None:
+                broken.append(self.broken(number, problem))
+            if not broken:
+                load(number, buffer)
+            self.emptied(number)
+            if number + self.depth < len(self.sizes):  # into the buffer that is free now
+                under_way[number + self.depth] = self.begin(number + self.depth)
+        return broken
+
+    def _wait(self, number: int, under_way: dict[int, list[Work]]) -> None:
+        try:
+            for work in under_way.pop(number):
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.gone(number)}: {error}") from error

@@ -141,8 +141,10 @@ class BlockedLayer(RebuiltLayer):
         for name in self._parameters:
             shape = getattr(layer, name).shape
             scales = (*shape[:-2], *scales_shape(shape[-2:], WEIGHT_BLOCK))
-            _register(layer, name, torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"))
-            _register(layer, scales_name(name), torch.empty(scales, dtype=torch.float32, device="meta"))
+            plain = {name: (shape, torch.float8_e4m3fn), scales_name(name): (scales, torch.float32)}
+            for one, (size, dtype) in plain.items():
+                meta = torch.empty(size, dtype=dtype, device="meta")
+                layer.register_parameter(one, nn.Parameter(meta, requires_grad=False))
         return layer
 
     def _convert(self) -> None:
@@ -211,15 +213,11 @@ def _forget_packed(layer: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def _register(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-
-class _LoadedLayer:
+class _LoadedLayer(RebuiltLayer):
     """A layer that is converted as soon as vLLM's weight loaders have filled all of its plain weights."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer, self._rebuilt = layer, RebuiltLayer(layer)
+        super().__init__(layer)
         self._loaders: list[tuple[Any, Callable[..., Any]]] = []
         """(parameter, its own loader) while the layer is open."""
         self._missing = self._loaded = 0
@@ -229,7 +227,7 @@ class _LoadedLayer:
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
         from vllm.model_executor.model_loader.reload.utils import get_layer_size, get_layer_tensors
 
-        tensors = get_layer_tensors(self._rebuilt.strip())
+        tensors = get_layer_tensors(self.strip())
         self._missing, self._loaded = get_layer_size(self._layer), 0
         for name, tensor in tensors.items():
             if name not in SKIP_LOAD_TENSORS:
@@ -240,12 +238,16 @@ class _LoadedLayer:
     def finish(self) -> None:
         """Convert a layer with padding, which is never sent; restore a layer for which nothing came."""
         if self._loaders and self._loaded:
-            self._close()
+            self.close()
         self.abandon()
+
+    def close(self) -> None:
+        self._restore_loaders()
+        super().close()
 
     def abandon(self) -> None:
         self._restore_loaders()
-        self._rebuilt.abandon()
+        super().abandon()
 
     def _counting(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
         """A loader that writes to the materialized parameter instead of the one on meta, and counts the numbers."""
@@ -258,19 +260,15 @@ class _LoadedLayer:
             if not self._loaders:  # the layer is complete: the tensor belongs to an expert of another rank
                 return loader(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            bound.arguments["param"] = getattr(self._rebuilt.open(), name)
+            bound.arguments["param"] = getattr(self.open(), name)
             count, result = get_numel_loaded(loader, bound)
             self._missing -= count
             self._loaded += count
             if not self._missing:
-                self._close()
+                self.close()
             return result
 
         return load
-
-    def _close(self) -> None:
-        self._restore_loaders()
-        self._rebuilt.close()
 
     def _restore_loaders(self) -> None:
         for tensor, loader in self._loaders:

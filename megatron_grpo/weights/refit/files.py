@@ -7,15 +7,14 @@ import hashlib
 import secrets
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import ray
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -26,7 +25,7 @@ from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
-from megatron_grpo.weights.refit.store import Manifest, StoredTensor, digest, emptied, remove_unread, written_whole
+from megatron_grpo.weights.refit.store import Manifest, StoredTensor, digest, remove_unread, written_whole
 from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
 if TYPE_CHECKING:
@@ -59,40 +58,29 @@ class FileWriter:
         before, self._stored = ({} if whole else self._stored), {}
         (self.folder / part).mkdir(exist_ok=True)
         found: dict[str, StoredTensor] = {}
-        files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in range(10**6))
-        for bucket in self._changed(tensors, before, found):
-            file = next(files)
-            written_whole(self.folder / file, partial(save_file, bucket))
-            for name in bucket:
-                found[name] = StoredTensor(file, found[name].digest, found[name].nbytes)
-        self._stored = found  # set at the end: after a failure all tensors are written again
-        return found
-
-    def _changed(
-        self,
-        tensors: Iterable[tuple[str, Tensor | None]],
-        before: dict[str, StoredTensor],
-        found: dict[str, StoredTensor],
-    ) -> Iterator[dict[str, Tensor]]:
-        """The changed tensors, on the CPU, in buckets; every tensor is recorded in `found`."""
         bucket: dict[str, Tensor] = {}
         used = 0
+        files = (f"{part}/rank-{rank}-{number:04d}.safetensors" for number in count())
+        file = next(files)
         for name, tensor in tensors:
             if tensor is None:
                 continue
             # A copy: tensors may be views of one parameter, which safetensors does not write.
             held = tensor.to("cpu", copy=True).contiguous()
-            known, found[name] = before.get(name), StoredTensor("", digest(held), held.nbytes)
-            if known is not None and known.digest == found[name].digest:
+            known, found_digest = before.get(name), digest(held)
+            if known is not None and known.digest == found_digest:
                 found[name] = known
                 continue
             if bucket and used + held.nbytes > self.bucket_bytes:
-                yield bucket
-                bucket, used = {}, 0
+                written_whole(self.folder / file, partial(save_file, bucket))
+                bucket, used, file = {}, 0, next(files)
             bucket[name] = held
             used += held.nbytes
+            found[name] = StoredTensor(file, found_digest, held.nbytes)
         if bucket:
-            yield bucket
+            written_whole(self.folder / file, partial(save_file, bucket))
+        self._stored = found  # set at the end: after a failure all tensors are written again
+        return found
 
 
 _writer: FileWriter | None = None
@@ -147,17 +135,15 @@ class FilesReceiver:
     ) -> None:
         self._model: Any = model
         self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
+        self.abandon = self._loading.abandon
         self._folder, self._session = Path(shared.folder), shared.session
         self._held: dict[str, str] = {}
         """Digest of each tensor that the model certainly holds."""
         self._wanted: dict[str, StoredTensor] = {}
         self._read_manifest()
 
-    def begin(self) -> None:
-        """Nothing to prepare: the model is changed only after all tensors are verified."""
-
     def receive(self, version: int) -> None:
-        """Verify the tensors of a version that must be loaded.
+        """Verify the tensors of a version that must be loaded, and load them.
 
         Raises:
             ValueError: the folder has another version, or a file is missing or damaged. The model is as it was.
@@ -166,13 +152,12 @@ class FilesReceiver:
         if manifest.version != version:
             raise ValueError(f"{self._folder} holds version {manifest.version}, not {version}")
         changed = [name for name, one in manifest.tensors.items() if self._held.get(name) != one.digest]
-        self._wanted = _complete(changed, manifest.tensors)
+        # vLLM converts a layer only when all of its tensors have come.
+        blocks = {_block(name) for name in changed}
+        self._wanted = {name: one for name, one in manifest.tensors.items() if _block(name) in blocks}
         for name, tensor in self._tensors():
             if digest(tensor.contiguous()) != self._wanted[name].digest:
                 raise ValueError(f"{self._folder / self._wanted[name].file}: {name} is not what was written")
-
-    def finish(self) -> None:
-        """Load the verified tensors."""
         if not self._wanted:
             return
         held, self._held = self._held, {}  # empty while loading: a failure leaves unknown contents
@@ -180,10 +165,6 @@ class FilesReceiver:
         self._model.load_weights(self._tensors())
         self._loading.finish()
         self._held = held | {name: one.digest for name, one in self._wanted.items()}
-
-    def abandon(self) -> None:
-        """Restore the previous weights of incomplete layers."""
-        self._loading.abandon()
 
     def _read_manifest(self) -> Manifest:
         manifest = Manifest.read(self._folder)
@@ -206,12 +187,6 @@ class FilesReceiver:
                 except (OSError, SafetensorError) as error:
                     raise ValueError(f"{self._folder / one.file}: {name} cannot be read: {error}") from None
                 yield name, tensor
-
-
-def _complete(changed: Iterable[str], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors to load when some have changed: vLLM converts a layer only when all of its tensors have come."""
-    blocks = {_block(name) for name in changed}
-    return {name: one for name, one in tensors.items() if _block(name) in blocks}
 
 
 def _block(name: str) -> str:
@@ -242,14 +217,19 @@ class FilesTransport(WeightTransport):
             run_dir: the run's folder.
         """
         super().__init__(policy, generation, config)
-        self._folder = _folder(config, run_dir.absolute())
+        run_dir = run_dir.absolute()
+        if config.directory is None:
+            self._folder = run_dir / FOLDER
+        else:  # runs that share it have a folder each inside it
+            run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
+            self._folder = Path(config.directory).absolute() / f"{run_dir.name}-{run}"
         self._session = secrets.token_hex(8)
         self._written = 0
         self._whole = True
         self._readers: set[int] = set()
         """Engines that were told the folder."""
-        self._payload: Counter[str] = Counter()
-        """Bytes of tensors in each file that still exists."""
+        self._stored: list[StoredTensor] = []
+        """All that is in the files that still exist."""
 
     def connect(self) -> None:
         self._linked = ()  # engines may have been connected in another way since
@@ -264,7 +244,14 @@ class FilesTransport(WeightTransport):
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Send the folder to engines that do not know it; at first and after a failure start with an empty one."""
-        writers = [] if self._linked else self._start_over()
+        writers = []
+        if not self._linked:  # no engine reads the folder at this time
+            with _disk_errors_as_attempts(self._folder):
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir(parents=True)
+                Manifest(self._session, -1, {}).write(self._folder)
+            self._whole, self._readers = True, set()
+            writers = self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
         new = [engine for engine in engines if engine not in self._readers]
         shared = asdict(SharedFolder(str(self._folder), self._session))
         answers = self._generation.submit_each("connect_weights", [(self.mode, shared, 0)] * len(new), new)
@@ -272,15 +259,6 @@ class FilesTransport(WeightTransport):
         self._complete(writers, dict(zip(new, answers, strict=True)), deadline, "connecting the refit")
         self._readers |= set(new)
         self._linked = engines
-
-    def _start_over(self) -> list[ray.ObjectRef]:
-        """Empty the folder, which no engine reads at this time, and make new writers."""
-        with _disk_errors_as_attempts(self._folder):
-            emptied(self._folder)
-            Manifest(self._session, -1, {}).write(self._folder)
-        self._whole = True
-        self._readers = set()
-        return self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         deadline = time.monotonic() + self._timeout_s
@@ -299,10 +277,9 @@ class FilesTransport(WeightTransport):
         with _disk_errors_as_attempts(self._folder):
             remove_unread(self._folder, manifest)
         new = [one for one in tensors.values() if one.file.startswith(f"{part}/")]
-        for one in new:
-            self._payload[one.file] += one.nbytes
-        self._payload = Counter({file: self._payload[file] for file in manifest.files})
-        self._whole = self._payload.total() > UNREAD_SHARE * manifest.nbytes
+        kept = manifest.files
+        self._stored = [one for one in (*self._stored, *new) if one.file in kept]
+        self._whole = sum(one.nbytes for one in self._stored) > UNREAD_SHARE * manifest.nbytes
         return TransferReport(
             version=version,
             bytes_sent=sum(one.nbytes for one in new),
@@ -310,14 +287,6 @@ class FilesTransport(WeightTransport):
             buckets=len({one.file for one in new}),
             seconds=0.0,
         )
-
-
-def _folder(config: RefitConfig, run_dir: Path) -> Path:
-    """The folder of this run's weights; runs that share `refit.directory` have one each inside it."""
-    if config.directory is None:
-        return run_dir / FOLDER
-    run = hashlib.blake2b(str(run_dir).encode(), digest_size=6).hexdigest()
-    return Path(config.directory).absolute() / f"{run_dir.name}-{run}"
 
 
 @contextmanager

@@ -5,39 +5,25 @@ They are made without torch's default group, which each of the two sides has for
 
 from __future__ import annotations
 
-import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from megatron_grpo.platform.device import reach_store
-
-NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+from megatron_grpo.platform.device import environment, reach_store
 
 REACH_S = 10.0
 """Time to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
 cannot be reached was closed, because another member of the attempt has failed."""
 
-
-class Group(Protocol):
-    """The methods of torch's process groups that are used here; its type stubs lack them."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Start sending rank `root`'s tensor, flat [bytes], uint8, into the tensors of all others."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        """Start sending one tensor to a rank, which must receive it under the same tag."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
-        """Start receiving one tensor from a rank."""
+Group = Any
+"""A process group of torch's, whose stubs lack the methods that are used here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +63,20 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
     """
     store = PrefixStore(f"refit/{name}", rendezvous.store())
     if device.type == "cuda":
-        return _join_nccl(store, rank, size, rendezvous.timeout)
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = rendezvous.timeout
+        with environment(TORCH_NCCL_BLOCKING_WAIT="1"):  # wait() raises at the timeout; the default ends the process
+            return ProcessGroupNCCL(store, rank, size, nccl)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((rendezvous.host, 9))  # sends nothing
+        own_address = probe.getsockname()[0]  # gloo would choose the host name, which may not resolve
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=_own_address_towards(rendezvous.host))]
+    options._devices = [gloo.create_device(hostname=own_address)]
     options._timeout = rendezvous.timeout
-    return cast("Group", gloo(store, rank, size, options))
+    return gloo(store, rank, size, options)
 
 
 @contextmanager
@@ -104,33 +98,3 @@ def leave_on_failure(leave: Callable[[], object]) -> Iterator[None]:
             passed = passed.__cause__ or passed.__context__
         leave()
         raise
-
-
-def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with _blocking_wait():
-        return cast("Group", ProcessGroupNCCL(store, rank, size, options))
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    """Groups made inside raise from wait() at their timeout; NCCL's default ends the process."""
-    before = os.environ.get(NCCL_BLOCKING_WAIT)
-    os.environ[NCCL_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NCCL_BLOCKING_WAIT]
-        else:
-            os.environ[NCCL_BLOCKING_WAIT] = before
-
-
-def _own_address_towards(host: str) -> str:
-    """The local address that reaches this host: gloo would choose the host name, which may not resolve."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])

@@ -1,12 +1,11 @@
 """Runs on ranks of the policy and in engines' workers: memory that processes of one machine and one user share.
 
-A rank of the policy makes a `CudaMemory` or a `HostMemory` and sends its `address`; a worker maps it with `seen`. After
-writing or reading, each calls `settle` before it tells the other.
+A rank of the policy makes a `CudaMemory` or a `HostMemory` and sends its `address`, in types of JSON; a worker maps it
+with `seen`. After writing or reading, each calls `settle` before it tells the other.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -15,13 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
-
-_TEXT_BYTES = 2048
-"""Size of an address as text."""
 
 
 class CudaMemory:
@@ -31,61 +26,31 @@ class CudaMemory:
         nbytes: size.
     """
 
-    address_numbers = _TEXT_BYTES // 8
-    """Numbers, int64, of an address."""
-
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # free what other processes have released
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
-    def address(self) -> list[int]:
+    def address(self) -> list[Any]:
         """The GPU and torch's handle, with a reference count for one other process: call this once for each."""
         # The arguments that torch would pickle; those behind the device make up the handle.
         _, (_, _, _, begin, _, _, device, *handle) = reduce_tensor(self.tensor)
-        memory, nbytes, offset, _requires_grad, counter, counter_offset, event, event_needed = handle
-        return packed(
-            {
-                "gpu": gpu_name(device),
-                "size": self.tensor.numel(),
-                "begin": begin,
-                "memory": memory.hex(),
-                "nbytes": nbytes,
-                "offset": offset,
-                "counter": counter.hex(),
-                "counter_offset": counter_offset,
-                "event": event.hex(),
-                "event_needed": event_needed,
-            }
-        )
+        texts = [part.hex() if isinstance(part, bytes) else part for part in handle]
+        return [gpu_name(device), self.tensor.numel(), begin, *texts]
 
     @classmethod
-    def seen(cls, address: Sequence[int]) -> Tensor | None:
+    def seen(cls, address: Sequence[Any]) -> Tensor | None:
         """[bytes], uint8: another process's memory, on a GPU that may differ from the one this process computes on.
 
         Raises:
             RuntimeError: this process does not see that GPU.
         """
-        found = unpacked(address)
+        gpu, size, begin, *texts = address
         here = [gpu_name(index) for index in range(torch.cuda.device_count())]
-        if found["gpu"] not in here:
-            raise RuntimeError(f"its weights are on GPU {found['gpu']}, and this process sees {', '.join(here)}")
-        return rebuild_cuda_tensor(
-            Tensor,
-            (found["size"],),
-            (1,),
-            found["begin"],
-            torch.UntypedStorage,
-            torch.uint8,
-            here.index(found["gpu"]),
-            bytes.fromhex(found["memory"]),
-            found["nbytes"],
-            found["offset"],
-            False,
-            bytes.fromhex(found["counter"]),
-            found["counter_offset"],
-            bytes.fromhex(found["event"]),
-            found["event_needed"],
-        )
+        if gpu not in here:
+            raise RuntimeError(f"its weights are on GPU {gpu}, and this process sees {', '.join(here)}")
+        handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in texts]
+        storage = torch.UntypedStorage, torch.uint8, here.index(gpu)
+        return rebuild_cuda_tensor(Tensor, (size,), (1,), begin, *storage, *handle)
 
     @staticmethod
     def settle() -> None:
@@ -98,19 +63,6 @@ def gpu_name(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def packed(fields: dict[str, Any]) -> list[int]:
-    """[_TEXT_BYTES / 8], int64: fields of JSON's types as numbers."""
-    text = json.dumps(fields).encode()
-    assert len(text) <= _TEXT_BYTES, f"{len(text)} bytes"
-    return np.frombuffer(text.ljust(_TEXT_BYTES), dtype=np.int64).tolist()
-
-
-def unpacked(numbers: Sequence[int]) -> dict[str, Any]:
-    """The fields that `packed` made numbers of. They come from a process of this run; nothing in them is executed."""
-    fields: dict[str, Any] = json.loads(np.array(numbers, dtype=np.int64).tobytes())
-    return fields
-
-
 _SECRET_BYTES = 8
 
 
@@ -120,13 +72,6 @@ class HostMemory:
     Args:
         nbytes: size.
     """
-
-    address_numbers = 4
-
-    @staticmethod
-    def exists() -> bool:
-        """Whether the operating system supports it."""
-        return hasattr(os, "memfd_create")
 
     def __init__(self, nbytes: int) -> None:
         self._file = os.fdopen(os.memfd_create("refit"), "r+b", buffering=0)
@@ -184,4 +129,4 @@ def shared_memory_on(device: torch.device, *, in_hosts: bool, on_gpus: bool) -> 
     """
     if device.type == "cuda":
         return CudaMemory if on_gpus else None
-    return HostMemory if in_hosts and HostMemory.exists() else None
+    return HostMemory if in_hosts and hasattr(os, "memfd_create") else None

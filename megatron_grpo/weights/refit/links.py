@@ -1,13 +1,13 @@
 """Runs on ranks of the policy and in engines' workers: messages between two ranks, and their order (the driver's part).
 
-`Links` hides how a message travels; senders and receivers only use `buffer`, `begin`, `emptied` and `close`. Another
-communicator would replace `_send`, `_receive` and `join` here and nothing else.
+`Links` hides how a message travels. Another communicator would replace `_move` and `join` here and nothing else.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Store, Work
 
 from megatron_grpo.weights.families.family import WeightEntry
-from megatron_grpo.weights.refit.buckets import TRAILER_BYTES
+from megatron_grpo.weights.refit.buckets import BUFFERS, TRAILER_BYTES, Channel
 from megatron_grpo.weights.refit.groups import Group, Rendezvous, join
 from megatron_grpo.weights.refit.ipc import SharedMemory, shared_memory_on
 from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces
@@ -98,9 +98,6 @@ def _changes(values: np.ndarray) -> np.ndarray:
 Side = Literal["source", "target"]
 """source: ranks of the policy; target: ranks of the engines."""
 
-BUFFERS = 2
-"""Of a rank: one is filled or read while the other one is being sent or received."""
-
 
 def write_plan(
     store: Store, scheduled: Pieces, sources: int, targets: int, dtypes: Sequence[str], shared_memory: bool
@@ -115,43 +112,17 @@ def write_plan(
         dtypes: types of what is sent, by row of the model's table.
         shared_memory: whether ranks of one machine use shared memory where possible.
     """
-    store.set("sources", str(sources))
-    store.set("dtypes", " ".join(dtypes))
-    store.set("shared_memory", str(int(shared_memory)))
-    _write_messages(store, "source", sources, scheduled)
-    _write_messages(store, "target", targets, scheduled)
+    common = {"sources": sources, "dtypes": dtypes, "shared_memory": shared_memory}
+    store.set("plan", json.dumps(common))
+    for side, ranks in (("source", sources), ("target", targets)):
+        order = np.argsort(scheduled[side], kind="stable")
+        ends = np.cumsum(np.bincount(scheduled[side], minlength=ranks))
+        for rank, mine in enumerate(np.split(order, ends[:-1])):
+            packed: Any = scheduled[mine].tobytes()  # torch's stubs want a text
+            store.set(f"{side}/{rank}", packed)
 
 
-def _write_messages(store: Store, side: Side, ranks: int, scheduled: Pieces) -> None:
-    order = np.argsort(scheduled[side], kind="stable")
-    ends = np.cumsum(np.bincount(scheduled[side], minlength=ranks))
-    for rank, mine in enumerate(np.split(order, ends[:-1])):
-        packed: Any = scheduled[mine].tobytes()  # torch's stubs want a text
-        store.set(f"{side}/{rank}", packed)
-
-
-class Transfer:
-    """A message that is being sent or received.
-
-    Args:
-        works: pending operations.
-        notices: tensors that must stay alive until these are complete.
-    """
-
-    def __init__(self, works: list[Work], *notices: Tensor) -> None:
-        self._works, self._notices = works, notices
-
-    def wait(self) -> None:
-        """Return when the message has arrived, and the sender's buffer may be filled again.
-
-        Raises:
-            RuntimeError: the peer or the connection has failed.
-        """
-        for work in self._works:
-            work.wait()
-
-
-class Links:
+class Links(Channel):
     """One rank's end of all its links.
 
     Between processes of one machine that compute on its CPUs, or on the same GPUs, messages go through shared memory:
@@ -163,13 +134,16 @@ class Links:
         side: the rank's side.
         rank: its number on that side.
         device: device of the buffers.
+        entries: rows of the model's table, for error messages.
     """
 
-    def __init__(self, rendezvous: Rendezvous, side: Side, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, side: Side, rank: int, device: torch.device, entries: Sequence[WeightEntry]
+    ) -> None:
         store = rendezvous.store()
-        self._side, self._device = side, device
-        self._sources = int(store.get("sources"))
-        self.dtypes = [getattr(torch, name) for name in store.get("dtypes").decode().split()]
+        plan = json.loads(store.get("plan"))
+        self._side, self._entries, self._sources = side, entries, plan["sources"]
+        self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
         """Of what is sent, by row of the model's table."""
         self.messages = split_messages(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, by turn."""
@@ -177,141 +151,120 @@ class Links:
         self.packed_pieces: list[list[PackedPiece]] = [one for one, _ in laid]
         """Positions of the pieces, by message."""
         self.sizes = [size + TRAILER_BYTES for _, size in laid]
-        """Bytes with the checksum, by message."""
-        member = rank + (self._sources if side == "target" else 0)
-        in_hosts = store.get("shared_memory") == b"1"
-        self._memory = shared_memory_on(device, in_hosts=in_hosts, on_gpus=rendezvous.same_gpus)
+        nbytes = BUFFERS * aligned(max(self.sizes, default=0))
+        kind = shared_memory_on(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
+        self._memory = kind
         """The kind of shared memory that links may use; None: none."""
-        self._sent_from = device if self._memory is None else torch.device("cpu")
+        self._sent_from = device if kind is None else torch.device("cpu")
         """Device of what goes through the group; notices are on the CPU."""
+        member = rank + (self._sources if side == "target" else 0)
         members = self._sources + rendezvous.receivers
         self._group: Group | None = join(rendezvous, "reshard", member, members, self._sent_from)
-        self._shared = self._share() if side == "source" else None
+        shared = kind(nbytes) if kind is not None and side == "source" else None
         """The rank's buffers, if targets on this machine may read them."""
         self._sharing: set[tuple[int, int]] = set()
         """Links that use shared memory."""
         self._mapped: dict[int, Tensor] = {}
         """Shared memory of each source that uses it."""
-        self._notices: dict[int, Tensor] = {}
-        """Notices of pending messages to this rank, each with the number of the buffer."""
-        self._connect()
+        self._notices, self._answers = torch.arange(BUFFERS), torch.arange(BUFFERS)
+        """Of pending messages in shared memory: the number of the buffer, and what comes back to its source."""
+        self._connect(store, shared)
         needs = any((message.source, message.target) not in self._sharing for message in self.messages)
-        self._own = self._shared.tensor if self._shared is not None else self._allocate() if needs else None
+        own = torch.empty(nbytes, dtype=torch.uint8, device=device) if needs and shared is None else None
+        self._own = own if shared is None else shared.tensor
         """[BUFFERS * bytes], uint8: the rank's buffers; None on a target that reads all messages in shared memory."""
 
     def buffer(self, number: int) -> Tensor:
-        """[bytes of the message and its checksum], uint8: the buffer of the rank's message of this number.
-
-        Consecutive messages have different buffers. On the target, the buffer is known when the message has arrived.
-        """
-        notice = self._notices.get(number)
-        if notice is not None:
-            memory, half = self._mapped[self.messages[number].source], int(notice)
+        message = self.messages[number]
+        if self._side == "target" and (message.source, message.target) in self._sharing:
+            memory, half = self._mapped[message.source], int(self._notices[number % BUFFERS])
         else:
             assert self._own is not None, "messages outside shared memory have buffers"
             memory, half = self._own, number % BUFFERS
         return memory.view(BUFFERS, -1)[half, : self.sizes[number]]
 
-    def begin(self, number: int) -> Transfer:
-        """Start sending the buffer of the message of this number, or receiving into it."""
-        message = self.messages[number]
-        begin = self._send if self._side == "source" else self._receive
+    def begin(self, number: int) -> list[Work]:
+        message, sends = self.messages[number], self._side == "source"
         if (message.source, message.target) not in self._sharing:
-            return Transfer([begin(message, self.buffer(number))])
-        notice = torch.tensor([number % BUFFERS])
-        if self._side == "target":
-            self._notices[number] = notice
-            return Transfer([begin(message, notice)])
-        self._settle()  # the message is in shared memory
-        answer = torch.zeros_like(notice)
-        return Transfer([begin(message, notice), self._receive(message, answer)], notice, answer)
+            return [self._move(message, self.buffer(number), sends=sends)]
+        notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
+        if not sends:
+            return [self._move(message, notice, sends=False)]
+        assert self._memory is not None, "the link uses shared memory"
+        self._memory.settle()  # the message is in it
+        return [self._move(message, notice, sends=True), self._move(message, answer, sends=False)]
 
     def emptied(self, number: int) -> None:
-        """Release the buffer of a received message; views of it must not be used any more."""
-        notice = self._notices.pop(number, None)
-        if notice is not None:
-            self._settle()  # it has been read
-            self._send(self.messages[number], notice).wait()
+        message = self.messages[number]
+        if self._memory is not None and (message.source, message.target) in self._sharing:
+            self._memory.settle()  # it has been read
+            self._move(message, self._notices[number % BUFFERS], sends=True).wait()
+
+    def broken(self, number: int, problem: str) -> str:
+        message = self.messages[number]
+        first = message.begins_with(self._entries)
+        return f"message {number} from {self._peer(message)}: {problem}; it begins with {first}"
+
+    def gone(self, number: int) -> str:
+        message = self.messages[number]
+        way = "reach" if self._side == "source" else "come from"
+        which = f"message {number} of {len(self.messages)}, which begins with {message.begins_with(self._entries)},"
+        return f"{which} did not {way} {self._peer(message)}"
 
     def close(self) -> None:
-        """Leave the group: peers that wait for this rank fail at once."""
         self._group = None
 
-    def peer(self, message: PeerMessage) -> str:
+    def _peer(self, message: PeerMessage) -> str:
         """Name of the other end, for error messages."""
         if self._side == "source":
             return f"generation worker {message.target}"
         return f"policy rank {message.source}"
 
-    def _share(self) -> SharedMemory | None:
-        return None if self._memory is None else self._memory(BUFFERS * self._width())
-
-    def _settle(self) -> None:
-        assert self._memory is not None, "a link uses shared memory"
-        self._memory.settle()
-
-    def _allocate(self) -> Tensor:
-        return torch.empty(BUFFERS * self._width(), dtype=torch.uint8, device=self._device)
-
-    def _width(self) -> int:
-        """Bytes of a buffer."""
-        return int(aligned(np.array(max(self.sizes, default=0))))
-
-    def _send(self, message: PeerMessage, data: Tensor) -> Work:
-        peer = self._sources + message.target if self._side == "source" else message.source
-        return self._members().send([data.view(torch.uint8)], peer, 0)
-
-    def _receive(self, message: PeerMessage, data: Tensor) -> Work:
-        peer = self._sources + message.target if self._side == "source" else message.source
-        return self._members().recv([data.view(torch.uint8)], peer, 0)
-
-    def _members(self) -> Group:
+    def _move(self, message: PeerMessage, data: Tensor, *, sends: bool) -> Work:
+        """Start sending numbers, [...], to the other end of a message's link, or receiving them."""
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
-        return self._group
+        peer = self._sources + message.target if self._side == "source" else message.source
+        begin = self._group.send if sends else self._group.recv
+        work: Work = begin([data.reshape(-1).view(torch.uint8)], peer, 0)
+        return work
 
-    def _connect(self) -> None:
+    def _connect(self, store: Store, shared: SharedMemory | None) -> None:
         """Send a notice over every link and back, so that a broken link is noticed now and not in a refit.
 
         Raises:
             RuntimeError: a peer did not respond, or is not the peer of the plan.
         """
-        for message in self._first_of_each_link():
-            try:
-                found = self._greet(message) if self._side == "source" else self._answer(message)
-            except RuntimeError as error:
-                raise RuntimeError(f"no link to {self.peer(message)}: {error}") from error
-            if found != (message.source, message.target):
-                raise RuntimeError(f"the link to {self.peer(message)} leads elsewhere: {found}")
-
-    def _greet(self, message: PeerMessage) -> tuple[int, ...]:
-        """Send a target this rank's number and the address of its buffers; the link that it returns."""
-        address = self._shared.address() if self._shared is not None else [0]
-        notice = torch.tensor([message.source, message.target, *address], device=self._sent_from)
-        self._send(message, notice).wait()
-        self._receive(message, notice).wait()
-        *link, shared = notice.tolist()[:3]
-        if shared:
-            self._sharing.add((message.source, message.target))
-        return tuple(link)
-
-    def _answer(self, message: PeerMessage) -> tuple[int, ...]:
-        """Receive a source's greeting, and return whether its buffers can be mapped here; the link that it names."""
-        numbers = 1 if self._memory is None else self._memory.address_numbers
-        notice = torch.zeros(2 + numbers, dtype=torch.int64, device=self._sent_from)
-        self._receive(message, notice).wait()
-        source, target, *address = notice.tolist()
-        memory = None if self._memory is None else self._memory.seen(address)
-        if memory is not None:
-            self._mapped[message.source] = memory
-            self._sharing.add((message.source, message.target))
-        notice[2] = int(memory is not None)
-        self._send(message, notice).wait()
-        return source, target
-
-    def _first_of_each_link(self) -> Iterator[PeerMessage]:
-        known: set[tuple[int, int]] = set()
+        firsts: dict[tuple[int, int], PeerMessage] = {}
         for message in self.messages:
-            if (message.source, message.target) not in known:
-                known.add((message.source, message.target))
-                yield message
+            firsts.setdefault((message.source, message.target), message)
+        for link, message in firsts.items():
+            try:
+                found = self._greet(link, message, store, shared)
+            except RuntimeError as error:
+                raise RuntimeError(f"no link to {self._peer(message)}: {error}") from error
+            if found != link:
+                raise RuntimeError(f"the link to {self._peer(message)} leads elsewhere: {found}")
+
+    def _greet(
+        self, link: tuple[int, int], message: PeerMessage, store: Store, shared: SharedMemory | None
+    ) -> tuple[int, ...]:
+        """The link that the other end names. A source offers its memory, and hears whether that can be mapped there."""
+        key = f"memory/{message.source}/{message.target}"
+        notice = torch.tensor([*link, 0], device=self._sent_from)
+        if self._side == "source":
+            store.set(key, json.dumps(None if shared is None else shared.address()))
+            self._move(message, notice, sends=True).wait()
+            self._move(message, notice, sends=False).wait()
+        else:
+            self._move(message, notice, sends=False).wait()
+            address = json.loads(store.get(key))
+            memory = self._memory.seen(address) if self._memory is not None and address is not None else None
+            if memory is not None:
+                self._mapped[message.source] = memory
+            notice[2] = int(memory is not None)
+            self._move(message, notice, sends=True).wait()
+        source, target, is_shared = notice.tolist()
+        if is_shared:
+            self._sharing.add(link)
+        return source, target

@@ -91,8 +91,10 @@ class ModelWriter:
             for name, layer in self._layers.items()
             if name in in_fp8 or is_derived(layer)
         }
-        self._unused = _parameters_of_other_stages(shape, shard)
-        self._require_all(regions)
+        # vLLM's names of the parameters outside layers that only other pipeline stages compute with.
+        outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
+        others = [one for entry in outside if not keeps(entry, shard) for one in destinations(entry, shape, shard)]
+        self._require_all(regions, {one.parameter for one in others})
 
     def begin(self) -> None:
         """Forget what was counted of an earlier version."""
@@ -139,8 +141,11 @@ class ModelWriter:
             raise ValueError(text + ", ".join(sorted(others)))
         return names
 
-    def _require_all(self, regions: Sequence[_Region]) -> None:
-        """Compare how many numbers come for each parameter with how many vLLM's model has."""
+    def _require_all(self, regions: Sequence[_Region], unused: Collection[str]) -> None:
+        """Compare how many numbers come for each parameter with how many it has before vLLM converts it."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
         numbers: Counter[str] = Counter()
         for one in regions:
             numbers[f"{one.module}.{one.name}"] += one.size
@@ -149,20 +154,17 @@ class ModelWriter:
                 scales = (rows.stop - rows.start) * (columns.stop - columns.start)
                 numbers[f"{one.module}.{scales_name(one.name)}"] += scales
         missing = []
-        for name, wanted in _plain_sizes(self._model).items():
-            if numbers[name] != wanted and not self._may_differ(name, numbers[name], wanted):
-                missing.append(f"{name}: {numbers[name]} of {wanted} numbers")
+        for module, layer in self._model.named_modules():
+            for last, parameter in get_layerwise_info(layer).restore_metadata[0].items():
+                name, wanted = f"{module}.{last}", parameter.numel()
+                found = numbers[name]
+                # Vocabularies are padded; some models keep an embedding, a norm or a head on stages that do not use it.
+                padded = found < wanted and isinstance(layer, VocabParallelEmbedding)
+                if found != wanted and not padded and (found or name not in unused):
+                    missing.append(f"{name}: {found} of {wanted} numbers")
         if missing:
             text = "refit.mode=reshard does not fill vLLM's model; use broadcast. "
             raise ValueError(text + "; ".join(missing))
-
-    def _may_differ(self, name: str, found: int, wanted: int) -> bool:
-        """Vocabularies are padded; some models keep an embedding, a norm or a head on stages that do not use it."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        if not found and name in self._unused:
-            return True
-        return found < wanted and isinstance(self._model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
 
 
 def _regions(
@@ -187,12 +189,6 @@ def _regions(
     return [[region(piece) for piece in pieces] for pieces in messages]
 
 
-def _parameters_of_other_stages(shape: ModelShape, shard: RankShard) -> set[str]:
-    """vLLM's names of the parameters outside layers that only other pipeline stages compute with."""
-    outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
-    return {one.parameter for entry in outside if not keeps(entry, shard) for one in destinations(entry, shape, shard)}
-
-
 def _in_blocks(side: slice) -> slice:
     """Blocks that a range of rows or columns covers; it starts at the start of a block (`layouts.cut_blocks`)."""
     assert side.start % BLOCK == 0, f"{side} begins inside a block"
@@ -205,14 +201,3 @@ def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:
     if expert is not None:
         parameter = parameter[expert]
     return parameter if parameter.dim() == 2 else parameter[:, None]
-
-
-def _plain_sizes(model: torch.nn.Module) -> dict[str, int]:
-    """How many numbers each parameter has before vLLM converts it."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return {
-        f"{module}.{name}": parameter.numel()
-        for module, layer in model.named_modules()
-        for name, parameter in get_layerwise_info(layer).restore_metadata[0].items()
-    }

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, is_per_layer
-from megatron_grpo.weights.layouts import BLOCK, RankShard, Split, destinations, in_fp8_blocks
+from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, is_per_layer
+from megatron_grpo.weights.layouts import BLOCK, RankShard, destinations, in_fp8_blocks
 from megatron_grpo.weights.refit.buckets import ALIGN_BYTES
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
@@ -44,25 +44,12 @@ def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str
         precision: `policy.precision`.
         fp8_blocks: whether matrices of the layers travel in FP8.
     """
-    return [_wire_dtype(entry, precision, fp8_blocks) for entry in weight_entries(shape)]
-
-
-def _wire_dtype(entry: WeightEntry, precision: str, fp8_blocks: bool) -> str:
-    if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
-        return "float32"
-    return FP8 if fp8_blocks and in_fp8_blocks(entry) else precision
-
-
-def piece_bytes(dtype: str, rows: int, columns: int) -> int:
-    """Bytes of a piece of this type, with its scales."""
-    numbers = rows * columns * _SIZES[dtype]
-    return numbers if dtype != FP8 else _up(numbers, ALIGN_BYTES) + _SCALE_BYTES * blocks(rows) * blocks(columns)
-
-
-def strip_rows(dtype: str, columns: int, limit: int) -> int:
-    """How many rows of this length a piece of at most `limit` bytes has: one, or the rows of a block, at least."""
-    rows = limit // (columns * _SIZES[dtype])
-    return max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
+    entries = weight_entries(shape)
+    found = [FP8 if fp8_blocks and in_fp8_blocks(entry) else precision for entry in entries]
+    for number, entry in enumerate(entries):
+        if entry.megatron[0].endswith(".expert_bias"):  # selects experts; Megatron-Core keeps it in float32
+            found[number] = "float32"
+    return found
 
 
 def blocks(size: int) -> int:
@@ -80,20 +67,17 @@ class PackedPiece:
     columns: int
     dtype: torch.dtype
 
-    @property
-    def scaled(self) -> bool:
-        """Whether it is in FP8, with scales."""
-        return self.dtype == torch.float8_e4m3fn
-
     def numbers(self, message: Tensor) -> Tensor:
         """[rows, columns], sharing memory with the message: [bytes], uint8."""
         end = self.begin + self.rows * self.columns * self.dtype.itemsize
         return message[self.begin : end].view(self.dtype).view(self.rows, self.columns)
 
-    def scales(self, message: Tensor) -> Tensor:
-        """[blocks of rows, blocks of columns], float32, sharing memory with the message, of a piece in FP8."""
+    def scales(self, message: Tensor) -> Tensor | None:
+        """[blocks of rows, blocks of columns], float32, sharing memory with the message; None: it is not in FP8."""
+        if self.dtype != torch.float8_e4m3fn:
+            return None
         shape = blocks(self.rows), blocks(self.columns)
-        begin = self.begin + _up(self.rows * self.columns, ALIGN_BYTES)
+        begin = self.begin + aligned(self.rows * self.columns)
         return message[begin : begin + _SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
 
     def pack(self, message: Tensor, values: Tensor) -> None:
@@ -103,9 +87,10 @@ class PackedPiece:
             message: the buffer of the message.
             values: [rows, columns], any float type.
         """
-        if self.scaled:
-            values, scales = quantise(values, WEIGHT_BLOCK)
-            self.scales(message).copy_(scales)
+        scales = self.scales(message)
+        if scales is not None:
+            values, rounded = quantise(values, WEIGHT_BLOCK)
+            scales.copy_(rounded)
         self.numbers(message).copy_(values)
 
 
@@ -124,13 +109,9 @@ def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Pack
     return found, int(ends[-1])
 
 
-def aligned(sizes: np.ndarray) -> np.ndarray:
+def aligned(sizes: Any) -> Any:
     """Bytes of pieces with padding: views in wider types must begin at multiples of ALIGN_BYTES."""
     return -(-sizes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 PIECE = np.dtype(
@@ -174,20 +155,6 @@ class Box(NamedTuple):
         """Their number; 0 or less: the box is empty."""
         return self.column_end - self.column
 
-    def intersect(self, other: Box) -> Box:
-        """The box of what is in both."""
-        return Box(
-            max(self.row, other.row),
-            min(self.row_end, other.row_end),
-            max(self.column, other.column),
-            min(self.column_end, other.column_end),
-        )
-
-    def in_strips(self, height: int) -> Iterator[Box]:
-        """The box in strips of so many rows, of which the last may have fewer."""
-        for row in range(self.row, self.row_end, height):
-            yield self._replace(row=row, row_end=min(row + height, self.row_end))
-
 
 def box_of(part: WeightSlice) -> Box:
     """A slice as rows and columns."""
@@ -197,16 +164,6 @@ def box_of(part: WeightSlice) -> Box:
     if part.axis == 1:
         return Box(0, rows, part.start, part.stop)
     return Box(0, rows, 0, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """What one part of a matrix contributes to one engine rank; the same for every layer and expert."""
-
-    tensor: int
-    part: int
-    """Number of the part among those that the policy's ranks split the matrix into."""
-    strip: Box
 
 
 def plan_pieces(
@@ -240,20 +197,23 @@ def plan_pieces(
     holders = _Holders(sources)
     found: list[Pieces] = []
     sets: list[NDArray[np.int64]] = []
-    for number, layer in _rows_in_order(entries, shape):
-        entry = entries[number]
+    numbers = {entry: number for number, entry in enumerate(entries)}
+    for entry, layer, _ in global_entries(entries, shape, list(range(shape.layers))):
+        if entry.copy:
+            continue
+        number, parts = numbers[entry], sources[0].part(entry).count
         for rank, shard in enumerate(engine):
             if not keeps(entry, shard, layer):
                 continue
             experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
-            for route in _routes(entry, shape, holders.parts(entry), shard, dtypes[number], limit):
+            for tensor, part, strip, nbytes in _routes(entry, shape, parts, shard, dtypes[number], limit):
                 pieces = np.zeros(len(experts), dtype=PIECE)
-                pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, route.tensor
+                pieces["target"], pieces["entry"], pieces["tensor"] = rank, number, tensor
                 pieces["layer"], pieces["expert"] = layer, experts
-                pieces["rows"], pieces["columns"] = route.strip[:2], route.strip[2:]
-                pieces["bytes"] = piece_bytes(dtypes[number], route.strip.rows, route.strip.columns)
+                pieces["rows"], pieces["columns"] = strip[:2], strip[2:]
+                pieces["bytes"] = nbytes
                 found.append(pieces)
-                sets.append(holders.numbers(entry, layer, route.part, experts))
+                sets.append(holders.numbers(entry, layer, part, experts))
     one = np.concatenate(found)
     pieces = np.tile(one, engines)
     pieces["target"] += np.repeat(np.arange(engines, dtype=np.int32) * len(engine), len(one))
@@ -265,23 +225,6 @@ def plan_pieces(
     return pieces
 
 
-def _rows_in_order(entries: Sequence[WeightEntry], shape: ModelShape) -> Iterator[tuple[int, int]]:
-    """(row of the table, layer) of everything that is sent, layer by layer; layer 0 for what is outside layers."""
-    position = 0
-    while position < len(entries):
-        end = position
-        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
-            end += 1
-        for layer in range(shape.layers if end > position else 0):
-            kind = "experts" if shape.has_experts(layer) else "dense"
-            for number in range(position, end):
-                if entries[number].layers in ("all", kind):
-                    yield number, layer
-        if end < len(entries) and not entries[end].copy:
-            yield end, 0
-        position = end + 1
-
-
 def keeps(entry: WeightEntry, shard: RankShard, layer: int = 0) -> bool:
     """Whether a rank has a parameter for an entry, in this layer if the entry is per layer."""
     where = _where(entry, layer)
@@ -290,17 +233,32 @@ def keeps(entry: WeightEntry, shard: RankShard, layer: int = 0) -> bool:
 
 def _routes(
     entry: WeightEntry, shape: ModelShape, parts: int, shard: RankShard, dtype: str, limit: int
-) -> Iterator[_Route]:
-    """The boxes that the parts of an entry's matrices contribute to one engine rank, in strips of at most `limit`
-    bytes."""
+) -> Iterator[tuple[int, int, Box, int]]:
+    """What parts of an entry's matrices contribute to one engine rank, the same for every layer and expert: the tensor,
+    the part's number among those that the policy's ranks split it into, a box of at most `limit` bytes, its bytes."""
     wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
+    size = _SIZES[dtype]
     for tensor, destination in enumerate(wanted):
+        kept = box_of(destination.part)
         for part, slices in enumerate(held):
-            both = box_of(slices[tensor]).intersect(box_of(destination.part))
+            one = box_of(slices[tensor])
+            both = Box(
+                max(one.row, kept.row),
+                min(one.row_end, kept.row_end),
+                max(one.column, kept.column),
+                min(one.column_end, kept.column_end),
+            )
             if both.rows > 0 and both.columns > 0:
-                height = strip_rows(dtype, both.columns, limit)
-                yield from (_Route(tensor, part, strip) for strip in both.in_strips(height))
+                rows = limit // (both.columns * size)
+                # A row at least; in FP8 the rows of a block.
+                height = max(rows, 1) if dtype != FP8 else max(rows // BLOCK, 1) * BLOCK
+                for row in range(both.row, both.row_end, height):
+                    strip = both._replace(row=row, row_end=min(row + height, both.row_end))
+                    nbytes = strip.rows * strip.columns * size
+                    if dtype == FP8:
+                        nbytes = aligned(nbytes) + _SCALE_BYTES * blocks(strip.rows) * blocks(strip.columns)
+                    yield tensor, part, strip, nbytes
 
 
 class _Holders:
@@ -316,10 +274,6 @@ class _Holders:
             for where in (*shard.layers, *([EMBEDDING] if shard.embedding else []), *([END] if shard.end else [])):
                 self._stages[where].append(rank)
 
-    def parts(self, entry: WeightEntry) -> int:
-        """Into how many parts ranks split an entry's matrices."""
-        return _part(entry, self._shards[0]).count
-
     def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
         firsts, inverse = np.unique(experts // self._experts * self._experts, return_inverse=True)
@@ -329,16 +283,15 @@ class _Holders:
         where = _where(entry, layer)
         key = (where, entry.per_expert, entry.axis is None, part, first_expert)
         if key not in self._numbers:
-            ranks = tuple(rank for rank in self._stages[where] if self._has(rank, entry, part, first_expert))
+            ranks = tuple(
+                rank
+                for rank in self._stages[where]
+                for shard in [self._shards[rank]]
+                if (entry.axis is None or shard.part(entry).index == part)
+                and (not entry.per_expert or shard.experts[0] == first_expert)
+            )
             self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
         return self._numbers[key]
-
-    def _has(self, rank: int, entry: WeightEntry, part: int, first_expert: int) -> bool:
-        """Whether a rank has this part of an entry's matrices, in the layers that it has at all."""
-        shard = self._shards[rank]
-        if entry.axis is not None and _part(entry, shard).index != part:
-            return False
-        return not entry.per_expert or shard.experts[0] == first_expert
 
     def share(self, numbers: NDArray[np.int64], sizes: NDArray[np.int64], engines: int) -> NDArray[np.int32]:
         """[engines * pieces], engine by engine: the sending ranks. Ranks of a set take equal shares of consecutive
@@ -366,10 +319,6 @@ class _Holders:
             mine = numbers == number
             found[mine] = np.isin(ranks[mine], members)
         return found
-
-
-def _part(entry: WeightEntry, shard: RankShard) -> Split:
-    return shard.expert_tensor if entry.per_expert else shard.tensor
 
 
 def _where(entry: WeightEntry, layer: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,12 +118,6 @@ def remove_unread(folder: Path, manifest: Manifest) -> None:
                 file.unlink()
         if not any(part.iterdir()):
             part.rmdir()
-
-
-def emptied(folder: Path) -> None:
-    """Make an empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _text_digest(text: str) -> str:

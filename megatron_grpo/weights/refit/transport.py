@@ -62,15 +62,9 @@ class AttemptError(Exception):
         self.lost = lost
 
 
-@dataclass(frozen=True, slots=True)
-class SentCounts:
-    """What one rank of the policy sent for one version."""
-
-    bytes: int
-    """With padding and checksums."""
-    tensors: int
-    """Whole ones, or slices of them."""
-    buckets: int
+SentCounts = tuple[int, int, int]
+"""What one rank of the policy sent for one version: bytes, with padding and checksums; tensors, whole ones or slices of
+them; and buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +107,8 @@ class WeightTransport(ABC):
         """Engines that the policy has links to; none after a failure."""
         self._version = 0
         self._replaced: list[str] = []
+        self._store: TCPStore | None = None
+        """Through which the members of groups find each other."""
 
     def connect(self) -> None:
         """Open the channels between policy and engines; once, before the first publish."""
@@ -206,9 +202,6 @@ class WeightTransport(ABC):
     def _on_engines(self, method: str, version: int, engines: Sequence[int]) -> dict[int, ray.ObjectRef]:
         return dict(zip(engines, self._generation.submit(method, version, engines=engines), strict=True))
 
-    def _stop_waiting(self) -> None:  # noqa: B027 - only groups have members that wait
-        """After a failure: end the waits of processes that others will not join any more."""
-
     def _complete(
         self, sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], deadline: float, what: str
     ) -> list[Any]:
@@ -224,14 +217,13 @@ class WeightTransport(ABC):
         try:
             return gather(calls, deadline_s=left, what=what, name=names.__getitem__)[: len(sends)]
         except RunError as error:
-            self._stop_waiting()
+            # The store closes with its last reference, and a process that looks for a lost engine in it fails at once.
+            self._store = None
             raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
 
 
 class GroupTransport(WeightTransport):
     """Transfers over process groups whose members are ranks of the policy and workers of engines."""
-
-    _store: TCPStore | None = None
 
     @abstractmethod
     def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
@@ -240,10 +232,6 @@ class GroupTransport(WeightTransport):
     @abstractmethod
     def _send(self, version: int) -> list[ray.ObjectRef]:
         """Let every rank of the policy send; SentCounts of each, or None."""
-
-    def _stop_waiting(self) -> None:
-        # The store closes with its last reference, and a process that looks for a lost engine in it fails at once.
-        self._store = None
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Connect the policy and these engines, and no others."""
@@ -270,15 +258,9 @@ class GroupTransport(WeightTransport):
         receives = self._on_engines("receive_weights", version, engines)
         sends = self._send(version)
         results = self._complete(sends, receives, deadline, f"refit of version {version}")
-        sent = [one for one in results if one is not None]
         self._commit(version, engines, deadline)
-        return TransferReport(
-            version=version,
-            bytes_sent=sum(one.bytes for one in sent),
-            tensors=sum(one.tensors for one in sent),
-            buckets=sum(one.buckets for one in sent),
-            seconds=0.0,
-        )
+        nbytes, tensors, buckets = map(sum, zip(*filter(None, results), strict=True))
+        return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets, seconds=0.0)
 
 
 def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str) -> dict[int, str]:
@@ -300,12 +282,15 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
     over = set(ray.wait(calls, num_returns=len(calls), timeout=SETTLE_S)[0])
     lost = {}
     for number, call in receives.items():
-        error = _error_of(call) if call in over else None
         if call not in over:
             lost[number] = f"{failure}; {ENGINE_NAME(number)} does not come back"
-        elif error is not None and is_lost(error):
-            told = f"{ENGINE_NAME(number)} {explain(error)}"
-            lost[number] = failure if told in failure else f"{failure}; {told}"
+            continue
+        try:
+            ray.get(call)
+        except RayError as error:
+            if is_lost(error):
+                told = f"{ENGINE_NAME(number)} {explain(error)}"
+                lost[number] = failure if told in failure else f"{failure}; {told}"
     overdue = [name for name, call in ranks.items() if call not in over]
     _require_policy([RANK_NAME(rank) for rank in lost_among(sends, 0.0)], "gone", failure)
     _require_policy([name for name in overdue if report_hanging([name])], "stuck", failure)
@@ -317,12 +302,3 @@ def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.Obje
 def _require_policy(missing: Sequence[str], state: str, failure: str) -> None:
     if missing:
         raise PolicyLostError(f"{failure}; {listed(missing)} is {state}, and no rank of the policy can be replaced")
-
-
-def _error_of(call: ray.ObjectRef) -> RayError | None:
-    """The exception of a finished call."""
-    try:
-        ray.get(call)
-    except RayError as error:
-        return error
-    return None

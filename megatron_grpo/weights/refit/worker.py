@@ -1,17 +1,14 @@
-"""Runs in an engine's worker: the receiving half of a refit, in the form of vLLM's interface for weight transfers."""
+"""Runs in an engine's worker: the receiving half of a refit."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+import torch
+from vllm.config import set_current_vllm_config
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
@@ -30,88 +27,23 @@ else:
 class Receiver(Protocol):
     """A worker's end of a connected refit; one for each mode."""
 
-    def begin(self) -> None:
-        """Prepare the model for new weights."""
-
     def receive(self, version: int) -> None:
-        """Receive one version of the weights.
+        """Receive one version of the weights, and let the model compute with it.
 
         Raises:
             ValueError: a checksum or the version differs.
             RuntimeError: a sender stopped sending.
         """
 
-    def finish(self) -> None:
-        """Let the model compute with the new weights."""
-
-    def abandon(self) -> None:
-        """After a failure: make a later refit possible. Until then the model holds no complete version."""
+    abandon: Callable[[], None]
+    """After a failure: makes a later refit possible. Until then the model holds no complete version."""
 
 
-@dataclass
-class ReceiverInit(WeightTransferInitInfo):
-    """The address of the senders, and this engine's position among the receivers."""
-
-    mode: RefitMode
-    rendezvous: Rendezvous | SharedFolder
-    first_receiver: int
-    """Receivers of the engines before this one."""
-
-
-@dataclass
-class ReceiverUpdate(WeightTransferUpdateInfo):
-    """One refit."""
-
-    version: int
-
-
-class WeightReceiver(WeightTransferEngine[ReceiverInit, ReceiverUpdate]):
-    """Passes vLLM's calls on to the receiver of the mode; the plugin registers it with vLLM."""
-
-    init_info_cls = ReceiverInit
-    update_info_cls = ReceiverUpdate
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._receiver: Receiver | None = None
-
-    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Connect to the policy."""
-        self.shutdown()
-        receivers: dict[RefitMode, Callable[..., Receiver]] = {
-            "broadcast": BroadcastReceiver,
-            "reshard": ReshardReceiver,
-            "files": FilesReceiver,
-        }
-        number = init_info.first_receiver + self.parallel_config.rank
-        self._receiver = receivers[init_info.mode](
-            self.model, self.vllm_config, self.device, init_info.rendezvous, number
-        )
-
-    def start_weight_update(self) -> None:
-        """Prepare the model for new weights."""
-        self._connected().begin()
-
-    def receive_weights(self, update_info: ReceiverUpdate) -> None:
-        """Receive one version of the weights."""
-        self._connected().receive(update_info.version)
-
-    def finish_weight_update(self) -> None:
-        """Let the model compute with the new weights."""
-        self._connected().finish()
-
-    def abandon(self) -> None:
-        """After a failed refit: make a later one possible."""
-        if self._receiver is not None:
-            self._receiver.abandon()
-
-    def shutdown(self) -> None:
-        """Leave the groups."""
-        self._receiver = None
-
-    def _connected(self) -> Receiver:
-        assert self._receiver is not None, "connect_refit() comes first"
-        return self._receiver
+_RECEIVERS: dict[RefitMode, Callable[..., Receiver]] = {
+    "broadcast": BroadcastReceiver,
+    "reshard": ReshardReceiver,
+    "files": FilesReceiver,
+}
 
 
 class RefitWorker(Worker):
@@ -123,13 +55,18 @@ class RefitWorker(Worker):
 
     received: int | None = None
     """The complete version that this worker holds; None before the first refit and after a failed one."""
+    receiver: Receiver | None = None
+    """This worker's end of the refit, once it is connected."""
 
     @phase("connect the refit")
     def connect_refit(self, mode: RefitMode, rendezvous: dict[str, Any], first_receiver: int) -> str | None:
         """Connect to the policy. The rendezvous comes as a dict: vLLM's messages carry plain types only."""
+        self.receiver = None
         try:
             where = SharedFolder(**rendezvous) if mode == "files" else Rendezvous(**rendezvous)
-            self.init_weight_transfer_engine({"mode": mode, "rendezvous": where, "first_receiver": first_receiver})
+            number = first_receiver + self.parallel_config.rank
+            model = self.model_runner.get_model()
+            self.receiver = _RECEIVERS[mode](model, self.vllm_config, self.device, where, number)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._failure(error)
         return None
@@ -139,11 +76,14 @@ class RefitWorker(Worker):
         """Receive one version in one call."""
         self.received = None
         try:
-            self.start_weight_update()
-            self.update_weights({"version": version})
-            self.finish_weight_update()
+            assert self.receiver is not None, "connect_refit() comes first"
+            with set_current_vllm_config(self.vllm_config):  # which vLLM's layers read when they convert weights
+                self.receiver.receive(version)
+            torch.accelerator.synchronize()
+            self.model_runner.reset_lora_state()
         except Exception as error:  # noqa: BLE001 - see the class
-            self.weight_transfer_engine.abandon()
+            if self.receiver is not None:
+                self.receiver.abandon()
             return self._failure(error)
         self.received = version
         return None

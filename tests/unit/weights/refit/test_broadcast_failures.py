@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.refit import broadcast as receiver
-from megatron_grpo.weights.refit.broadcast import BroadcastReceiver, BucketSender, join_stage, write_plan
+from megatron_grpo.weights.refit.broadcast import BroadcastReceiver, StageLinks, send_tensors, write_plan
 from megatron_grpo.weights.refit.buckets import plan_buckets
 from megatron_grpo.weights.refit.groups import Rendezvous
 
@@ -46,7 +46,8 @@ def _members(*, bad_sender: bool = False, bad_receiver: bool = False) -> Members
     store = open_store("127.0.0.1", 60.0)
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=RECEIVERS, timeout_s=60.0)
     buckets = plan_buckets(SPECS, BUCKET_BYTES)
-    write_plan(store, 0, 1, buckets, BUCKET_BYTES)
+    store.set("stages", "1")
+    write_plan(store, 0, SPECS, BUCKET_BYTES)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 
     def receiving(number: int) -> BroadcastReceiver:
@@ -61,9 +62,9 @@ def _members(*, bad_sender: bool = False, bad_receiver: bool = False) -> Members
 
     with ThreadPoolExecutor(1 + RECEIVERS) as pool:
         receivers = [pool.submit(receiving, number) for number in range(RECEIVERS)]
-        sender = BucketSender(0, buckets, join_stage(rendezvous, 0, 0, CPU), CPU)
+        sender = StageLinks(rendezvous, {0: buckets}, 0, CPU)
     made = [one.result() for one in receivers]
-    return [lambda: sender.send(weights(), 1), *(partial(one.receive, 1) for one in made)]
+    return [lambda: send_tensors(sender, weights(), 1), *(partial(one.receive, 1) for one in made)]
 
 
 def _failure(member: Callable[[], object]) -> Exception | None:
@@ -77,7 +78,8 @@ def _failure(member: Callable[[], object]) -> Exception | None:
 
 @pytest.fixture(autouse=True)
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "TensorwiseLoading", lambda *_: None)
+    loading = SimpleNamespace(begin=lambda: None, abandon=lambda: None, finish=lambda: None)
+    monkeypatch.setattr(receiver, "TensorwiseLoading", lambda *_: loading)
 
 
 def _failures(members: Members) -> list[Exception | None]:

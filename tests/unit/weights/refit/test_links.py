@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.families import shape_of_config, weight_entries
 from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.buckets import checksum_problem, write_checksum
+from megatron_grpo.weights.refit.buckets import BUFFERS
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.ipc import HostMemory
-from megatron_grpo.weights.refit.links import BUFFERS, Links, Side, schedule, write_plan
+from megatron_grpo.weights.refit.links import Links, Side, schedule, write_plan
 from megatron_grpo.weights.refit.plan import plan_pieces
 from tests.support.refit_models import DENSE
 
@@ -48,7 +47,7 @@ def ranks(way: str) -> Iterator[dict[tuple[Side, int], Links]]:
     rendezvous = Rendezvous(host="127.0.0.1", port=store.port, receivers=TARGETS, timeout_s=60.0)
     members: list[tuple[Side, int]] = [("source", 0), ("source", 1), ("target", 0), ("target", 1)]
     with ThreadPoolExecutor(len(members)) as pool:
-        made = [pool.submit(Links, rendezvous, *member, CPU) for member in members]
+        made = [pool.submit(Links, rendezvous, *member, CPU, weight_entries(SHAPE)) for member in members]
         yield {member: one.result() for member, one in zip(members, made, strict=True)}
 
 
@@ -89,29 +88,16 @@ def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
 
 
 def _send(links: Links) -> None:
-    under_way: list[Any] = []
-    for number, message in enumerate(links.messages):
-        if len(under_way) == BUFFERS:
-            under_way.pop(0).wait()
-        buffer = links.buffer(number)
+    def fill(number: int, buffer: Tensor) -> None:
+        message = links.messages[number]
         earlier = [m.target for m in links.messages[:number]].count(message.target)
         buffer[:-16] = _content(message.source, message.target, earlier, len(buffer) - 16)
-        write_checksum(buffer, VERSION)
-        under_way.append(links.begin(number))
-    for one in under_way:
-        one.wait()
+
+    links.send(fill, VERSION)
 
 
 def _receive(links: Links) -> list[Tensor]:
     """The content of each message."""
-    came = []
-    under_way = {number: links.begin(number) for number in range(BUFFERS)}
-    for number in range(len(links.messages)):
-        under_way.pop(number).wait()
-        buffer = links.buffer(number)
-        assert checksum_problem(buffer, VERSION) is None
-        came.append(buffer[:-16].clone())
-        links.emptied(number)
-        if number + BUFFERS < len(links.messages):
-            under_way[number + BUFFERS] = links.begin(number + BUFFERS)
+    came: list[Tensor] = []
+    links.receive(lambda _, buffer: came.append(buffer[:-16].clone()), VERSION)
     return came

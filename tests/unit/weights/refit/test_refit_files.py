@@ -99,9 +99,7 @@ class Generation:
     def _receive(self, number: int, version: int) -> str | None:
         receiver = self.receivers[number]
         try:
-            receiver.begin()
             receiver.receive(version)
-            receiver.finish()
         except (ValueError, RuntimeError) as error:
             receiver.abandon()
             return f"worker {number}: {error}"
@@ -169,7 +167,6 @@ def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
     model = Model()
     receiver = _receiver(model, shared)
     receiver.receive(2)
-    receiver.finish()
     assert all(torch.equal(model.weights[name], policy.weights[name]) for name in policy.weights)
 
 

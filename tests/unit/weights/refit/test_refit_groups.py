@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.refit import groups
-from megatron_grpo.weights.refit.broadcast import BucketSender, join_stage, read_plans, write_plan
+from megatron_grpo.weights.refit.broadcast import BroadcastReceiver, StageLinks, send_tensors, write_plan
 from megatron_grpo.weights.refit.buckets import plan_buckets
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.transport import SETTLE_S
@@ -26,12 +28,13 @@ def test_a_receiver_gets_what_the_sender_packs() -> None:
     sent = {"w": torch.randn(1000), "b": torch.randn(3)}
     with _Receiver(rendezvous) as results:
         buckets = plan_buckets(SPECS, 2048)
-        write_plan(store, 0, 1, buckets, 2048)
-        group = join_stage(rendezvous, 0, 0, CPU)
-        report = BucketSender(0, buckets, group, CPU).send(sent.items(), version=3)
+        store.set("stages", "1")
+        write_plan(store, 0, SPECS, 2048)
+        links = StageLinks(rendezvous, {0: buckets}, 0, CPU)
+        nbytes, *counts = send_tensors(links, sent.items(), version=3)
         received = results.get(timeout=120)
-    assert report.buckets == 2
-    assert report.tensors == 2
+    assert nbytes == sum(bucket.nbytes for bucket in buckets)
+    assert counts == [2, 2]
     assert received == {name: tensor.tolist() for name, tensor in sent.items()}
 
 
@@ -39,7 +42,7 @@ def test_nobody_to_receive_is_an_error_at_the_timeout() -> None:
     _store, rendezvous = _open(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        join_stage(rendezvous, 0, 0, CPU)
+        groups.join(rendezvous, "stage 0", 0, 2, CPU)
     assert time.monotonic() - began < 10
 
 
@@ -85,12 +88,17 @@ class _Receiver:
         self._process.kill()
 
 
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = torch.nn.Parameter(torch.zeros(1))
+        self.received: dict[str, Any] = {}
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.received |= {name: tensor.tolist() for name, tensor in tensors}
+
+
 def _receive(rendezvous: Rendezvous, results: Any) -> None:
-    (buckets,) = read_plans(rendezvous.store())
-    group = join_stage(rendezvous, 0, 1, CPU)
-    received = {}
-    for bucket in buckets:
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        group.broadcast(buffer, root=0).wait()
-        received |= {slot.name: slot.view(buffer).tolist() for slot in bucket.slots}
-    results.put(received)
+    model, config = _Model(), SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    BroadcastReceiver(model, config, CPU, rendezvous, 0).receive(3)
+    results.put(model.received)

@@ -8,31 +8,37 @@ from typing import Any
 from megatron_grpo.weights.refit.worker import RefitWorker
 
 
-class Worker(RefitWorker):
-    """As mixed into vLLM's worker, whose model takes every version but those named here."""
+class Receiver:
+    """Takes every version but the one that is refused."""
 
-    rank = 3
     refused: int | None = None
-    weight_transfer_engine: Any = SimpleNamespace(abandon=lambda: None)
 
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update: dict[str, Any]) -> None:
-        if update["version"] == self.refused:
+    def receive(self, version: int) -> None:
+        if version == self.refused:
             raise ValueError("a checksum is broken")
 
-    def finish_weight_update(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+class Worker(RefitWorker):
+    """As mixed into vLLM's worker."""
+
+    rank = 3
+    vllm_config: Any = None
+    model_runner: Any = SimpleNamespace(reset_lora_state=lambda: None)
 
 
 def test_a_version_is_confirmed_by_who_received_it_whole() -> None:
-    worker = Worker()
+    worker, receiver = Worker(), Receiver()
+    assert worker.receive_refit(1) == "worker 3: connect_refit() comes first"
+    worker.receiver = receiver
     assert worker.confirm_refit(1) == "worker 3 holds version None of the weights, and not 1"
     assert worker.receive_refit(1) is None
     assert worker.confirm_refit(1) is None
     assert worker.confirm_refit(2) == "worker 3 holds version 1 of the weights, and not 2"
-    worker.refused = 2
+    receiver.refused = 2
     assert worker.receive_refit(2) == "worker 3: a checksum is broken"
     assert worker.confirm_refit(1) == "worker 3 holds version None of the weights, and not 1"
-    worker.refused = None
+    receiver.refused = None
     assert worker.receive_refit(2) is None
     assert worker.confirm_refit(2) is None

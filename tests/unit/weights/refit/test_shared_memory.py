@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_grpo.weights.refit.ipc import CudaMemory, HostMemory, packed, shared_memory_on, unpacked
+from megatron_grpo.weights.refit import ipc
+from megatron_grpo.weights.refit.ipc import CudaMemory, HostMemory, shared_memory_on
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 READ = """
 import sys
+from megatron_grpo.weights.refit import ipc
 from megatron_grpo.weights.refit.ipc import HostMemory
 memory = HostMemory.seen([int(number) for number in sys.argv[1:]])
 print(None if memory is None else memory.tolist())
@@ -62,12 +65,24 @@ def test_an_address_that_is_not_exactly_right_is_none(wrong: str, tmp_path: Path
     assert HostMemory.seen([process, file, nbytes, secret]) is not None
 
 
-def test_an_address_on_a_gpu_travels_as_numbers() -> None:
-    handle = {"gpu": "GPU-" + "f" * 36, "memory": os.urandom(66).hex(), "event": os.urandom(64).hex(), "nbytes": 2**40}
-    numbers = packed(handle)
-    assert len(numbers) == CudaMemory.address_numbers
-    assert torch.tensor(numbers).tolist() == numbers, "they are int64"
-    assert unpacked(numbers) == handle
+def test_an_address_on_a_gpu_travels_as_json_and_is_what_torch_rebuilds_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of the handles as text; `rebuild_cuda_tensor` gets what `reduce_tensor` gave, on this process's GPU."""
+    tensor, (memory, counter, event) = torch.zeros(3, dtype=torch.uint8), map(os.urandom, (66, 12, 64))
+    handle = (memory, 2**40, 512, False, counter, 4, event, True)
+    reduced = (torch.Tensor, tensor.size(), (1,), 7, torch.UntypedStorage, torch.uint8, 1, *handle)
+    monkeypatch.setattr(ipc, "reduce_tensor", lambda _: (None, reduced))
+    monkeypatch.setattr(ipc, "gpu_name", lambda index: f"GPU-{'abc'[index]}")
+    shared = object.__new__(CudaMemory)
+    shared.tensor = tensor
+    address = json.loads(json.dumps(shared.address()))
+
+    monkeypatch.setattr(ipc, "rebuild_cuda_tensor", lambda *arguments: arguments)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(ipc, "gpu_name", lambda index: f"GPU-{'bca'[index]}")
+    assert CudaMemory.seen(address) == (torch.Tensor, (3,), (1,), 7, torch.UntypedStorage, torch.uint8, 0, *handle)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="its weights are on GPU GPU-b, and this process sees "):
+        CudaMemory.seen(address)
 
 
 @pytest.mark.parametrize(
