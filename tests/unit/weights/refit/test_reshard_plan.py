@@ -313,9 +313,10 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
             for piece, parcel in zip(message.pieces, laid, strict=True):
                 values = parcel.numbers(buffer).float()
-                if parcel.scaled:
-                    scales = parcel.scales(buffer).repeat_interleave(128, 0).repeat_interleave(128, 1)
-                    values *= scales[: parcel.rows, : parcel.columns]
+                scales = parcel.scales(buffer)
+                if scales is not None:
+                    each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                    values *= each[: parcel.rows, : parcel.columns]
                 entry = weight_entries(shape)[piece["entry"]]
                 landing = destinations(entry, shape, place, int(piece["layer"]), int(piece["expert"]))[piece["tensor"]]
                 parameter = read[landing.parameter]
@@ -324,7 +325,7 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
                 box = box_of(landing.part)
                 row, column = int(piece["rows"][0]) - box.row + landing.row, int(piece["columns"][0]) - box.column
                 parameter[row : row + parcel.rows, column : column + parcel.columns] = values
-                rounded |= {landing.parameter} if parcel.scaled else set()
+                rounded |= {landing.parameter} if scales is not None else set()
         assert {name for name in expected if "proj" in name and name.endswith("weight")} <= rounded
         for name, tensor in expected.items():
             if name not in rounded:
