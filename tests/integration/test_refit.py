@@ -144,9 +144,9 @@ def _corrupt_next_refit(engine: Any) -> None:
     """On the rank that sends stage 1: flip one bit of the first bucket after it is sealed, once."""
     from megatron_grpo.weights.refit import broadcast as sender
 
-    one = sender._sender
-    if one is None or one.stage != 1:
+    if sender._links is None or 1 not in sender._links._groups:
         return
+    groups = sender._links._groups
 
     class FlipOnce:
         def __init__(self, group: Any) -> None:
@@ -154,7 +154,7 @@ def _corrupt_next_refit(engine: Any) -> None:
 
         def broadcast(self, buffer: Any, root: int) -> Any:
             buffer[100] ^= 1
-            one.group = self._group
+            groups[1] = self._group
             return self._group.broadcast(buffer, root)
 
-    one.group = FlipOnce(one.group)
+    groups[1] = FlipOnce(groups[1])

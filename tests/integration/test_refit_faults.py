@@ -357,7 +357,7 @@ def _in_links(moment: str, fault: Callable[[Any], bool]) -> None:
 
     def faulty(number: int) -> Any:
         if number == _number(moment, len(links.messages)) and not fault(links.buffer(number)):
-            return _Done()
+            return [_Done()]
         return begin(number)
 
     links.begin = faulty  # type: ignore[method-assign]
@@ -384,7 +384,7 @@ class _FaultyGroup:
 def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
     from megatron_grpo.weights.refit import broadcast as sender
 
-    one = sender._sender
-    assert one is not None
-    faulty: Any = _FaultyGroup(one.group, _number(moment, len(one.buckets)), fault)  # a sender only broadcasts
-    one.group = faulty
+    links = sender._links
+    assert links is not None
+    ((stage, group),) = links._groups.items()
+    links._groups[stage] = _FaultyGroup(group, _number(moment, len(links.sizes)), fault)  # a sender only broadcasts
