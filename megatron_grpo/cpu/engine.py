@@ -111,7 +111,11 @@ def prepare_cpu_processes(settings: VllmSettings) -> None:
     if settings.config.engine.enforce_eager:
         # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    start_importing(threads=len(cores.split("|")[0].split(",")))
+    os.environ.setdefault(SOCKETS, util.get_temp_dir())
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    threads = len(cores.split("|")[0].split(","))
+    with environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
+        forkserver.ensure_running()
 
 
 def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> str:
@@ -163,18 +167,6 @@ class ForkedCoreContext(ForkServerContext):
     """Starts engine cores; everything else is multiprocessing's."""
 
     Process = ForkedCore
-
-
-def start_importing(threads: int) -> None:
-    """Start the process that imports vLLM for the others; call it before this process imports vLLM itself.
-
-    Args:
-        threads: OpenMP threads of each worker.
-    """
-    os.environ.setdefault(SOCKETS, util.get_temp_dir())
-    multiprocessing.set_forkserver_preload([PRELOADED])
-    with environment(OMP_NUM_THREADS=str(threads), **_torch_openmp()):
-        forkserver.ensure_running()
 
 
 def in_core() -> bool:

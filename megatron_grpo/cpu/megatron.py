@@ -12,6 +12,7 @@ import os
 import pickle
 import queue
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ from megatron_grpo.cpu.torch_stand_in import compiling_nothing, cpu_torch
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.platform.hooks import check_hooks, hooks
 
-MODULE = "megatron.core.tensor_parallel.mappings"
-
 
 def allow_uneven_parts() -> None:
     """Have Megatron-Core gather and scatter unequal parts by adding up whole tensors, each rank's part in its place."""
-    mappings: Any = importlib.import_module(MODULE)
+    mappings = _module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_parts(input_: Tensor, group: Any, output_split_sizes: Any = None, *rest: Any, **keywords: Any) -> Tensor:
@@ -85,15 +84,12 @@ class ResultsFile:
 CUDA_MODULES = [hook.module for hook in hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
 """Modules that get their own `torch`."""
 
-_patched = False
 
-
+@cache
 def apply_patches() -> None:
     """Make Megatron-Core run on this process's CPU; does nothing with CUDA, nor when called again."""
-    global _patched
-    if _patched or current_platform().name == "cuda":
+    if current_platform().name == "cuda":
         return
-    _patched = True
     overlay = cpu_torch()
     with compiling_nothing():
         modules = [_module(name) for name in CUDA_MODULES]
@@ -123,25 +119,15 @@ def _patch_tensor_methods() -> None:
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original_type(self, dtype, *args, **kwargs)
 
-    def stay(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self
-
     torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
-    torch.Tensor.cuda = stay  # type: ignore[method-assign,assignment]  # the point of this function
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]  # the point of this function
 
 
 def _patch_random_state() -> None:
     """The RNG tracker's states are states of the CPU generator, so that dropout and initialisation draw from them."""
     random = _module("megatron.core.tensor_parallel.random")
-
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    random._get_cuda_rng_state = get_state
-    random._set_cuda_rng_state = set_state
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, *args, **kwargs: torch.set_rng_state(new_state)
 
 
 def _patch_optimizer_loading() -> None:
@@ -188,12 +174,8 @@ def _patch_checkpoints() -> None:
     writer._get_write_results_queue = ResultsFile
 
     sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
-    original_init_data = sharded_tensor.init_data
-
-    def init_data_on_cpu(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
-        original_init_data(self, "cpu", *args, **kwargs)
-
-    sharded_tensor.init_data = init_data_on_cpu
+    init_data = sharded_tensor.init_data
+    sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)
 
 
 def _patch_experts() -> None:

@@ -157,16 +157,18 @@ def _write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard
         total += tensor.nbytes
         dtype = dtype or tensor.dtype
     flush()
-    if len(names) == 1:
-        (folder / "shard-0").rename(folder / SINGLE_FILE)
-        return dtype or torch.float32
-    weight_map = {}
-    for number, members in enumerate(names):
-        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+    count = len(names)
+    files = (
+        [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        if count > 1
+        else [SINGLE_FILE]
+    )
+    for number, file in enumerate(files):
         (folder / f"shard-{number}").rename(folder / file)
-        weight_map.update(dict.fromkeys(members, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    if count > 1:
+        weight_map = {name: file for file, members in zip(files, names, strict=True) for name in members}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return dtype or torch.float32
 
 

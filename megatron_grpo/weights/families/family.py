@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from megatron_grpo.weights.shape import ModelShape
@@ -211,19 +212,13 @@ def global_entries(
 
     Runs of per-layer entries are repeated for each layer; both numbers are 0 for entries outside layers.
     """
-    position = 0
-    while position < len(entries):
-        end = position
-        while end < len(entries) and is_per_layer(entries[end].megatron[0]):
-            end += 1
-        for local, layer in enumerate(layers):
+    for per_layer, run in groupby(entries, lambda entry: is_per_layer(entry.megatron[0])):
+        together = list(run)
+        for local, layer in enumerate(layers if per_layer else [0]):
             kind = "experts" if model.has_experts(layer) else "dense"
-            for entry in entries[position:end]:
+            for entry in together:
                 if entry.layers in ("all", kind):
                     yield entry, layer, local
-        if end < len(entries):
-            yield entries[end], 0, 0
-        position = end + 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,16 +32,6 @@ class PeerMessage:
     pieces: Pieces
     """In their order in the message."""
 
-    def begins_with(self, entries: Sequence[WeightEntry]) -> str:
-        """Name of the first tensor in it, for error messages.
-
-        Args:
-            entries: rows of the model's table.
-        """
-        first = self.pieces[0]
-        name = entries[first["entry"]].hf[first["tensor"]].name
-        return name.format(layer=first["layer"], expert=first["expert"])
-
 
 def split_messages(scheduled: Pieces) -> list[PeerMessage]:
     """The messages of one rank, in the order of their turns; `scheduled` holds the rank's rows of `schedule`'s
@@ -201,24 +191,24 @@ class Links(Channel):
             self._move(message, self._notices[number % BUFFERS], sends=True).wait()
 
     def broken(self, number: int, problem: str) -> str:
-        message = self.messages[number]
-        first = message.begins_with(self._entries)
-        return f"message {number} from {self._peer(message)}: {problem}; it begins with {first}"
+        return f"message {number} from {self._peer(number)}: {problem}; it begins with {self._first(number)}"
 
     def gone(self, number: int) -> str:
-        message = self.messages[number]
         way = "reach" if self._side == "source" else "come from"
-        which = f"message {number} of {len(self.messages)}, which begins with {message.begins_with(self._entries)},"
-        return f"{which} did not {way} {self._peer(message)}"
+        which = f"message {number} of {len(self.messages)}, which begins with {self._first(number)},"
+        return f"{which} did not {way} {self._peer(number)}"
+
+    def _first(self, number: int) -> str:
+        first = self.messages[number].pieces[0]
+        name = self._entries[first["entry"]].hf[first["tensor"]].name
+        return name.format(layer=first["layer"], expert=first["expert"])
+
+    def _peer(self, number: int) -> str:
+        message = self.messages[number]
+        return f"generation worker {message.target}" if self._side == "source" else f"policy rank {message.source}"
 
     def close(self) -> None:
         self._group = None
-
-    def _peer(self, message: PeerMessage) -> str:
-        """Name of the other end, for error messages."""
-        if self._side == "source":
-            return f"generation worker {message.target}"
-        return f"policy rank {message.source}"
 
     def _move(self, message: PeerMessage, data: Tensor, *, sends: bool) -> Work:
         """Start sending numbers, [...], to the other end of a message's link, or receiving them."""
@@ -235,16 +225,16 @@ class Links(Channel):
         Raises:
             RuntimeError: a peer did not respond, or is not the peer of the plan.
         """
-        firsts: dict[tuple[int, int], PeerMessage] = {}
-        for message in self.messages:
-            firsts.setdefault((message.source, message.target), message)
-        for link, message in firsts.items():
+        firsts: dict[tuple[int, int], int] = {}
+        for number, message in enumerate(self.messages):
+            firsts.setdefault((message.source, message.target), number)
+        for link, number in firsts.items():
             try:
-                found = self._greet(link, message, store, shared)
+                found = self._greet(link, self.messages[number], store, shared)
             except RuntimeError as error:
-                raise RuntimeError(f"no link to {self._peer(message)}: {error}") from error
+                raise RuntimeError(f"no link to {self._peer(number)}: {error}") from error
             if found != link:
-                raise RuntimeError(f"the link to {self._peer(message)} leads elsewhere: {found}")
+                raise RuntimeError(f"the link to {self._peer(number)} leads elsewhere: {found}")
 
     def _greet(
         self, link: tuple[int, int], message: PeerMessage, store: Store, shared: SharedMemory | None

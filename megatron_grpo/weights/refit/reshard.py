@@ -3,7 +3,7 @@ the slices, and `ReshardReceiver` in an engine's worker."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 import torch
@@ -31,14 +31,9 @@ _Key = tuple[int, int, int]
 """One parameter of the whole model: its row of the table, its layer, its expert."""
 
 
-class _Cut(NamedTuple):
-    """The position of a piece in this rank's parameters."""
-
-    key: _Key
-    tensor: int
-    """Number among the tensors that the parameter is made of."""
-    rows: slice
-    columns: slice
+_Cut = tuple[_Key, int, slice, slice]
+"""The position of a piece in this rank's parameters: the number of a tensor that the parameter is made of, its rows and
+its columns."""
 
 
 class ShardSender:
@@ -83,15 +78,16 @@ class ShardSender:
         key, tensor = (int(piece["entry"]), int(piece["layer"]), int(piece["expert"])), int(piece["tensor"])
         box = box_of(self._slices(key)[tensor])
         rows, columns = (piece["rows"] - box.row).tolist(), (piece["columns"] - box.column).tolist()
-        return _Cut(key, tensor, slice(*rows), slice(*columns))
+        return key, tensor, slice(*rows), slice(*columns)
 
     def _values(self, cut: _Cut) -> Tensor:
         """[rows, columns]: a piece of this rank's parameters."""
-        if cut.key != self._key:  # an adapter is merged once for all pieces of its matrix
-            bound = self._bound[cut.key]
-            tensors = split_parameter(bound.entry, bound.weight(), self._slices(cut.key), self._rank.shape)
-            self._key, self._tensors = cut.key, [t if t.dim() == 2 else t[:, None] for t in tensors]
-        return self._tensors[cut.tensor][cut.rows, cut.columns]
+        key, number, rows, columns = cut
+        if key != self._key:  # an adapter is merged once for all pieces of its matrix
+            bound = self._bound[key]
+            tensors = split_parameter(bound.entry, bound.weight(), self._slices(key), self._rank.shape)
+            self._key, self._tensors = key, [t if t.dim() == 2 else t[:, None] for t in tensors]
+        return self._tensors[number][rows, columns]
 
     def _slices(self, key: _Key) -> list[WeightSlice]:
         """The slices of the Hugging Face tensors of a parameter that this rank holds."""

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import RefitConfig
 from megatron_grpo.sampler.arguments import EngineEndpoint
-from megatron_grpo.weights.refit.files import FilesReceiver, FilesTransport, FileWriter, SharedFolder
-from megatron_grpo.weights.refit.store import Manifest
+from megatron_grpo.weights.refit.files import FilesReceiver, FilesTransport, FileWriter, Manifest, SharedFolder
 from megatron_grpo.weights.refit.transport import AttemptError, RefitError
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"

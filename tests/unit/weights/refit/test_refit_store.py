@@ -11,8 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.weights.refit.files import FileWriter, _block
-from megatron_grpo.weights.refit.store import MANIFEST, Manifest, StoredTensor, digest, remove_unread
+from megatron_grpo.weights.refit.files import (
+    MANIFEST,
+    FileWriter,
+    Manifest,
+    StoredTensor,
+    _block,
+    digest,
+    remove_unread,
+)
 
 NAMES = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(6)]
 
