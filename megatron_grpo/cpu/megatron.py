@@ -120,7 +120,7 @@ def _patch_tensor_methods() -> None:
         return original_type(self, dtype, *args, **kwargs)
 
     torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]  # the point of this function
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]  # the point of this function
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # the point of this function
 
 
 def _patch_random_state() -> None:
