@@ -185,6 +185,13 @@ def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[
         yield Problem(subject, "is not supported with latent attention; use null")
 
 
+def _fused_gradients_of_rounded_weights(config: Config) -> Iterator[Problem]:
+    policy = config.policy
+    if policy.gradient_accumulation_fusion and policy.fp8.simulated:
+        text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
+        yield Problem("policy.gradient_accumulation_fusion=True", f"with policy.fp8.simulate=True: {text}")
+
+
 def quantization_machine_problems(config: Config) -> Iterator[Problem]:
     """What this machine lacks for quantisation-aware training; nothing when it is off."""
     quantization = config.policy.quantization
@@ -209,6 +216,7 @@ def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
     """
     yield from _recomputation(config, shape)
     yield from _overlap(config)
+    yield from _fused_gradients_of_rounded_weights(config)
     if config.policy.gradient_accumulation_fusion and config.cluster.gpus == 0:
         yield Problem("policy.gradient_accumulation_fusion=True", "needs GPUs; use null, which is true where it can be")
     yield from _optimizer(config, "policy", config.policy.optimizer)

@@ -17,7 +17,6 @@ from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
     PackedLayout,
     PackedSequences,
@@ -68,6 +67,8 @@ class MicrobatchMaker:
     """Sizes of the model, which say how its attention looks at sequences."""
     token_multiple: int = 1
     """What the tokens of a rank, after sequence parallelism, are to be a multiple of (FP8)."""
+    transformer_engine: bool = False
+    """Whether the model's attention is Transformer Engine's."""
 
     def place(self, lengths: Sequence[int]) -> PackedLayout:
         """Where the tokens of sequences of these lengths stand on this rank."""
@@ -134,7 +135,7 @@ class MicrobatchMaker:
             members = membership(layout, part=part, parts=parts, real=real)
             if routed is not None:
                 held = held_routing(layout, routed, part=part, parts=parts, real=real)
-        return packed_sequences(layout, uses_transformer_engine(self.shape), self.shape.window, members, held)
+        return packed_sequences(layout, self.transformer_engine, self.shape.window, members, held)
 
     def _segments(
         self,

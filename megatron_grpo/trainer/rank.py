@@ -28,6 +28,7 @@ from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs
 from megatron_grpo.trainer.model.experts import StepRouting
+from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
@@ -62,7 +63,13 @@ class ModelRank(ABC):
 
     def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
         self.chunks, self.shape, self.config = chunks, shape, config
-        self._maker = MicrobatchMaker(config.parallel, config.packing, shape, config.fp8.token_multiple)
+        self._maker = MicrobatchMaker(
+            config.parallel,
+            config.packing,
+            shape,
+            config.fp8.token_multiple,
+            uses_transformer_engine(shape, config.precision),
+        )
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             self.routing = StepRouting(chunks, config.moe, self.routing_name, replays=self.replays_routing)

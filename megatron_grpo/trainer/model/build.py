@@ -61,7 +61,8 @@ def build_model(
     config = transformer_config(shape, parallel, precision, activation_checkpointing, additions.fp8, fields or {})
     number = parallel.virtual_pipeline
     chunks = [
-        _build_chunk(config, shape, parallel, chunk if number > 1 else None, additions) for chunk in range(number)
+        _build_chunk(config, shape, parallel, chunk if number > 1 else None, additions, precision)
+        for chunk in range(number)
     ]
     for chunk in chunks:
         if value_head and chunk.post_process:
@@ -75,6 +76,7 @@ def _build_chunk(
     parallel: ParallelConfig,
     vp_stage: int | None,
     additions: Additions,
+    precision: Literal["float32", "bfloat16"],
 ) -> DecoderModel:
     """One chunk of the rank's shard; vp_stage None: the only one."""
     model = DecoderModel(
@@ -93,7 +95,7 @@ def _build_chunk(
     mark_experts(model)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = scaled_rope_frequencies(shape).to(current_platform().device)
-    if not uses_transformer_engine(shape):
+    if not uses_transformer_engine(shape, precision):
         model.rotary_pos_emb = _rotary_at_positions(model.rotary_pos_emb, shape)
     if shape.embedding_scale is not None and model.pre_process:
         _scale_embeddings(model.embedding, shape.embedding_scale, config.params_dtype)

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -29,9 +30,13 @@ from megatron_grpo.weights.shape import ModelShape
 logger = logging.getLogger(__name__)
 
 
-def uses_transformer_engine(shape: ModelShape) -> bool:
-    """Whether a model's layers are Transformer Engine's: it is installed beside a GPU and can express them."""
-    if not _transformer_engine_found():
+def uses_transformer_engine(shape: ModelShape, precision: Literal["float32", "bfloat16"] = "bfloat16") -> bool:
+    """Whether a model's layers are Transformer Engine's: it is installed beside a GPU and can express them.
+
+    In float32 they are plain torch: no fused attention of Transformer Engine takes float32, its unfused one excludes
+    context parallelism, and its float32 products are rounded to TF32.
+    """
+    if precision == "float32" or not _transformer_engine_found():
         return False
     if shape.post_norms or shape.local_rope_theta is not None or shape.latent is not None:
         _say_beyond_transformer_engine(shape.family)
@@ -49,9 +54,10 @@ def _transformer_engine_found() -> bool:
     """Whether there is a GPU with Transformer Engine; warns once when only the GPU is there."""
     if current_platform().name == "cpu":
         return False
-    found = importlib.util.find_spec("transformer_engine") is not None
+    # The extension for torch: the package transformer_engine is also installed without it.
+    found = importlib.util.find_spec("transformer_engine_torch") is not None
     if not found:
-        logger.warning("transformer_engine is not installed: layers fall back to plain torch, which is slower")
+        logger.warning("transformer_engine_torch is not installed: layers fall back to plain torch, which is slower")
     return found
 
 
@@ -76,11 +82,14 @@ def layer_spec(
     With additions, the linear layers and norms are torch's even where Transformer Engine is installed: its linear
     layers contain the norm before them, which hides the input that an adapter needs. Its attention stays in use.
     """
-    engine = uses_transformer_engine(shape) and not additions
+    found = uses_transformer_engine(shape, _precision(config))
+    engine = found and not additions
     if shape.experts is None and engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    dense = _one_layer(shape, None, engine=engine)
-    with_experts = dense if shape.experts is None else _one_layer(shape, shape.experts.count, engine=engine)
+    dense = _one_layer(shape, None, engine=engine, engine_attention=found)
+    with_experts = dense
+    if shape.experts is not None:
+        with_experts = _one_layer(shape, shape.experts.count, engine=engine, engine_attention=found)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
@@ -93,6 +102,10 @@ def layer_spec(
     return with_adapters(block, additions.lora) if additions.lora.rank else block
 
 
+def _precision(config: TransformerConfig) -> Literal["float32", "bfloat16"]:
+    return "float32" if config.params_dtype == torch.float32 else "bfloat16"
+
+
 def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
     if not engine:
         return RMSNorm
@@ -102,12 +115,12 @@ def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
     return norm
 
 
-def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool) -> ModuleSpec:
+def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_attention: bool) -> ModuleSpec:
     """The spec of one layer, with so many experts; None: with one feed-forward network."""
     if engine:
         layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
     else:
-        layer = _torch_layer(shape, experts)
+        layer = _torch_layer(shape, experts, engine_attention=engine_attention)
     if experts is not None:
         layer.module = DecoderLayer
         layer.submodules.mlp.submodules.router = ExpertRouter
@@ -116,7 +129,7 @@ def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool) -> Modul
     return layer
 
 
-def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
+def _torch_layer(shape: ModelShape, experts: int | None, *, engine_attention: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -128,7 +141,7 @@ def _torch_layer(shape: ModelShape, experts: int | None) -> ModuleSpec:
         return layer
     attention = parts.self_attention.submodules
     attention.core_attention = TorchCoreAttention
-    if uses_transformer_engine(shape):
+    if engine_attention:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention  # lazy: it may be missing
 
         attention.core_attention = TEDotProductAttention

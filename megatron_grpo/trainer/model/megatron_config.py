@@ -34,6 +34,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron-Core's settings of a decoder without dropout; `fields` are the user's and override the others."""
     dtype = getattr(torch, precision)
+    engine = uses_transformer_engine(shape, precision)
     ours: dict[str, Any] = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -64,7 +65,7 @@ def transformer_config(
         variable_seq_lengths=True,
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
         moe_token_dispatcher_type="alltoall",
-        **_expert_settings(shape),
+        **_expert_settings(shape, engine=engine),
         recompute_granularity="full" if activation_checkpointing else None,
         recompute_method="uniform" if activation_checkpointing else None,
         recompute_num_layers=1 if activation_checkpointing else None,
@@ -76,7 +77,7 @@ def transformer_config(
         window_size=None if shape.window is None else (shape.window - 1, 0),
         window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
         **fp8_settings(fp8),
-        **_platform_settings(shape, interleaved=parallel.virtual_pipeline > 1),
+        **_platform_settings(shape, engine=engine, interleaved=parallel.virtual_pipeline > 1),
     )
     return made(TransformerConfig, ours, fields)
 
@@ -156,7 +157,7 @@ def _fuses_accumulation(config: PolicyConfig) -> bool:
     """Whether a matrix's gradient is added to its sum where it is made, which apex's extension can on a GPU."""
     if config.gradient_accumulation_fusion is not None:
         return config.gradient_accumulation_fusion
-    if config.quantization is not None:
+    if config.quantization is not None or config.fp8.simulated:
         return False  # the product is with a rounded weight, which has no gradient buffer
     extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
     return current_platform().name == "cuda" and extension is not None
@@ -213,7 +214,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
     """Megatron-Core's settings for a mixture of experts, without the losses and updates that `ExpertRouter` owns."""
     experts = shape.experts
     if experts is None:
@@ -234,7 +235,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": uses_transformer_engine(shape),
+        "moe_grouped_gemm": engine,
     }
 
 
@@ -247,10 +248,9 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
-def _platform_settings(shape: ModelShape, *, interleaved: bool) -> dict[str, Any]:
+def _platform_settings(shape: ModelShape, *, engine: bool, interleaved: bool) -> dict[str, Any]:
     """Fused kernels where there is a GPU for them."""
     cuda = current_platform().name == "cuda"
-    engine = uses_transformer_engine(shape)
     return {
         "apply_rope_fusion": engine,
         "bias_activation_fusion": cuda and shape.activation == "silu",

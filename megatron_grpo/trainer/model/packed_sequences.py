@@ -341,12 +341,24 @@ def packed_sequences(
     )
 
 
-def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of packed sequences, or of a part of them, with every tensor passed through `move` (to a device)."""
+def moved(value: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor] | None = None) -> Any:
+    """A copy of packed sequences, or of a part of them, with every tensor passed through `move` (to a device) once.
+
+    Fields that are one tensor stay one: Transformer Engine compares `cu_seqlens_q` with `cu_seqlens_q_padded` by
+    identity, and takes two equal tensors for sequences with padding between them, which excludes FlashAttention.
+
+    Args:
+        value: packed sequences, or a part of them.
+        move: copies a tensor.
+        known: copies made so far, by the id of the original; None: none.
+    """
+    known = {} if known is None else known
     if isinstance(value, Tensor):
-        return move(value)
+        if id(value) not in known:
+            known[id(value)] = move(value)
+        return known[id(value)]
     if isinstance(value, list):
-        return [moved(one, move) for one in value]
+        return [moved(one, move, known) for one in value]
     if isinstance(value, (PackedSequences, AttentionCalls, AttentionGroup, Membership)):
-        return type(value)(**{one.name: moved(getattr(value, one.name), move) for one in fields(value)})
+        return type(value)(**{one.name: moved(getattr(value, one.name), move, known) for one in fields(value)})
     return value

@@ -10,7 +10,7 @@ import pytest
 from megatron_grpo.config.checks.remarks import unused_settings
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig, ParallelConfig
 from megatron_grpo.preflight import model as checks
-from megatron_grpo.preflight.model import fp8_machine_problems, fp8_problems, gpu_capability
+from megatron_grpo.preflight.model import fp8_machine_problems, fp8_problems, gpu_capability, training_problems
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.config_problems import SMALL
@@ -154,3 +154,12 @@ def test_the_value_model_stays_out_of_fp8() -> None:
     made.algorithm = "ppo"
     assert made.value_model is not None
     assert made.value_model.fp8.format == "off"
+
+
+def test_fused_gradients_of_simulated_fp8_are_refused() -> None:
+    made = config(recipe="tensorwise", simulate=True)
+    made.policy.gradient_accumulation_fusion = True
+    (problem,) = training_problems(made, SHAPE)
+    assert problem.subject == "policy.gradient_accumulation_fusion=True"
+    assert "policy.fp8.simulate=True" in problem.text
+    assert "use null" in problem.text

@@ -1,0 +1,71 @@
+"""Decisions that are made for a GPU, on a made-up platform: which layers, which fused kernels, what is moved."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.config.schema import Config, Fp8Config
+from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer.model import layer_spec, megatron_config
+from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
+from megatron_grpo.trainer.model.megatron_config import transformer_fields
+from megatron_grpo.trainer.model.packed_sequences import lay_out, moved, packed_sequences
+from megatron_grpo.weights.families import shape_of_config
+from tests.support.config_problems import SMALL
+
+CUDA = Platform("cuda", torch.device("cpu"), "nccl")
+
+
+SHAPE = shape_of_config(SMALL)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """A GPU, with the packages that the test adds."""
+    names: set[str] = set()
+    for module in (layer_spec, megatron_config):
+        monkeypatch.setattr(module, "current_platform", lambda: CUDA)
+    real = importlib.util.find_spec
+    made_up = {"transformer_engine", "transformer_engine_torch", "fused_weight_gradient_mlp_cuda"}
+
+    def find(name: str, *args: Any) -> Any:
+        return (object() if name in names else None) if name in made_up else real(name, *args)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    layer_spec._transformer_engine_found.cache_clear()
+    yield names
+    layer_spec._transformer_engine_found.cache_clear()
+
+
+def test_float32_layers_are_plain_torch(packages: set[str]) -> None:
+    packages |= {"transformer_engine", "transformer_engine_torch"}
+    assert uses_transformer_engine(SHAPE, "bfloat16")
+    assert not uses_transformer_engine(SHAPE, "float32")
+
+
+def test_transformer_engine_without_its_extension_for_torch_is_not_used(packages: set[str]) -> None:
+    packages.add("transformer_engine")
+    assert not uses_transformer_engine(SHAPE, "bfloat16")
+
+
+def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
+    sequences = packed_sequences(lay_out([3, 5], rank=0, size=1), transformer_engine=True)
+    copy = moved(sequences, lambda tensor: tensor.clone())
+    assert copy.cu_seqlens_q is not sequences.cu_seqlens_q
+    assert copy.cu_seqlens_q.tolist() == [0, 3, 8]
+    for other in (copy.cu_seqlens_kv, copy.cu_seqlens_q_padded, copy.cu_seqlens_kv_padded):
+        assert other is copy.cu_seqlens_q
+
+
+@pytest.mark.parametrize(("simulate", "fused"), [(False, True), (True, False)])
+def test_gradients_of_rounded_weights_are_not_fused(simulate: bool, fused: bool, packages: set[str]) -> None:
+    packages.add("fused_weight_gradient_mlp_cuda")
+    fp8 = Fp8Config(format="hybrid", recipe="tensorwise", simulate=simulate)
+    policy = Config().policy
+    policy.fp8 = fp8
+    assert transformer_fields(policy)["gradient_accumulation_fusion"] is fused
