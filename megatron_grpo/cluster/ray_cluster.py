@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import ray
@@ -16,8 +17,13 @@ from megatron_grpo.cluster.process_log import log_environment
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig, GenerationParallelConfig, ParallelConfig
 
+JOIN_S = 1.0
+"""Seconds between two looks for machines that have not joined yet."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of a run on CPU: batches of a tiny model are small, and Ray would claim a third of the memory."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class RayCluster:
@@ -52,9 +58,7 @@ class RayCluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
-            missing = too_few(self.config, ray.nodes())
-            if missing is not None:
-                raise RunError(missing)
+            self._await_machines()
             return
         try:
             ray.init(
@@ -65,6 +69,26 @@ class RayCluster:
             )
         except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
             raise RunError(f"Ray does not start on this machine: {error}") from error
+
+    def _await_machines(self) -> None:
+        """Return when the cluster has what the configuration asks for.
+
+        Machines of one job join minutes apart, when each first imports a container image; so fewer than
+        `cluster.num_nodes` are waited for, and only once all are there is a lack of GPUs an error.
+
+        Raises:
+            RunError: machines are missing after `cluster.startup_timeout_s`, or those that are there have too few GPUs.
+        """
+        end = time.monotonic() + self.config.startup_timeout_s
+        told: list[str] = []
+        while (missing := too_few(self.config, ray.nodes())) is not None:
+            there = sorted(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
+            if len(there) >= self.config.num_nodes or time.monotonic() > end:
+                raise RunError(missing)
+            if there != told:
+                logger.warning("%d of %d machines are there: %s", len(there), self.config.num_nodes, ", ".join(there))
+                told = there
+            time.sleep(JOIN_S)
 
     def reserve(
         self,

@@ -14,7 +14,7 @@ from megatron_grpo.environments.interface import EnvironmentSettings
 if TYPE_CHECKING:
     from megatron_grpo.config.data_schema import EnvironmentConfig
 
-ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 0}
+ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,23 @@ def current_platform() -> Platform:
     if torch.cuda.is_available():
         return Platform("cuda", torch.device("cuda", 0), "nccl")
     return Platform("cpu", torch.device("cpu"), "gloo")
+
+
+def require_gpus(assigned: Sequence[object]) -> None:
+    """Check that this process sees a GPU where Ray gave it some; otherwise the run would go on on CPUs.
+
+    Args:
+        assigned: what Ray calls the GPUs of this process (`ray.get_gpu_ids()`); none: it has none.
+
+    Raises:
+        RuntimeError: torch sees no GPU; says what to look at.
+    """
+    if assigned and current_platform().name != "cuda":
+        raise RuntimeError(
+            f"Ray gave this process GPU {', '.join(map(str, assigned))} of {socket.gethostname()}, and torch sees none "
+            f"there (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}, torch for CUDA "
+            f"{torch.version.cuda}): compare with nvidia-smi in the same container"
+        )
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:

@@ -11,13 +11,15 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from megatron_grpo.cluster.futures import pickled
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log, level_of_libraries
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.config.generation_schema import EngineMemory, RefitMode
 from megatron_grpo.data.responses import EngineCounts, GenerationRequest, SamplingSettings
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import current_platform, require_gpus
 from megatron_grpo.platform.hooks import check_hooks
 from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.sampler.pauses import Pauses
@@ -95,6 +97,7 @@ class VllmEngine:
             "warm_up": the batch.
         """
         times = [time.monotonic()]
+        require_gpus(ray.get_gpu_ids())
         prepare_processes(self._settings, self._name)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

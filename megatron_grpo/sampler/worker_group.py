@@ -75,7 +75,7 @@ class WorkerGroup:
         self.engines_of = [range(begin, min(max(end, begin + 1), engines)) for begin, end in pairwise(starts)]
         users = [sum(engine in one for one in self.engines_of) for engine in range(engines)]
         self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
-        actor = ray.remote(num_cpus=0)(RolloutWorker)
+        actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(self.engines_of):
             settings = WorkerSettings(
                 index=index,

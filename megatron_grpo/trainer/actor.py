@@ -79,6 +79,7 @@ class RankActor:
     def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self._imports_s = 0.0
 
@@ -100,9 +101,10 @@ class RankActor:
     def import_packages(self) -> None:
         """Import torch and Megatron-Core: most of the time that a rank takes to start on a small model."""
         began = time.monotonic()
-        from megatron_grpo.platform.device import current_platform
+        from megatron_grpo.platform.device import current_platform, require_gpus
         from megatron_grpo.platform.hooks import check_hooks
 
+        require_gpus(self.gpus())
         if current_platform().name == "cpu":
             from megatron_grpo.cpu.megatron import apply_patches
 
@@ -120,10 +122,12 @@ class RankActor:
         from megatron.core import parallel_state
 
         from megatron_grpo.platform.device import current_platform, reach_store
-        from megatron_grpo.trainer.parallel import initialize_parallel
+        from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
 
         if current_platform().name == "cpu":
             torch.set_num_threads(self.threads)
+        elif settings.config.deterministic:
+            make_deterministic()
         initialize_parallel(
             settings.config.parallel,
             rank=self.rank,

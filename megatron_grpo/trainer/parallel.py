@@ -129,6 +129,17 @@ def initialize_parallel(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def make_deterministic() -> None:
+    """Let torch, cuBLAS and NCCL repeat their results on a GPU; before this process's first product and communicator.
+
+    torch refuses operations that have no deterministic form: Megatron-Core's unpermutation of tokens would otherwise
+    add in the order in which threads come.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True)
+
+
 def destroy_parallel() -> None:
     """Undo `initialize_parallel`, so that this process could start in another layout; idempotent."""
     if not dist.is_initialized():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.cluster import machines as gpus
+from megatron_grpo.cluster import ray_cluster
 from megatron_grpo.cluster.machines import find_gpus, too_few
+from megatron_grpo.cluster.ray_cluster import RayCluster
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ClusterConfig
 from megatron_grpo.preflight.load import compose_config, load_config
 from tests.support.config_problems import problems_of
@@ -14,7 +17,11 @@ ADDRESS = "127.0.0.1:6379"
 
 
 def node(count: int, alive: bool = True) -> dict[str, object]:
-    return {"Alive": alive, "Resources": {"CPU": 4.0, **({"GPU": float(count)} if count else {})}}
+    return {
+        "Alive": alive,
+        "NodeManagerAddress": f"10.0.0.{count}",
+        "Resources": {"CPU": 4.0, **({"GPU": float(count)} if count else {})},
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,3 +72,42 @@ def test_a_cluster_needs_enough_machines_with_enough_gpus() -> None:
     text = too_few(asked, [node(8), node(4), node(8, alive=False)])
     assert text is not None
     assert "the Ray cluster has 2 machine(s), with 8, 4 GPUs" in text
+
+
+class Machines:
+    """What `ray.nodes` says at one look after the other; the last for good."""
+
+    def __init__(self, *looks: list[dict[str, object]]) -> None:
+        self.looks, self.number = looks, 0
+
+    def __call__(self) -> list[dict[str, object]]:
+        self.number += 1
+        return self.looks[min(self.number, len(self.looks)) - 1]
+
+
+def wait(machines: Machines, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60.0) -> None:
+    monkeypatch.setattr(ray_cluster, "JOIN_S", 0.01)
+    monkeypatch.setattr("ray.nodes", machines)
+    cluster = RayCluster(ClusterConfig(num_nodes=2, gpus_per_node=8, ray_address=ADDRESS, startup_timeout_s=timeout_s))
+    cluster._await_machines()
+
+
+def test_machines_that_join_late_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machines = Machines([node(8)], [node(8)], [node(8)], [node(8)], [node(8), node(8)])
+    wait(machines, monkeypatch)
+    assert machines.number > 4
+    assert [record.message for record in caplog.records] == ["1 of 2 machines are there: 10.0.0.8"]
+
+
+def test_machines_that_never_join_are_an_error_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match=r"has 1 machine\(s\), with 8 GPUs"):
+        wait(Machines([node(8)]), monkeypatch, timeout_s=0.1)
+
+
+def test_too_few_gpus_on_machines_that_are_there_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = Machines([node(8), node(4)])
+    with pytest.raises(RunError, match="with 8, 4 GPUs"):
+        wait(machines, monkeypatch)
+    assert machines.number <= 2

@@ -1,0 +1,22 @@
+"""A process that Ray gave a GPU, and that sees none, does not compute on its CPU in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_grpo.platform import device
+from megatron_grpo.platform.device import Platform, require_gpus
+
+
+def test_a_gpu_that_is_given_and_not_seen_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(device, "current_platform", lambda: Platform("cpu", torch.device("cpu"), "gloo"))
+    require_gpus([])
+    with pytest.raises(RuntimeError, match=r"gave this process GPU 3 of .*CUDA_VISIBLE_DEVICES=3.*nvidia-smi"):
+        require_gpus([3])
+
+
+def test_a_gpu_that_is_seen_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current_platform", lambda: Platform("cuda", torch.device("cuda", 0), "nccl"))
+    require_gpus([0])
