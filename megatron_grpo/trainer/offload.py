@@ -77,7 +77,9 @@ class DeviceMemory:
             self._emptied[key] = storage, storage.nbytes()
             storage.resize_(0)
         self._without_weights = weights
+        _drop_copies(self._rank)
         if current_platform().name == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         logger.info("%.1f MiB given up so far", sum(nbytes for _, nbytes in self._emptied.values()) / 2**20)
 
@@ -102,6 +104,14 @@ class DeviceMemory:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             self._hosts[key] = known = storage, host
         return known[1]
+
+
+def _drop_copies(rank: ModelRank) -> None:
+    """Drop the FP8 copies that Transformer Engine keeps of weights, one or two bytes a parameter; the
+    next forward pass makes them anew."""
+    for chunk in (*rank.chunks, *(rank.reference or ())):
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _weights(rank: ModelRank) -> Iterator[Tensor]:

@@ -293,7 +293,8 @@ class PolicyRank(ModelRank):
         self._has_reference = reference is not None
         self._offloaded: OffloadedWeights | None = None
         if reference is not None and not config.lora.rank:  # else it is the policy without its adapters
-            self.reference = [chunk.requires_grad_(False) for chunk in _build(config, shape)]
+            of_reference = _reference_config(config, reference)
+            self.reference = [chunk.requires_grad_(False) for chunk in _build(of_reference, shape)]
             _copy_weights(chunks, self.reference)  # faster than reading from disk again
             if reference.offload:
                 self._offloaded = OffloadedWeights(self.reference)
@@ -357,6 +358,17 @@ def _build(config: PolicyConfig, shape: ModelShape, *, value_head: bool = False)
         quantization=config.quantization,
         value_head=value_head,
     )
+
+
+def _reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:
+    """The policy's configuration, as the reference is built from it.
+
+    A reference that moves to host memory has its parameters in bfloat16: of an FP8 parameter only the outer tensor
+    would move. Its products are the same, since the numbers it holds are those of the policy's FP8 parameters.
+    """
+    if not reference.offload or not config.fp8.parameters:
+        return config
+    return replace(config, fp8=replace(config.fp8, parameters=False))
 
 
 @torch.no_grad()

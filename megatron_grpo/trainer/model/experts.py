@@ -124,7 +124,7 @@ class ExpertRouter(TopKRouter):
     def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
         """Count chosen experts, [tokens, experts], bool, and how often the router agrees with the record."""
         real = membership.weight > 0
-        counts = chosen[real].sum(dim=0, dtype=torch.float32)
+        counts = (chosen & real[:, None]).sum(dim=0, dtype=torch.float32)  # no indexing, which would wait for the GPU
         self.chosen = counts if self.chosen is None else self.chosen + counts
         if replay is not None and replay.agreed is not None:
             compared = real & replay.known

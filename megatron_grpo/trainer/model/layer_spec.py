@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, QuantizationFormat
 from megatron_grpo.platform.device import current_platform
@@ -106,6 +107,24 @@ def _precision(config: TransformerConfig) -> Literal["float32", "bfloat16"]:
     return "float32" if config.params_dtype == torch.float32 else "bfloat16"
 
 
+@cache
+def keep_empty_states() -> None:
+    """Let Transformer Engine's grouped linear layers be saved where their FP8 recipe keeps no state.
+
+    Only delayed scaling has a state beside the weights; with the other recipes Transformer Engine gives an empty
+    tensor, in which Megatron-Core looks for the state of each expert.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    layer = transformer_engine.TEGroupedLinear
+    split = layer._split_extra_state
+
+    def split_unless_empty(self: Any, state: Tensor) -> list[Tensor]:
+        return split(self, state) if state.numel() else [state] * self.num_gemms
+
+    layer._split_extra_state = split_unless_empty
+
+
 def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
     if not engine:
         return RMSNorm
@@ -118,6 +137,8 @@ def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
 def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_attention: bool) -> ModuleSpec:
     """The spec of one layer, with so many experts; None: with one feed-forward network."""
     if engine:
+        if experts is not None:
+            keep_empty_states()
         layer = get_gpt_layer_with_transformer_engine_spec(experts, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm)
     else:
         layer = _torch_layer(shape, experts, engine_attention=engine_attention)

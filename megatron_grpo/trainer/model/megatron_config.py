@@ -236,6 +236,7 @@ def _expert_settings(shape: ModelShape, *, engine: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": engine,
+        "moe_permute_fusion": engine,
     }
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_grpo.config.schema import Config, Fp8Config
+from megatron_grpo.config.schema import Config, Fp8Config, ReferenceConfig
 from megatron_grpo.platform.device import Platform
+from megatron_grpo.trainer import offload, rank
 from megatron_grpo.trainer.model import layer_spec, megatron_config
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
@@ -69,3 +72,39 @@ def test_gradients_of_rounded_weights_are_not_fused(simulate: bool, fused: bool,
     policy = Config().policy
     policy.fp8 = fp8
     assert transformer_fields(policy)["gradient_accumulation_fusion"] is fused
+
+
+class GroupedLinear:
+    """Megatron-Core's layer of three experts, as far as its state goes."""
+
+    num_gemms = 3
+
+    def _split_extra_state(self, state: Tensor) -> list[Tensor]:
+        return list(state.split(1))
+
+
+def test_grouped_layers_without_a_state_of_fp8_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.TEGroupedLinear", GroupedLinear)
+    monkeypatch.setattr(GroupedLinear, "_split_extra_state", GroupedLinear._split_extra_state)  # undone at the end
+    layer_spec.keep_empty_states.__wrapped__()
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert all(one is empty for one in GroupedLinear()._split_extra_state(empty))
+    assert len(GroupedLinear()._split_extra_state(empty)) == 3
+    assert [one.item() for one in GroupedLinear()._split_extra_state(torch.arange(3))] == [0, 1, 2]
+
+
+def test_a_reference_that_moves_to_the_host_has_no_fp8_parameters() -> None:
+    policy = Config().policy
+    policy.fp8 = Fp8Config(format="hybrid", recipe="tensorwise", parameters=True)
+    assert rank._reference_config(policy, ReferenceConfig(offload=False)).fp8.parameters
+    moved_config = rank._reference_config(policy, ReferenceConfig(offload=True))
+    assert not moved_config.fp8.parameters
+    assert moved_config.fp8.format == "hybrid"
+
+
+def test_fp8_copies_of_weights_are_given_up_with_the_device() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer._fp8_workspaces = {"weight": torch.empty(4)}
+    model: Any = SimpleNamespace(chunks=[torch.nn.Sequential(layer)], reference=None)
+    offload._drop_copies(model)
+    assert layer._fp8_workspaces == {}
