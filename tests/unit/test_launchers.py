@@ -88,3 +88,59 @@ def tool(name: str) -> str:
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found is not None, f"{name} is not installed"
     return found
+
+
+def submitted(tmp_path: Path, *arguments: str, nodes: int = 2, **variables: str) -> list[list[str]]:
+    """The commands that the Slurm script gives to a srun that only records them."""
+    folder = tmp_path / "submit"
+    tools = tmp_path / "tools"
+    for one in (folder, tools):
+        one.mkdir(exist_ok=True)
+    record = tmp_path / "commands"
+    names = "\n".join(f"node{number}" for number in range(nodes))
+    scripts = {
+        "srun": f"printf '%s\\0' \"$@\" >> {record}; printf '\\n\\0' >> {record}",
+        "scontrol": f"echo '{names}'",
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HF_"))}
+    env |= {"PATH": f"{tools}:{env['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    env |= {"SLURM_SUBMIT_DIR": str(folder), "HOME": str(tmp_path / "home"), "HEAD_IP": "10.0.0.1", **variables}
+    command = [str(ROOT / "launchers" / "slurm_pyxis.sbatch"), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [command.split("\0")[:-1] for command in record.read_text().split("\n\0")[:-1]]
+
+
+def mounts_of(command: list[str]) -> list[str]:
+    (mounts,) = [word.split("=", 1)[1] for word in command if word.startswith("--container-mounts=")]
+    return mounts.split(",")
+
+
+def test_what_a_run_writes_outlives_its_containers(tmp_path: Path) -> None:
+    run, refit, more = tmp_path / "runs" / "one", tmp_path / "scratch" / "refit", tmp_path / "data"
+    commands = submitted(
+        tmp_path,
+        "+exp=quickstart",
+        f"refit.directory={refit}",
+        CONTAINER_IMAGE="image.sqsh",
+        RUN_DIR=str(run),
+        CONTAINER_MOUNTS=f"{more}:/data",
+    )
+    assert len(commands) == 2, "the other node, then the first"
+    for command in commands:
+        home = tmp_path / "home" / ".cache" / "huggingface"
+        expected = [f"{one}:{one}" for one in (tmp_path / "submit", run, home, refit)]
+        assert mounts_of(command) == [*expected, f"{more}:/data"]
+        assert "--cpu-bind=none" in command
+    assert run.is_dir(), "pyxis mounts what is there"
+    assert f"run_dir={run}" in commands[1]
+
+
+def test_a_folder_within_the_submission_folder_is_mounted_with_it(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    (command,) = submitted(tmp_path, nodes=1, CONTAINER_IMAGE="image.sqsh", RUN_DIR="runs/one", HF_HOME=str(models))
+    assert mounts_of(command) == [f"{tmp_path / 'submit'}:{tmp_path / 'submit'}", f"{models}:{models}"]
+    assert f"run_dir={tmp_path / 'submit' / 'runs' / 'one'}" in command
