@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_grpo.platform.device import current_platform
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
 
 
@@ -204,7 +205,10 @@ def _forget_packed(layer: torch.nn.Module) -> None:
     """Delete a layer's packed copies, which vLLM makes on a CPU, so that they are made of the new weights.
 
     vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
+    On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
     """
+    if current_platform().name == "cuda":
+        return
     for module in layer.modules():
         if hasattr(module, "cpu_linear"):
             del module.cpu_linear
