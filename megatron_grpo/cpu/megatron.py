@@ -8,12 +8,7 @@ GPU. A name costs tens of nanoseconds more to look up there; operators are not i
 from __future__ import annotations
 
 import importlib
-import os
-import pickle
-import queue
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,36 +44,6 @@ def allow_uneven_parts() -> None:
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = scatter_parts
-
-
-class ResultsFile:
-    """Takes one result, from this process or from one that it forked; the file is gone once the result was taken.
-
-    Pipes hold a limited amount that somebody has to read meanwhile; a manager, which Megatron-Core starts, is a process
-    that imports everything anew, and outlives a rank that is killed.
-    """
-
-    def __init__(self) -> None:
-        self._file = Path(tempfile.gettempdir()) / f"megatron_grpo_{os.getpid()}_{id(self)}.results"
-
-    def put(self, result: Any) -> None:
-        """Leave the result, in one piece."""
-        partial = self._file.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(result))
-        partial.replace(self._file)
-
-    def get_nowait(self) -> Any:
-        """The result.
-
-        Raises:
-            queue.Empty: nobody has left one.
-        """
-        try:
-            content = self._file.read_bytes()
-        except FileNotFoundError:
-            raise queue.Empty from None
-        self._file.unlink()
-        return pickle.loads(content)  # of a process that this one forked
 
 
 CUDA_MODULES = [hook.module for hook in hooks() if hook.platform == "cpu" and hook.names == ("torch",)]
@@ -165,14 +130,7 @@ def _patch_optimizer_loading() -> None:
 
 
 def _patch_checkpoints() -> None:
-    """The results of writers go through a file.
-
-    The original's queue lives in a spawned process, so that it can be shared with a background saver without forking a
-    CUDA context. Here that costs seconds at the first checkpoint of a run and leaves an orphan when a rank is killed.
-    """
-    writer = _module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._get_write_results_queue = ResultsFile
-
+    """Shards whose data is made when a checkpoint is read are made on the CPU."""
     sharded_tensor = _module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     init_data = sharded_tensor.init_data
     sharded_tensor.init_data = lambda self, device, *args, **kwargs: init_data(self, "cpu", *args, **kwargs)

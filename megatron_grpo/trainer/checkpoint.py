@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
+import queue
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +24,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -121,6 +126,36 @@ class BackgroundWrite:
             finish()
 
 
+class ResultsFile:
+    """Takes one result, from this process or from one that it forked; the file is gone once the result was taken.
+
+    Pipes hold a limited amount that somebody has to read meanwhile. Megatron-Core starts a manager for each save: a
+    process that imports everything anew, which takes seconds, and that outlives a rank that is killed.
+    """
+
+    def __init__(self) -> None:
+        self._file = Path(tempfile.gettempdir()) / f"megatron_grpo_{os.getpid()}_{id(self)}.results"
+
+    def put(self, result: Any) -> None:
+        """Leave the result, in one piece."""
+        partial = self._file.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(result))
+        partial.replace(self._file)
+
+    def get_nowait(self) -> Any:
+        """The result.
+
+        Raises:
+            queue.Empty: nobody has left one.
+        """
+        try:
+            content = self._file.read_bytes()
+        except FileNotFoundError:
+            raise queue.Empty from None
+        self._file.unlink()
+        return pickle.loads(content)  # of a process that this one forked
+
+
 # Optimizer state is stored per parameter, in the parameter's own shape, so that another layout can load it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -134,6 +169,7 @@ def save_rank(rank: ModelRank, folder: str, *, background: bool = False) -> None
         background: return when the rank may go on; `rank.writing` is what has to be finished then.
     """
     assert rank.writing is None, "one checkpoint is written at a time"
+    filesystem_async._get_write_results_queue = ResultsFile
     state = _sharded_state(rank, is_loading=False)
     state["random"] = _random_state_shard()
     if rank.reference_moved and rank.reference is not None:

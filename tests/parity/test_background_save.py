@@ -12,8 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo.cpu.megatron import ResultsFile
-from megatron_grpo.trainer.checkpoint import load_rank, save_rank
+from megatron_grpo.trainer.checkpoint import ResultsFile, load_rank, save_rank
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
