@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families import deepseek_v3, gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
-from megatron_grpo.weights.families.experts import expert_flops
+from megatron_grpo.weights.families import deepseek_v3, experts, gemma3, llama
 from megatron_grpo.weights.families.family import HFTensor, WeightEntry
 from megatron_grpo.weights.shape import ModelShape, read_config_json, section
 
@@ -30,7 +29,7 @@ def as_value_model(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=shape.value_head or "fresh")
 
 
-_ALL = (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY, gemma3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY)
+_ALL = (*llama.FAMILIES, gemma3.FAMILY, *experts.FAMILIES, deepseek_v3.FAMILY)
 FAMILIES = {family.name: family for family in _ALL}
 """By name."""
 _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
@@ -58,7 +57,7 @@ def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Floating-point operations of one forward pass of a model over sequences of these lengths."""
     flops = (llama.dense_flops if shape.latent is None else deepseek_v3.latent_flops)(shape, lengths)
-    return flops if shape.experts is None else flops + expert_flops(shape, lengths)
+    return flops if shape.experts is None else flops + experts.expert_flops(shape, lengths)
 
 
 def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:

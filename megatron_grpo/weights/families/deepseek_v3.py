@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
-from megatron_grpo.weights.families.experts import chosen_experts, expert_layer
+from megatron_grpo.weights.families.experts import QWEN_EXPERTS, chosen_experts
 from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
 from megatron_grpo.weights.families.llama import MLP, causal_pairs, read_dense
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
@@ -40,7 +40,7 @@ _KEYS_AND_VALUES = (
     in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "latent_values")), axis=1),
 )
 
-EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj") + only_in(
+EXPERTS = QWEN_EXPERTS + only_in(
     "experts",
     in_layer("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias", ("experts",))),
     in_layer(

@@ -1,12 +1,16 @@
-"""What families with a mixture of experts have in common: the table of an expert layer, and its arithmetic."""
+"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts. What is here of the table of an
+expert layer, and of its arithmetic, other families with experts have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.weights.families.family import WeightEntry, in_layer, only_in
-from megatron_grpo.weights.shape import ModelShape, size
+from megatron_grpo.config.errors import shown
+from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
+from megatron_grpo.weights.families.llama import ATTENTION, MLP, QK_NORM, read_dense
+from megatron_grpo.weights.shape import ExpertShape, ModelShape, size
 
 # An expert's matrices in the torch layers, and among Transformer Engine's grouped matrices.
 _FC1 = "mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"
@@ -38,6 +42,10 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
     )
 
 
+QWEN_EXPERTS = expert_layer("mlp.", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = expert_layer("block_sparse_moe.", "w1", "w3", "w2")
+
+
 def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
     """Experts of a token, from the contents of a config.json.
 
@@ -64,3 +72,48 @@ def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     width = experts.top_k * experts.ffn_hidden + experts.shared_ffn_hidden
     per_token = 3 * (width - shape.ffn_hidden) + experts.count  # in units of hidden
     return 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
+
+
+def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:
+    shape = read_dense(raw, "qwen3_moe", qk_norm=True)
+    # transformers 5 writes the number of experts under another name than the released models have it.
+    count = size(raw, "num_experts", size(raw, "num_local_experts", 128))
+    # Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
+    step, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
+        raise ValueError(f"mlp_only_layers={shown(dense)} must be a list of numbers of layers")
+    experts = ExpertShape(
+        count=count,
+        ffn_hidden=size(raw, "moe_intermediate_size"),
+        top_k=chosen_experts(raw, count),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(shape.layers)),
+        normalised=bool(raw.get("norm_topk_prob", False)),
+    )
+    return replace(shape, experts=experts)
+
+
+def _read_mixtral(raw: dict[str, Any]) -> ModelShape:
+    if raw.get("sliding_window") is not None:
+        raise ValueError(f"sliding_window={shown(raw['sliding_window'])} is not supported for mixtral; only null is")
+    shape = read_dense(raw, "mixtral")
+    count = size(raw, "num_local_experts", 8)
+    experts = ExpertShape(
+        count=count, ffn_hidden=shape.ffn_hidden, top_k=chosen_experts(raw, count), layers=(True,) * shape.layers
+    )
+    return replace(shape, experts=experts)
+
+
+FAMILIES = (
+    Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        read=_read_qwen3_moe,
+        layers=lambda shape: ATTENTION + QK_NORM + only_in("dense", *MLP) + QWEN_EXPERTS,
+    ),
+    Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        read=_read_mixtral,
+        layers=lambda shape: ATTENTION + _MIXTRAL_EXPERTS,
+    ),
+)

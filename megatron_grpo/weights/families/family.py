@@ -1,6 +1,7 @@
 """The table of weights that describes a model family, and what a new family has to provide.
 
-A family is one file in this folder that ends in `FAMILY = Family(...)`, and its import in `families`. It gives:
+A family is a `Family(...)` at the end of a file in this folder, alone or with its relatives, listed in `families`. It
+gives:
 
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
 differs; an

@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.family import Family, in_layer
-from megatron_grpo.weights.families.llama import ATTENTION, MLP, read_dense
-from megatron_grpo.weights.families.qwen3 import QK_NORM
+from megatron_grpo.weights.families.llama import ATTENTION, MLP, QK_NORM, read_dense
 from megatron_grpo.weights.shape import ModelShape, number, section, size
 
 _DEFAULTS = {

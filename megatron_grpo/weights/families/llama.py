@@ -1,4 +1,5 @@
-"""Llama 2 and 3: sizes, weights and arithmetic of the layout that the other dense families build on."""
+"""Llama 2 and 3, Qwen2 with biases on queries, keys and values, and Qwen3 with norms on the heads of queries and keys:
+sizes, weights and arithmetic of the layout that the other families build on."""
 
 from __future__ import annotations
 
@@ -29,6 +30,22 @@ ATTENTION = (
         merge="qkv",
     ),
     in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "heads")), axis=1),
+)
+
+_QKV_BIAS = (
+    in_layer(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", ("heads",)),
+        ("self_attn.k_proj.bias", ("kv_heads",)),
+        ("self_attn.v_proj.bias", ("kv_heads",)),
+        axis=0,
+        merge="qkv",
+    ),
+)
+
+QK_NORM = (
+    in_layer("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", ("head_dim",))),
+    in_layer("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", ("head_dim",))),
 )
 
 MLP = (
@@ -146,9 +163,23 @@ def _rope_type(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-FAMILY = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    read=lambda raw: read_dense(raw, "llama"),
-    layers=lambda shape: ATTENTION + MLP,
+FAMILIES = (
+    Family(
+        name="qwen3",
+        architecture="Qwen3ForCausalLM",
+        read=lambda raw: read_dense(raw, "qwen3", qk_norm=True),
+        layers=lambda shape: ATTENTION + QK_NORM + MLP,
+    ),
+    Family(
+        name="qwen2",
+        architecture="Qwen2ForCausalLM",
+        read=lambda raw: read_dense(raw, "qwen2", qkv_bias=True),
+        layers=lambda shape: ATTENTION + _QKV_BIAS + MLP,
+    ),
+    Family(
+        name="llama",
+        architecture="LlamaForCausalLM",
+        read=lambda raw: read_dense(raw, "llama"),
+        layers=lambda shape: ATTENTION + MLP,
+    ),
 )

@@ -12,8 +12,7 @@ import sys
 import pytest
 import torch
 
-from megatron_grpo.cpu.megatron import CUDA_MODULES, apply_patches
-from megatron_grpo.cpu.torch_stand_in import FACTORIES
+from megatron_grpo.cpu.megatron import CUDA_MODULES, FACTORIES, apply_patches
 from megatron_grpo.platform.device import current_platform
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is only used without CUDA")
