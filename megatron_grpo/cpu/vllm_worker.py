@@ -125,7 +125,10 @@ class RoutingRecorder:
                 begin += count
         # Not before all are kept: a request may find in the cache what another one puts there in the same pass.
         for request in begun:
-            self._requests[request] = [self._cached(request, starts[request], block_size)]
+            whole = self._blocks[request][: starts[request] // block_size]  # what the cache has are whole blocks
+            kept = [self._by_block[block] for block in whole]
+            layers = kept[0] if kept else {}
+            self._requests[request] = [{layer: np.concatenate([one[layer] for one in kept]) for layer in layers}]
         for request, rows in passed.items():
             self._requests[request].append(rows)
 
@@ -154,12 +157,6 @@ class RoutingRecorder:
         for request in scheduled.finished_req_ids:
             self._blocks.pop(request, None)
         return starts, begun
-
-    def _cached(self, request: str, tokens: int, block_size: int) -> Rows:
-        """What is kept of the first tokens of a request, which are whole blocks."""
-        kept = [self._by_block[block] for block in self._blocks[request][: tokens // block_size]]
-        layers = kept[0] if kept else {}
-        return {layer: np.concatenate([one[layer] for one in kept]) for layer in layers}
 
     def _keep(self, blocks: list[int], start: int, rows: Rows, block_size: int) -> None:
         """Keep rows of tokens from position `start` on by their blocks."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
 from megatron_grpo.weights.hf_folder import HFFolderReader
 from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.trainer.rank import PolicyRank
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
@@ -225,6 +229,17 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int)
         yield from _bucket_tensors(chunks[0], bucket, shape)
 
 
+@contextmanager
+def gathered(rank: PolicyRank, gather_bytes: int) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
+    """`iter_hf_tensors` of a rank's model, to its end: gathering is collective, so one that fails goes on with it."""
+    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, gather_bytes)
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
 def _bucket_tensors(model: Any, bucket: list[BoundEntry], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
     """The tensors of one bucket of parameters; its shards are freed before the next bucket is gathered."""
     sharing = _sharing(model, shape, bucket[0].entry)
@@ -295,13 +310,11 @@ def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[l
         return []
     received = [torch.empty_like(packed) for _ in range(group.size())]
     dist.gather(packed, received, group=group, group_dst=0)
-    shards = []
-    for flat in received:
-        shard = list(own)
+    shards = [list(own) for _ in received]
+    for shard, flat in zip(shards, received, strict=True):
         pieces = flat.split([own[position].numel() for position in split])
         for position, piece in zip(split, pieces, strict=True):
             shard[position] = piece.view_as(own[position])
-        shards.append(shard)
     return shards
 
 

@@ -37,6 +37,13 @@ class RankShard:
     expert_tensor: Split = Split()
     """Its part of every matrix of an expert."""
 
+    def keeps(self, entry: WeightEntry, layer: int = 0) -> bool:
+        """Whether the rank has a parameter for an entry, in this layer if the entry is per layer."""
+        name = entry.megatron[0]
+        if is_per_layer(name):
+            return layer in self.layers
+        return self.embedding if name.startswith("embedding.") else self.end
+
     def part(self, entry: WeightEntry) -> Split:
         """Its part of an entry's matrices, if they are split."""
         return self.expert_tensor if entry.per_expert else self.tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,3 +164,12 @@ def model_of(parameters: dict[str, Tensor]) -> nn.Module:
             layer = layer.get_submodule(part)
         layer.register_parameter(last, nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
     return root
+
+
+def made_up_worker(model: Any) -> Any:
+    """What receivers ask of vLLM's worker."""
+    return SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: model),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
+        device=torch.device("cpu"),
+    )

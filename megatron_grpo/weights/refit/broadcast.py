@@ -15,7 +15,7 @@ from torch.distributed import Store, Work
 
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.weights.hf_weights import hf_specs, iter_hf_tensors
+from megatron_grpo.weights.hf_weights import gathered, hf_specs
 from megatron_grpo.weights.refit.buckets import BUFFERS, Bucket, Channel, plan_buckets
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
 from megatron_grpo.weights.refit.groups import Rendezvous, join
@@ -134,13 +134,8 @@ def connect_sender(rank: PolicyRank, rendezvous: Rendezvous, bucket_bytes: int) 
 
 def send_weights(rank: PolicyRank, version: int, bucket_bytes: int) -> SentCounts | None:
     """Send this stage's weights, gathered over its ranks; None on ranks that do not send."""
-    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, bucket_bytes)
-    try:
+    with gathered(rank, bucket_bytes) as tensors:
         return send_tensors(_links, tensors, version) if _links is not None else None
-    finally:
-        # Gathering is collective: every rank iterates to the end, the sender also when its receivers are gone.
-        for _ in tensors:
-            pass
 
 
 class BroadcastTransport(GroupTransport):
@@ -160,24 +155,20 @@ class BroadcastReceiver:
     """A worker's end of the groups of all stages.
 
     Args:
-        model: vLLM's model.
-        vllm_config: vLLM's settings of the engine.
-        device: where the model is.
+        worker: vLLM's, with a model.
         rendezvous: address and size of the groups.
         number: the worker's, counted over all engines.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rendezvous: Rendezvous, number: int
-    ) -> None:
-        self._model: Any = model
-        self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
+    def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
+        self._model = worker.model_runner.get_model()
+        self._loading = TensorwiseLoading(self._model, worker.vllm_config.model_config.dtype)
         self.abandon = self._loading.abandon
         store = rendezvous.store()
         # Waits until the senders have written their plans.
         written = (store.get(f"plan/{stage}") for stage in range(int(store.get("stages"))))
         plans = {stage: plan_buckets(*json.loads(plan)) for stage, plan in enumerate(written)}
-        self._links = StageLinks(rendezvous, plans, 1 + number, device)
+        self._links = StageLinks(rendezvous, plans, 1 + number, worker.device)
 
     def receive(self, version: int) -> None:
         """Load every bucket whose checksum is intact, and let vLLM compute with them.

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.hf_weights import iter_hf_tensors
+from megatron_grpo.weights.hf_weights import gathered
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
 from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
@@ -219,13 +219,8 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
     from torch.distributed import get_rank
 
     assert _writer is not None, "connect_writer() comes first"
-    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, _writer.bucket_bytes)
-    try:
+    with gathered(rank, _writer.bucket_bytes) as tensors:
         return _writer.write(tensors, part, get_rank(), whole=whole)
-    finally:
-        # Gathering is collective: every rank iterates to the end, also one that cannot write.
-        for _ in tensors:
-            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +236,7 @@ class FilesReceiver:
     """The receiving end of a worker, which reads the folder.
 
     Args:
-        model: vLLM's model.
-        vllm_config: vLLM's settings of the engine.
-        device: where the model is.
+        worker: vLLM's, with a model.
         shared: folder of the weights.
         number: unused; other receivers get the worker's number here.
 
@@ -251,11 +244,9 @@ class FilesReceiver:
         ValueError: the folder is not the one that the policy writes to.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, shared: SharedFolder, number: int
-    ) -> None:
-        self._model: Any = model
-        self._loading = TensorwiseLoading(model, vllm_config.model_config.dtype)
+    def __init__(self, worker: Any, shared: SharedFolder, number: int) -> None:
+        self._model = worker.model_runner.get_model()
+        self._loading = TensorwiseLoading(self._model, worker.vllm_config.model_config.dtype)
         self.abandon = self._loading.abandon
         self._folder, self._session = Path(shared.folder), shared.session
         self._held: dict[str, str] = {}

@@ -229,32 +229,29 @@ class Links(Channel):
         for number, message in enumerate(self.messages):
             firsts.setdefault((message.source, message.target), number)
         for link, number in firsts.items():
+            notice = torch.tensor([*link, 0], device=self._sent_from)
             try:
-                found = self._greet(link, self.messages[number], store, shared)
+                self._greet(self.messages[number], notice, store, shared)
             except RuntimeError as error:
                 raise RuntimeError(f"no link to {self._peer(number)}: {error}") from error
-            if found != link:
-                raise RuntimeError(f"the link to {self._peer(number)} leads elsewhere: {found}")
+            *found, is_shared = notice.tolist()
+            if tuple(found) != link:
+                raise RuntimeError(f"the link to {self._peer(number)} leads elsewhere: {tuple(found)}")
+            if is_shared:
+                self._sharing.add(link)
 
-    def _greet(
-        self, link: tuple[int, int], message: PeerMessage, store: Store, shared: SharedMemory | None
-    ) -> tuple[int, ...]:
-        """The link that the other end names. A source offers its memory, and hears whether that can be mapped there."""
+    def _greet(self, message: PeerMessage, notice: Tensor, store: Store, shared: SharedMemory | None) -> None:
+        """A source offers its memory, and hears in the notice, [3], whether that can be mapped there."""
         key = f"memory/{message.source}/{message.target}"
-        notice = torch.tensor([*link, 0], device=self._sent_from)
         if self._side == "source":
             store.set(key, json.dumps(None if shared is None else shared.address()))
             self._move(message, notice, sends=True).wait()
             self._move(message, notice, sends=False).wait()
-        else:
-            self._move(message, notice, sends=False).wait()
-            address = json.loads(store.get(key))
-            memory = self._memory.seen(address) if self._memory is not None and address is not None else None
-            if memory is not None:
-                self._mapped[message.source] = memory
-            notice[2] = int(memory is not None)
-            self._move(message, notice, sends=True).wait()
-        source, target, is_shared = notice.tolist()
-        if is_shared:
-            self._sharing.add(link)
-        return source, target
+            return
+        self._move(message, notice, sends=False).wait()
+        address = json.loads(store.get(key))
+        memory = self._memory.seen(address) if self._memory is not None and address is not None else None
+        if memory is not None:
+            self._mapped[message.source] = memory
+        notice[2] = int(memory is not None)
+        self._move(message, notice, sends=True).wait()

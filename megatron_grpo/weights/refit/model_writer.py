@@ -25,7 +25,7 @@ from megatron_grpo.weights.refit.engine_layers import (
     keeps_blocks,
     scales_name,
 )
-from megatron_grpo.weights.refit.plan import Pieces, blocks, box_of, keeps
+from megatron_grpo.weights.refit.plan import Pieces, blocks, box_of
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -47,9 +47,11 @@ class _Region(NamedTuple):
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
     @property
-    def blocks(self) -> tuple[slice, slice]:
-        """Rows and columns of its scales."""
-        return _in_blocks(self.rows), _in_blocks(self.columns)
+    def blocks(self) -> list[slice]:
+        """Rows and columns of its scales; it starts at the start of a block (`layouts.cut_blocks`)."""
+        sides = (self.rows, self.columns)
+        assert not any(side.start % BLOCK for side in sides), f"{self} begins inside a block"
+        return [slice(side.start // BLOCK, blocks(side.stop)) for side in sides]
 
 
 class ModelWriter:
@@ -93,7 +95,7 @@ class ModelWriter:
         }
         # vLLM's names of the parameters outside layers that only other pipeline stages compute with.
         outside = [entry for entry in weight_entries(shape) if not is_per_layer(entry.megatron[0])]
-        others = [one for entry in outside if not keeps(entry, shard) for one in destinations(entry, shape, shard)]
+        others = [one for entry in outside if not shard.keeps(entry) for one in destinations(entry, shape, shard)]
         self._require_all(regions, {one.parameter for one in others})
 
     def begin(self) -> None:
@@ -114,7 +116,7 @@ class ModelWriter:
         layer = self._layers[to.module] if rebuilt is None else rebuilt.open()
         _matrix(layer, to.name, to.expert)[to.rows, to.columns].copy_(values)
         if scales is not None:
-            _matrix(layer, scales_name(to.name), to.expert)[to.blocks].copy_(scales)
+            _matrix(layer, scales_name(to.name), to.expert)[tuple(to.blocks)].copy_(scales)
         self._written[to.module] += values.numel()
         if rebuilt is not None and self._written[to.module] == self._expected[to.module]:
             rebuilt.close()
@@ -187,12 +189,6 @@ def _regions(
         return _Region(module, name, destination.expert, slice(*rows), slice(*columns), entry in scaled)
 
     return [[region(piece) for piece in pieces] for pieces in messages]
-
-
-def _in_blocks(side: slice) -> slice:
-    """Blocks that a range of rows or columns covers; it starts at the start of a block (`layouts.cut_blocks`)."""
-    assert side.start % BLOCK == 0, f"{side} begins inside a block"
-    return slice(side.start // BLOCK, blocks(side.stop))
 
 
 def _matrix(layer: torch.nn.Module, name: str, expert: int | None) -> Tensor:

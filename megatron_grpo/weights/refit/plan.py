@@ -12,7 +12,6 @@ The plan depends on the configuration alone. The driver makes it once when links
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -133,9 +132,6 @@ PIECE = np.dtype(
 Pieces = NDArray[Any]
 """[pieces], PIECE."""
 
-EMBEDDING, END = -1, -2
-"""Layer numbers of parameters outside layers: the embedding; the last norm and the head."""
-
 
 class Box(NamedTuple):
     """Rows and columns of a tensor, each from the first to one behind the last."""
@@ -203,7 +199,7 @@ def plan_pieces(
             continue
         number, parts = numbers[entry], sources[0].part(entry).count
         for rank, shard in enumerate(engine):
-            if not keeps(entry, shard, layer):
+            if not shard.keeps(entry, layer):
                 continue
             experts = np.arange(*shard.experts) if entry.per_expert else np.zeros(1, dtype=np.int64)
             for tensor, part, strip, nbytes in _routes(entry, shape, parts, shard, dtypes[number], limit):
@@ -223,12 +219,6 @@ def plan_pieces(
         is_local = holders.include(np.tile(holding, engines), pieces["target"])
         pieces["source"][is_local] = pieces["target"][is_local]
     return pieces
-
-
-def keeps(entry: WeightEntry, shard: RankShard, layer: int = 0) -> bool:
-    """Whether a rank has a parameter for an entry, in this layer if the entry is per layer."""
-    where = _where(entry, layer)
-    return where in shard.layers or (where == EMBEDDING and shard.embedding) or (where == END and shard.end)
 
 
 def _routes(
@@ -269,10 +259,6 @@ class _Holders:
         self._sets: dict[tuple[int, ...], int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._experts = max(shards[0].experts[1] - shards[0].experts[0], 1)
-        self._stages: dict[Any, list[int]] = defaultdict(list)
-        for rank, shard in enumerate(shards):
-            for where in (*shard.layers, *([EMBEDDING] if shard.embedding else []), *([END] if shard.end else [])):
-                self._stages[where].append(rank)
 
     def numbers(self, entry: WeightEntry, layer: int, part: int, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """[experts]: the sets that hold a part of an entry's matrices, for each of these experts."""
@@ -280,14 +266,14 @@ class _Holders:
         return np.array([self._number(entry, layer, part, int(first)) for first in firsts])[inverse]
 
     def _number(self, entry: WeightEntry, layer: int, part: int, first_expert: int) -> int:
-        where = _where(entry, layer)
+        where = layer if is_per_layer(entry.megatron[0]) else entry.megatron
         key = (where, entry.per_expert, entry.axis is None, part, first_expert)
         if key not in self._numbers:
             ranks = tuple(
                 rank
-                for rank in self._stages[where]
-                for shard in [self._shards[rank]]
-                if (entry.axis is None or shard.part(entry).index == part)
+                for rank, shard in enumerate(self._shards)
+                if shard.keeps(entry, layer)
+                and (entry.axis is None or shard.part(entry).index == part)
                 and (not entry.per_expert or shard.experts[0] == first_expert)
             )
             self._numbers[key] = self._sets.setdefault(ranks, len(self._sets))
@@ -319,10 +305,3 @@ class _Holders:
             mine = numbers == number
             found[mine] = np.isin(ranks[mine], members)
         return found
-
-
-def _where(entry: WeightEntry, layer: int) -> int:
-    """The layer that an entry's parameter is in, or EMBEDDING or END."""
-    if is_per_layer(entry.megatron[0]):
-        return layer
-    return EMBEDDING if entry.megatron[0].startswith("embedding.") else END

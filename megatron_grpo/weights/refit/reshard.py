@@ -153,28 +153,24 @@ class ReshardReceiver:
     """The receiving end of a worker's links.
 
     Args:
-        model: vLLM's model.
-        vllm_config: vLLM's settings of the engine.
-        device: where the model is.
+        worker: vLLM's, with a model.
         rendezvous: address and size of the group.
         number: the worker's, counted over all engines.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, device: torch.device, rendezvous: Rendezvous, number: int
-    ) -> None:
-        parallel = vllm_config.parallel_config
-        shape = shape_of_folder(vllm_config.model_config.model)
+    def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
+        model_config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
+        shape = shape_of_folder(model_config.model)
         layout = GenerationParallelConfig(
             tensor=parallel.tensor_parallel_size,
             pipeline=parallel.pipeline_parallel_size,
             expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
         )
-        self._links = Links(rendezvous, "target", number, device, weight_entries(shape))
+        self._links = Links(rendezvous, "target", number, worker.device, weight_entries(shape))
         shard = engine_shards(layout, shape)[parallel.rank]
         messages = [message.pieces for message in self._links.messages]
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        self._writer = ModelWriter(model, vllm_config.model_config.dtype, shape, shard, messages, scaled)
+        self._writer = ModelWriter(worker.model_runner.get_model(), model_config.dtype, shape, shard, messages, scaled)
 
         self.abandon = self._writer.abandon
 

@@ -64,9 +64,7 @@ class RefitWorker(Worker):
         self.receiver = None
         try:
             where = SharedFolder(**rendezvous) if mode == "files" else Rendezvous(**rendezvous)
-            number = first_receiver + self.parallel_config.rank
-            model = self.model_runner.get_model()
-            self.receiver = _RECEIVERS[mode](model, self.vllm_config, self.device, where, number)
+            self.receiver = _RECEIVERS[mode](self, where, first_receiver + self.parallel_config.rank)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._failure(error)
         return None

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.weights.source import vocabulary_digest
+from megatron_grpo.weights import source
+from megatron_grpo.weights.source import PREPARED_MODELS, vocabulary_digest
 
 
 def digest(folder: Path, content: Any, **form: Any) -> str | None:
@@ -42,3 +43,11 @@ def test_another_number_or_token_does(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_has_none(content: str, tmp_path: Path) -> None:
     assert vocabulary_digest(tmp_path) is None
     assert digest(tmp_path, content) is None
+
+
+@pytest.mark.parametrize("name", PREPARED_MODELS)
+def test_token_ids_of_prepared_models_are_those_of_their_vocabulary(name: str) -> None:
+    ids = source.VOCABULARY if name.startswith("addition") else source.CONVERSATION_VOCABULARY
+    config = PREPARED_MODELS[name]
+    found = [config[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")]
+    assert found == [len(ids), ids[source.EOS], ids[source.PAD]]

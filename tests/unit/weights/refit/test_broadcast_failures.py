@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from megatron_grpo.weights.refit import broadcast as receiver
 from megatron_grpo.weights.refit.broadcast import BroadcastReceiver, StageLinks, send_tensors, write_plan
 from megatron_grpo.weights.refit.buckets import plan_buckets
 from megatron_grpo.weights.refit.groups import Rendezvous
+from tests.support.refit_models import made_up_worker
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 2**20
@@ -48,11 +48,10 @@ def _members(*, bad_sender: bool = False, bad_receiver: bool = False) -> Members
     buckets = plan_buckets(SPECS, BUCKET_BYTES)
     store.set("stages", "1")
     write_plan(store, 0, SPECS, BUCKET_BYTES)
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
 
     def receiving(number: int) -> BroadcastReceiver:
-        model: Any = MadeUpModel(bad_receiver and number == 0)
-        return BroadcastReceiver(model, config, CPU, rendezvous, number)
+        model = MadeUpModel(bad_receiver and number == 0)
+        return BroadcastReceiver(made_up_worker(model), rendezvous, number)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for number, (name, _, shape) in enumerate(SPECS):

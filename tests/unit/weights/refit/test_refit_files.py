@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from megatron_grpo.config.schema import RefitConfig
 from megatron_grpo.sampler.arguments import EngineEndpoint
 from megatron_grpo.weights.refit.files import FilesReceiver, FilesTransport, FileWriter, Manifest, SharedFolder
 from megatron_grpo.weights.refit.transport import AttemptError, RefitError
+from tests.support.refit_models import made_up_worker
 
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
@@ -128,8 +128,7 @@ def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _receiver(model: Model, shared: SharedFolder) -> FilesReceiver:
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
-    return FilesReceiver(model, config, torch.device("cpu"), shared, 0)  # type: ignore[arg-type]
+    return FilesReceiver(made_up_worker(model), shared, 0)
 
 
 @pytest.fixture

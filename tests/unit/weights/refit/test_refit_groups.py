@@ -6,7 +6,6 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from megatron_grpo.weights.refit.broadcast import BroadcastReceiver, StageLinks,
 from megatron_grpo.weights.refit.buckets import plan_buckets
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.transport import SETTLE_S
+from tests.support.refit_models import made_up_worker
 
 CPU = torch.device("cpu")
 SPECS = [("w", "float32", (1000,)), ("b", "float32", (3,))]
@@ -99,6 +99,6 @@ class _Model(torch.nn.Module):
 
 
 def _receive(rendezvous: Rendezvous, results: Any) -> None:
-    model, config = _Model(), SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
-    BroadcastReceiver(model, config, CPU, rendezvous, 0).receive(3)
+    model = _Model()
+    BroadcastReceiver(made_up_worker(model), rendezvous, 0).receive(3)
     results.put(model.received)
