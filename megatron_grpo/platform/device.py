@@ -65,7 +65,15 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def reach_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store at this address."""
+    """A client of the store at this address.
+
+    Raises:
+        RuntimeError: nothing listens there. A store listens before its address is sent, so it was closed.
+    """
+    try:  # TCPStore would try for up to twice its timeout
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError as error:
+        raise RuntimeError(f"no store listens at {host}:{port}: {error}") from None
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
