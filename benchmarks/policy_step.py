@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from header import header
 from torch.distributed import HashStore
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
@@ -86,8 +87,9 @@ def plain_torch(folder: Path, batch: TokenBatch, tokens: int) -> Step:
     def step() -> float:
         optimizer.zero_grad()
         for cut in cuts:
-            rows = cut.rectangles(max(cut.lengths))
-            ids, mask, advantages = given(rows.token_ids), given(rows.loss_mask), given(rows.advantages)
+            entries = (cut.fields.token_ids, cut.fields.loss_mask, cut.fields.advantages)
+            rows = [pad_sequence(given(one).split(cut.lengths), batch_first=True) for one in entries]
+            ids, mask, advantages = rows[0].long(), rows[1], rows[2]
             real = torch.arange(ids.shape[1]) < torch.tensor(cut.lengths)[:, None]
             logits = model(ids, attention_mask=real.long()).logits[:, :-1]
             logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]

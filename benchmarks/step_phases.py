@@ -28,6 +28,7 @@ from megatron_grpo.cluster.machines import prepare_ray_environment
 prepare_ray_environment()  # before anything imports Ray
 
 import torch  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megatron_grpo.algorithms.grpo import grpo_step, setup  # noqa: E402
@@ -53,8 +54,9 @@ class PlainTorch:
     def step(self, batch: TokenBatch) -> float:
         """Seconds of one optimizer step."""
         began = time.perf_counter()
-        tokens = batch.rectangles(max(batch.lengths))
-        ids, mask, advantages = given(tokens.token_ids), given(tokens.loss_mask)[:, 1:], given(tokens.advantages)[:, 1:]
+        entries = (batch.fields.token_ids, batch.fields.loss_mask, batch.fields.advantages)
+        rows = [pad_sequence(given(one).split(batch.lengths), batch_first=True) for one in entries]
+        ids, mask, advantages = rows[0].long(), rows[1][:, 1:], rows[2][:, 1:]
         logits = self.model(ids).logits[:, :-1] / self.temperature
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         loss = -(logprobs * advantages * mask).sum() / mask.sum()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,7 +19,7 @@ from megatron_grpo.losses.advantages import gdpo_advantages, group_advantages, r
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 from megatron_grpo.sampler.pool import RolloutPool
-from megatron_grpo.sampler.shards import gather_shards, split_by_shard
+from megatron_grpo.sampler.shards import compute
 
 
 def on_tokens(
@@ -46,15 +45,9 @@ def on_tokens(
     """
     if not in_driver:
         return rollouts.tokens.compute(fn, batch, entries, *arguments)
-    sequences = [shard.sequences for shard in batch.shards]
     what = f"the step's {', '.join(entries)}"
-    here = [
-        dict(zip(entries, stored([shard.fields[name] for name in entries], what), strict=True))
-        for shard in batch.shards
-    ]
-    arrays, summary = fn(batch.lengths, gather_shards(here, sequences, batch.lengths, entries), *arguments)
-    for shard, added in zip(batch.shards, split_by_shard(arrays, sequences, batch.lengths), strict=True):
-        shard.fields |= {name: ray.put(array) for name, array in added.items()}
+    added, summary = compute(fn, batch, entries, arguments, lambda references: stored(references, what))
+    batch.fields |= added
     return summary
 
 

@@ -18,7 +18,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.context import Placement
 from megatron_grpo.controller.failures import StepGuard
 from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
@@ -54,9 +54,8 @@ def training_batch(
     batch = without_tokens(config, outcomes)
     if config.loss_fn.positive_example_nll_weight > 0:
         batch.positive = np.array([bool(outcome.correct) for outcome in outcomes])
-    sequences = assign(config, batch, cost)
-    fields = rollouts.tokens.build_shards(groups, sequences)
-    batch.shards = [Shard(numbers, built) for numbers, built in zip(sequences, fields, strict=True)]
+    batch.shards = assign(config, batch, cost)
+    batch.fields = rollouts.tokens.build_shards(groups, batch.shards)
     return batch
 
 

@@ -140,9 +140,8 @@ def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[li
     if entry == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[number])] for number in sequences]
     rows = {}
-    for shard in batch.shards:
-        lengths = batch.lengths[shard.sequences]
-        for place in np.flatnonzero(np.isin(shard.sequences, sequences)):
-            tokens = token_places(lengths, np.array([place]))
-            rows[int(shard.sequences[place])] = stored([shard.fields[entry]], entry)[0][tokens].tolist()
+    for shard, reference in zip(batch.shards, batch.fields[entry], strict=True):
+        for place in np.flatnonzero(np.isin(shard, sequences)):
+            tokens = token_places(batch.lengths[shard], np.array([place]))
+            rows[int(shard[place])] = stored([reference], entry)[0][tokens].tolist()
     return [rows[int(number)] for number in sequences]

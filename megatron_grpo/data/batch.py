@@ -1,15 +1,17 @@
-"""The batch of a rank: per-token entries of sequences, flat or as rectangles, made of the arrays of its shards."""
+"""The batch of a rank: per-token entries of sequences laid end to end, made of the arrays of its shards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megatron_grpo.data.step_batch import StepBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,10 +55,6 @@ class TokenFields:
         """The entries that are not None by name, each [tokens] or [sequences, length]."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
-
-    def to(self, device: torch.device) -> TokenFields:
-        """The entries on a device. From pinned memory the copies do not wait for it."""
-        return TokenFields(**{name: value.to(device, non_blocking=True) for name, value in self.present().items()})
 
 
 def given(entry: Tensor | None) -> Tensor:
@@ -104,37 +102,30 @@ class TokenBatch:
         chosen = {name: values[places] for name, values in self.fields.present().items()}
         return TokenBatch([self.lengths[i] for i in indices], TokenFields(**chosen))
 
-    def rectangles(self, width: int) -> TokenFields:
-        """Every entry as [sequences, width], padded on the right with zeros; token ids become int64.
+    @staticmethod
+    def of_replica(batch: StepBatch, stored: Mapping[str, Sequence[NDArray[Any]]]) -> TokenBatch:
+        """The sequences of a replica, with the entries that were fetched and those that follow from its numbers.
 
         Args:
-            width: columns; at least the longest sequence.
+            batch: the replica's part of the step (`StepBatch.of_shards`).
+            stored: for each fetched entry its arrays, one a shard: [tokens of the shard], in the types of
+                `STORED_DTYPES`, and for routed_experts [tokens of the shard, numbers of a token].
         """
-        places = self.places(width)
-
-        # One scatter with places made on the host: a loop over the sequences would be a kernel launch for each.
-        def padded(values: Tensor) -> Tensor:
-            """[sum(lengths), ...] to [sequences, width, ...], of any dtype; 0 on padding."""
-            out = values.new_zeros(len(self) * width, *values.shape[1:])
-            out[places] = values
-            return out.view(len(self), width, *values.shape[1:])
-
-        made = TokenFields(**{name: padded(values) for name, values in self.fields.present().items()})
-        return made if made.token_ids is None else replace(made, token_ids=made.token_ids.long())
-
-    def places(self, width: int) -> Tensor:
-        """[sum(lengths)], int64: where each token stands in a rectangle of `width` columns that is read row by row."""
-        lengths = np.asarray(self.lengths, dtype=np.int64)
-        longest = max(self.lengths, default=0)
-        assert longest <= width, f"a sequence of {longest} tokens in {width} columns"
-        # A token keeps its distance from the start of its sequence: what moves is the start, from flat to its row's.
-        starts = np.arange(len(lengths), dtype=np.int64) * width
-        return torch.from_numpy(np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum()))
+        made = TokenFields(**{name: torch.from_numpy(np.concatenate(parts)) for name, parts in stored.items()})
+        # A number that all tokens of a response share travels once, and is repeated for its tokens only here.
+        if made.sampled is not None:
+            made.loss_mask = _spread(batch.in_loss, batch.lengths, made.sampled)
+            if batch.positive is not None:
+                made.positive = _spread(batch.positive, batch.lengths, made.sampled)
+            if batch.advantages is not None:
+                made.advantages = _spread(batch.advantages, batch.lengths, made.sampled)
+        return TokenBatch(batch.lengths.tolist(), made)
 
 
-def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[sequences], int64, of lengths to starts: where each sequence begins when they lie end to end."""
-    return np.cumsum(lengths) - lengths
+def _spread(by_sequence: NDArray[Any], lengths: NDArray[np.int64], sampled: Tensor) -> Tensor:
+    """One number for each sequence to [tokens], float32: that number at its sampled tokens, 0 at the others."""
+    by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
+    return torch.where(sampled, by_token, by_token.new_zeros(()))
 
 
 def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -149,55 +140,6 @@ def token_places(lengths: NDArray[np.integer], sequences: NDArray[np.integer]) -
     """
     # Arithmetic on whole arrays: a Python loop over 16,384 sequences would cost more than fetching their tokens.
     all_lengths = lengths.astype(np.int64)
+    starts = np.cumsum(all_lengths) - all_lengths
     chosen = all_lengths[sequences]
-    return np.repeat(_starts(all_lengths)[sequences] - _starts(chosen), chosen) + np.arange(chosen.sum())
-
-
-@dataclass(slots=True, kw_only=True)
-class ReplicaWork:
-    """The message from the driver to the ranks of one replica for one call: sequences of its shards, in microbatches.
-
-    `RankGroup` makes it, and each rank turns it into a `TokenBatch` with the entries that its pipeline stage reads.
-    """
-
-    shards: list[dict[str, Any]]
-    """For each shard, Ray's references to its entries by name."""
-    shard_lengths: list[NDArray[np.int64]]
-    """For each shard, [sequences of the shard], int64: tokens of each sequence."""
-    rows: NDArray[np.int64]
-    """[sequences], int64: places of the wanted sequences among those of all shards, counted through."""
-    microbatches: list[list[int]]
-    """For each microbatch, the indices of its sequences in `rows`."""
-    in_loss: NDArray[np.bool_]
-    """[sequences], bool, in the order of `rows`: whether the loss is taken over the response."""
-    positive: NDArray[np.bool_] | None
-    """[sequences], bool, in the order of `rows`: whether the response is correct; None: the loss does not use it."""
-    advantages: NDArray[np.float32] | None
-    """[sequences], float32, in the order of `rows`: advantage of the response; None: in the shards, or not needed."""
-
-    def token_batch(self, stored: list[dict[str, NDArray[Any]]]) -> TokenBatch:
-        """The sequences of `rows` in their order, with the entries that were fetched and those that follow from them.
-
-        Args:
-            stored: for each shard its arrays by name, [tokens of the shard], in the types of `STORED_DTYPES`, and
-                routed_experts, [tokens of the shard, numbers]; every shard has entries of equal names.
-        """
-        lengths = np.concatenate(self.shard_lengths)
-        places = token_places(lengths, self.rows)
-        chosen_lengths = lengths[self.rows]
-        arrays = {name: np.concatenate([one[name] for one in stored])[places] for name in stored[0]}
-        made = TokenFields(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        # A number that all tokens of a response share travels once, and is repeated for its tokens only here.
-        if made.sampled is not None:
-            made.loss_mask = self._spread(self.in_loss, chosen_lengths, made.sampled)
-            if self.positive is not None:
-                made.positive = self._spread(self.positive, chosen_lengths, made.sampled)
-            if self.advantages is not None:
-                made.advantages = self._spread(self.advantages, chosen_lengths, made.sampled)
-        return TokenBatch(chosen_lengths.tolist(), made)
-
-    @staticmethod
-    def _spread(by_sequence: NDArray[Any], lengths: NDArray[np.int64], sampled: Tensor) -> Tensor:
-        """One number a sequence -> [tokens], float32: that number at its sampled tokens, 0 at the others."""
-        by_token = torch.from_numpy(np.repeat(by_sequence.astype(np.float32), lengths))
-        return torch.where(sampled, by_token, by_token.new_zeros(()))
+    return np.repeat(starts[sequences] - (np.cumsum(chosen) - chosen), chosen) + np.arange(chosen.sum())

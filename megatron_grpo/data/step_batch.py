@@ -1,4 +1,4 @@
-"""The batch of a step as the driver holds it: lengths and flags of sequences, references to their tokens."""
+"""The batch of a step: lengths and flags of sequences, and references to their tokens."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(slots=True)
-class Shard:
-    """Some sequences of a step, whose tokens lie together in the object store; every replica has whole shards."""
-
-    sequences: NDArray[np.int64]
-    """[sequences], int64: numbers in the step of the shard's sequences, ascending."""
-    fields: dict[str, Any]
-    """Ray's reference to one array, [tokens of the shard], by name of the entry (`STORED_DTYPES`)."""
-
-
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
     """The sequences that a step trains on: numbers by sequence, and references to their tokens.
 
-    Lives on the driver, which never holds a token. The stages of a step extend it; the handle of a model divides it
-    among replicas, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The
+    Lives on the driver, which never holds a token. The stages of a step extend it; the handle of a model sends each
+    replica its part, and a rollout worker reads it for computations over all tokens and for the file of rollouts. The
     samples of a prompt are neighbours.
     """
 
@@ -39,7 +29,11 @@ class StepBatch:
     """[sequences], bool: whether the response is correct; None: the loss does not use it."""
     advantages: NDArray[np.float32] | None = None
     """[sequences], float32: advantage of all sampled tokens of a response; None: it differs by token, in the shards."""
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[NDArray[np.int64]] = field(default_factory=list)
+    """For each shard [sequences of the shard], int64, ascending: numbers of the sequences whose tokens lie together in
+    the object store. Every replica has whole shards."""
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    """By name of an entry (`STORED_DTYPES`), for each shard Ray's reference to [tokens of the shard]."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -53,3 +47,17 @@ class StepBatch:
         """[sequences], int64, of one optimizer step after the other: numbers of its sequences, neighbours together."""
         for start in range(0, len(self), samples):
             yield np.arange(start, min(start + samples, len(self)))
+
+    def of_shards(self, mine: slice) -> StepBatch:
+        """The part of the batch in some of its shards, its sequences numbered from 0 in the order of these shards."""
+        numbers = np.concatenate(self.shards[mine])
+        ends = np.cumsum([len(shard) for shard in self.shards[mine]])
+        return StepBatch(
+            lengths=self.lengths[numbers],
+            response_tokens=self.response_tokens[numbers],
+            in_loss=self.in_loss[numbers],
+            positive=None if self.positive is None else self.positive[numbers],
+            advantages=None if self.advantages is None else self.advantages[numbers],
+            shards=np.split(np.arange(len(numbers)), ends[:-1]),
+            fields={name: references[mine] for name, references in self.fields.items()},
+        )

@@ -178,13 +178,15 @@ class SampledGroup:
     """The samples of one prompt as the driver holds them: their outcomes, and a reference to everything else."""
 
     outcomes: list[Outcome]
-    payload: Any
-    """(Ray's reference to a list of groups, each a list[Trajectory]; the place of this group in that list)."""
+    bundle: Any
+    """Ray's reference to some groups, each a list[Trajectory]."""
+    place: int
+    """Place of this group among those of `bundle`."""
 
 
 def renumbered(groups: Sequence[SampledGroup]) -> list[SampledGroup]:
     """The groups, numbered by their place, where they do not come from one generation batch."""
     return [
-        SampledGroup([replace(outcome, group=number) for outcome in group.outcomes], group.payload)
+        replace(group, outcomes=[replace(outcome, group=number) for outcome in group.outcomes])
         for number, group in enumerate(groups)
     ]

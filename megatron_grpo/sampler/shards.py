@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,58 +96,63 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
 
 
 def gather_shards(
-    shards: Sequence[Mapping[str, NDArray[Any]]],
-    sequences: Sequence[NDArray[np.int64]],
-    lengths: NDArray[np.int64],
-    fields: Iterable[str],
-) -> dict[str, NDArray[Any]]:
-    """Flat arrays in the order of the step, of what is spread over shards.
+    parts: Sequence[NDArray[Any]], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
+) -> NDArray[Any]:
+    """One entry of every token in the order of the step, from its arrays in shards.
 
     Args:
-        shards: per shard the arrays of `fields` by name, [tokens of the shard], of one dtype for each name.
-        sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step, in the order in
-            which they lie in the shard.
+        parts: per shard [tokens of the shard], of one dtype.
+        shards: per shard [sequences of the shard], int64: numbers of its sequences in the step (`StepBatch.shards`).
         lengths: [sequences of the step], int64: tokens of each sequence.
-        fields: names of the arrays to gather.
 
     Returns:
-        [tokens of the step] for each field, in the type that the shards have.
+        [tokens of the step], in the dtype of the parts.
     """
     # A slice a sequence instead of one index of all tokens, which would take twice the memory of what it moves.
-    ends = np.cumsum(lengths)
-    gathered = {name: np.empty(int(ends[-1]), dtype=shards[0][name].dtype) for name in fields}
-    for shard, numbers in zip(shards, sequences, strict=True):
-        begin = 0
-        for number in numbers.tolist():
-            end, length = int(ends[number]), int(lengths[number])
-            for name, whole in gathered.items():
-                whole[end - length : end] = shard[name][begin : begin + length]
-            begin += length
-    return gathered
+    whole = np.empty(int(lengths.sum()), dtype=parts[0].dtype)
+    places = np.split(whole, np.cumsum(lengths)[:-1])
+    for part, numbers in zip(parts, shards, strict=True):
+        pieces = np.split(part, np.cumsum(lengths[numbers])[:-1])
+        for number, piece in zip(numbers.tolist(), pieces, strict=False):
+            places[number][:] = piece
+    return whole
 
 
 def split_by_shard(
-    arrays: Mapping[str, NDArray[Any]], sequences: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
-) -> list[dict[str, NDArray[Any]]]:
-    """Flat arrays in the order of the step, cut up into shards: the inverse of `gather_shards`.
+    whole: NDArray[Any], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
+) -> list[NDArray[Any]]:
+    """One entry of every token, [tokens of the step], cut up into shards: the inverse of `gather_shards`."""
+    pieces = np.split(whole, np.cumsum(lengths)[:-1])
+    return [np.concatenate([whole[:0], *(pieces[number] for number in numbers.tolist())]) for numbers in shards]
+
+
+Compute = Callable[..., tuple[dict[str, NDArray[Any]], Any]]
+"""(lengths, arrays by name, ...) -> new arrays by name, each [tokens of the step], and a summary."""
+
+
+def compute(
+    fn: Compute,
+    batch: StepBatch,
+    fields: Sequence[str],
+    arguments: Sequence[Any],
+    get: Callable[[list[Any]], list[Any]],
+) -> tuple[dict[str, list[Any]], Any]:
+    """Run a function over the tokens of a whole step, in this process.
 
     Args:
-        arrays: arrays by name, [tokens of the step], of any dtype.
-        sequences: per shard [sequences of the shard], int64: numbers of its sequences in the step.
-        lengths: [sequences of the step], int64: tokens of each sequence.
+        fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `arguments`.
+        batch: the step's batch, whose shards hold the entries.
+        fields: names of the entries that the function reads.
+        arguments: further arguments of the function.
+        get: fetches what references of Ray refer to.
 
     Returns:
-        Per shard the arrays by name, [tokens of the shard], in the dtype that they came in.
+        The new entries by name, for each shard a reference to its array (`StepBatch.fields`), and the summary.
     """
-    ends = np.cumsum(lengths)
-    begins = ends - lengths
-    return [
-        {
-            name: np.concatenate([array[begins[number] : ends[number]] for number in numbers.tolist()] or [array[:0]])
-            for name, array in arrays.items()
-        }
-        for numbers in sequences
-    ]
+    arrays = {name: gather_shards(get(batch.fields[name]), batch.shards, batch.lengths) for name in fields}
+    results, summary = fn(batch.lengths, arrays, *arguments)
+    split = {name: split_by_shard(array, batch.shards, batch.lengths) for name, array in results.items()}
+    return {name: [ray.put(part) for part in parts] for name, parts in split.items()}, summary
 
 
 BUNDLE_BYTES = 2**20
@@ -157,44 +162,39 @@ TOKEN_BYTES = 8
 """Of a token id and its log-probability."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payloads:
-    """Where the trajectories of many groups are, for a message: each object is named once."""
+Bundles = tuple[list[Any], NDArray[np.int32]]
+"""Where the trajectories of groups are, for a message that names each object once: references (Ray's) to lists of
+groups; and [groups, 2], int32: for each group the number of its list and its place in there."""
 
-    bundles: list[Any]
-    """References (Ray's) to lists of groups."""
-    places: NDArray[np.int32]
-    """[groups, 2]: number of a group's bundle, and its place in there."""
 
-    @staticmethod
-    def of(payloads: Iterable[tuple[Any, int]]) -> Payloads:
-        """Of groups (`SampledGroup.payload`), in their order."""
-        numbers: dict[Any, int] = {}
-        places = [(numbers.setdefault(bundle, len(numbers)), place) for bundle, place in payloads]
-        return Payloads(list(numbers), np.array(places, dtype=np.int32).reshape(-1, 2))
+def bundled(groups: Sequence[SampledGroup]) -> Bundles:
+    """Where groups are, in their order."""
+    numbers: dict[Any, int] = {}
+    places = [(numbers.setdefault(group.bundle, len(numbers)), group.place) for group in groups]
+    return list(numbers), np.array(places, dtype=np.int32).reshape(-1, 2)
 
-    def each(self) -> list[tuple[Any, int]]:
-        """`SampledGroup.payload` of each group."""
-        return [(self.bundles[bundle], place) for bundle, place in self.places.tolist()]
 
-    def fetch(self, timeout_s: float | None = None) -> list[list[Trajectory]]:
-        """The trajectories of each group.
+def fetched(bundles: Bundles, timeout_s: float | None = None) -> list[list[Trajectory]]:
+    """The trajectories of each group.
 
-        Args:
-            timeout_s: deadline; None: the caller has one for this process.
+    Args:
+        bundles: where the groups are.
+        timeout_s: deadline; None: the caller has one for this process.
 
-        Raises:
-            RayError: some are lost, or late.
-        """
-        bundles = ray.get(self.bundles, timeout=timeout_s)
-        return [bundles[bundle][place] for bundle, place in self.places.tolist()]
+    Raises:
+        RayError: some are lost, or late.
+    """
+    references, places = bundles
+    needed = np.unique(places[:, 0]).tolist()
+    found = dict(zip(needed, ray.get([references[number] for number in needed], timeout=timeout_s), strict=True))
+    return [found[number][place] for number, place in places.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
     """A worker's answer: its groups, in the order in which it was given their prompts."""
 
-    payloads: Payloads
+    bundles: Bundles
     outcomes: list[list[Outcome]]
     """Sent as `pickled`."""
     remarks: list[str]
@@ -203,8 +203,9 @@ class Collected:
 
 def groups_of(collected: Collected) -> list[SampledGroup]:
     """The groups of a worker's answer, in its order."""
-    pairs = zip(collected.outcomes, collected.payloads.each(), strict=True)
-    return [SampledGroup(outcomes, payload) for outcomes, payload in pairs]
+    references, places = collected.bundles
+    pairs = zip(collected.outcomes, places.tolist(), strict=True)
+    return [SampledGroup(outcomes, references[number], place) for outcomes, (number, place) in pairs]
 
 
 class Bundler:
@@ -215,7 +216,8 @@ class Bundler:
         Args:
             groups: how many will come.
         """
-        self._payloads: list[Any] = [None] * groups
+        self._references: list[Any] = []
+        self._places = np.zeros((groups, 2), dtype=np.int32)
         self._outcomes: list[list[Outcome]] = [[] for _ in range(groups)]
         self._waiting: list[tuple[int, Sequence[Trajectory]]] = []
         self._bytes = 0
@@ -238,12 +240,12 @@ class Bundler:
         """The groups, when all have come, and remarks for the log of the run."""
         if self._waiting:
             self._put()
-        return Collected(Payloads.of(self._payloads), pickled(self._outcomes), remarks)
+        return Collected((self._references, self._places), pickled(self._outcomes), remarks)
 
     def _put(self) -> None:
-        bundle = ray.put(pickled([trajectories for _, trajectories in self._waiting]))
         for place, (number, _) in enumerate(self._waiting):
-            self._payloads[number] = (bundle, place)
+            self._places[number] = len(self._references), place
+        self._references.append(ray.put(pickled([trajectories for _, trajectories in self._waiting])))
         self._waiting, self._bytes = [], 0
 
 
@@ -263,13 +265,10 @@ def learnt_so_far(batch: StepBatch) -> LearntFrom:
     """The advantages and log-probabilities that a step has, fetched; an entry that is lost with the process that held
     it counts as not computed."""
     arrays: dict[str, NDArray[np.float32]] = {}
-    sequences = [shard.sequences for shard in batch.shards]
     for name in ("advantages", "prev_logprobs"):
-        if name in batch.shards[0].fields:
+        if name in batch.fields:
             with suppress(RayError):
-                found = ray.get([shard.fields[name] for shard in batch.shards])
-                stored: list[dict[str, NDArray[Any]]] = [{name: array} for array in found]
-                arrays |= gather_shards(stored, sequences, batch.lengths, [name])
+                arrays[name] = gather_shards(ray.get(batch.fields[name]), batch.shards, batch.lengths)
     return LearntFrom(np.cumsum(batch.lengths) - batch.lengths, batch.advantages, arrays)
 
 
@@ -297,11 +296,11 @@ class LearntFrom:
         return Learnt(of_tokens, None if prev is None else prev[places])
 
 
-def dump(payloads: Payloads, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
+def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
     """Write trajectories into a Parquet file, which appears when it is complete.
 
     Args:
-        payloads: the groups of the step, in its order.
+        bundles: where the groups of the step are, in its order.
         chosen: for each group, which of its samples to write.
         batch: the step's batch of the same sequences, which count group by group; None: the step learns nothing.
         file: where.
@@ -309,13 +308,13 @@ def dump(payloads: Payloads, chosen: list[list[int]], batch: StepBatch | None, f
     """
 
     def groups() -> Iterator[tuple[int, list[Written]]]:
-        each, learnt = payloads.each(), None if batch is None else learnt_so_far(batch)
+        references, places = bundles
+        learnt = None if batch is None else learnt_so_far(batch)
         samples = record.run.samples_per_prompt
-        wanted = [number for number, places in enumerate(chosen) if places]
+        wanted = [number for number, samples_of in enumerate(chosen) if samples_of]
         for begin in range(0, len(wanted), DUMPED_GROUPS):
             numbers = wanted[begin : begin + DUMPED_GROUPS]
-            fetched = Payloads.of([each[number] for number in numbers]).fetch()
-            for number, trajectories in zip(numbers, fetched, strict=True):
+            for number, trajectories in zip(numbers, fetched((references, places[numbers])), strict=True):
                 one_by_one = [(number * samples + place, trajectories[place]) for place in chosen[number]]
                 yield (
                     number,

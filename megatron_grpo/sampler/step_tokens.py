@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from megatron_grpo.data.rollout_files import StepFacts, StepRecord, rollouts_fil
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.sampler.shards import (
-    Payloads,
+    Compute,
+    bundled,
     collected,
     evenly_chosen,
+    fetched,
     groups_of,
     places_of,
     shard_fields,
 )
-from megatron_grpo.sampler.worker import Compute
 from megatron_grpo.sampler.worker_group import WorkerGroup
 
 
@@ -35,7 +37,7 @@ class StepTokens:
 
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
-    ) -> list[dict[str, Any]]:
+    ) -> dict[str, list[Any]]:
         """Have the tokens of a step put into the object store, an array per shard and field.
 
         Returns at once: fetching an array waits until it is there, and raises if its worker failed.
@@ -46,7 +48,7 @@ class StepTokens:
                 numbered group by group.
 
         Returns:
-            Per shard, by name, a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
+            By name, per shard a reference to an array [tokens of the shard]: token_ids (int32), sampled (bool: sampled
             rather than given) and generation_logprobs (float32, 0 where not sampled); with recorded routing also
             routed_experts, [tokens of the shard, numbers of a token].
         """
@@ -54,7 +56,7 @@ class StepTokens:
         shards = places_of(sequences, [len(group.outcomes) for group in groups])
         workers = len(self._workers.actors)
         dealt = [range(worker, len(shards), workers) for worker in range(min(workers, len(shards)))]
-        built: list[dict[str, Any]] = [{} for _ in shards]
+        built: dict[str, list[Any]] = {name: [None] * len(shards) for name in fields}
         for worker, mine in zip(self._workers.actors, dealt, strict=False):
             needed = sorted({group for shard in mine for group, _ in shards[shard]})
             number = {group: position for position, group in enumerate(needed)}
@@ -64,9 +66,10 @@ class StepTokens:
                 for shard in mine
             ]
             call = worker.build_shards.options(num_returns=len(fields) * len(mine))
-            references = iter(call.remote(Payloads.of([groups[group].payload for group in needed]), local))
+            references = iter(call.remote(bundled([groups[group] for group in needed]), local))
             for shard in mine:
-                built[shard] = {name: next(references) for name in fields}
+                for name in fields:
+                    built[name][shard] = next(references)
         return built
 
     def compute(
@@ -95,8 +98,7 @@ class StepTokens:
         call = self._workers.actors[worker].compute.remote(fn, batch, list(fields), args)
         (answer,) = self._workers.gather([call], self._timeout_s, "computation over a step's tokens", worker)
         added, summary = answer
-        for shard, references in zip(batch.shards, added, strict=True):
-            shard.fields |= references
+        batch.fields |= added
         return summary
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
@@ -106,14 +108,13 @@ class StepTokens:
             RunError: some are lost with the worker that held them, or do not come in time.
         """
         try:
-            return Payloads.of([group.payload for group in groups]).fetch(self._timeout_s)
+            return fetched(bundled(groups), self._timeout_s)
         except RayError as error:
             raise RunError(f"the trajectories of {len(groups)} groups cannot be fetched: {explain(error)}") from error
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
         """Groups of trajectories that are at hand, as `collect` returns groups."""
-        payloads = collected(groups, []).payloads.each()
-        return [SampledGroup([one.outcome for one in group], at) for group, at in zip(groups, payloads, strict=True)]
+        return groups_of(replace(collected(groups, []), outcomes=[[one.outcome for one in group] for group in groups]))
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
         """The rollouts of a step that an earlier run wrote: what is known of their sampling, and a group a prompt.
@@ -151,9 +152,8 @@ class StepTokens:
             What `wait_dump` waits for.
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
-        payloads = Payloads.of([group.payload for group in groups])
         worker, file = self._workers.next(), rollouts_file(run_dir, step)
-        return worker, self._workers.actors[worker].dump.remote(payloads, chosen, batch, file, record)
+        return worker, self._workers.actors[worker].dump.remote(bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,15 @@ from megatron_grpo.sampler.plan import RolloutPlan
 from megatron_grpo.sampler.rollout import GroupRollout
 from megatron_grpo.sampler.shards import (
     Bundler,
+    Bundles,
     Collected,
-    Payloads,
+    Compute,
     collected,
+    compute,
     dump,
-    gather_shards,
+    fetched,
     shard_arrays,
     shard_fields,
-    split_by_shard,
 )
 
 
@@ -55,12 +56,6 @@ def load(file: Path) -> tuple[StepFacts, Collected]:
 
 PACE_S = 0.02
 """Groups that are complete within this time of each other are told of together: few messages instead of many."""
-
-ShardRefs = dict[str, Any]
-"""By name, a reference (Ray's) to an array of one number per token of a shard."""
-
-Compute = Callable[..., tuple[dict[str, NDArray[Any]], Any]]
-"""(lengths, arrays by name, *arguments) -> (arrays by name, something small)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,15 +224,15 @@ class RolloutWorker:
         self._engines.by_number(number).give_up(reason)
 
     @phase("build shards")
-    async def build_shards(self, payloads: Payloads, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
+    async def build_shards(self, bundles: Bundles, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
         """The arrays of each shard, shard by shard, in the order of `shard_fields`; each becomes an object of its own.
 
         Args:
-            payloads: the groups that the sequences belong to.
+            bundles: where the groups are that the sequences belong to.
             shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in
-                `payloads` and its place in that group.
+                `bundles` and its place in that group.
         """
-        return await asyncio.to_thread(_build_shards, payloads, shards, self._settings.routed)
+        return await asyncio.to_thread(_build_shards, bundles, shards, self._settings.routed)
 
     @phase("compute")
     async def compute(
@@ -246,31 +241,16 @@ class RolloutWorker:
         batch: StepBatch,
         fields: Sequence[str],
         arguments: tuple[Any, ...],
-    ) -> tuple[list[ShardRefs], Any]:
-        """Run a function over the tokens of a whole step, on a thread of this worker (`StepTokens.compute`).
-
-        Args:
-            function: called with `lengths`, a dict of the flat arrays of `fields`, and `arguments`.
-            batch: the step's batch, whose shards hold the entries.
-            fields: names of the entries that the function reads.
-            arguments: further arguments of the function.
-        """
-        return await asyncio.to_thread(_compute, function, batch, fields, arguments)
+    ) -> tuple[dict[str, list[Any]], Any]:
+        """Run a function over the tokens of a whole step, on a thread of this worker (`compute`)."""
+        return await asyncio.to_thread(compute, function, batch, fields, arguments, ray.get)
 
     @phase("write rollouts")
     async def dump(
-        self, payloads: Payloads, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
+        self, bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
     ) -> None:
-        """Write trajectories into a Parquet file.
-
-        Args:
-            payloads: the groups of the step, in its order.
-            chosen: for each group, which of its samples to write.
-            batch: the step's batch of the same sequences; None: the step learns nothing.
-            file: where; it appears when it is complete.
-            record: what the file says beside them.
-        """
-        await asyncio.to_thread(dump, payloads, chosen, batch, file, record)
+        """Write trajectories into a Parquet file, on a thread of this worker (`dump`)."""
+        await asyncio.to_thread(dump, bundles, chosen, batch, file, record)
 
     @phase("read rollouts")
     async def load(self, file: Path) -> tuple[StepFacts, Collected]:
@@ -279,24 +259,9 @@ class RolloutWorker:
 
 
 def _build_shards(
-    payloads: Payloads, shards: list[NDArray[np.int32]], routed: RoutedForm | None
+    bundles: Bundles, shards: list[NDArray[np.int32]], routed: RoutedForm | None
 ) -> tuple[NDArray[Any], ...]:
     """The arrays of each shard; per shard [sequences, 2], int32: group of a sequence and its place in there."""
-    groups = payloads.fetch()
+    groups = fetched(bundles)
     built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
     return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
-
-
-def _compute(
-    function: Compute, batch: StepBatch, fields: Sequence[str], arguments: tuple[Any, ...]
-) -> tuple[list[ShardRefs], Any]:
-    """Run a function over a step's tokens; by shard, references to the arrays that it returns, and its summary."""
-    sequences = [shard.sequences for shard in batch.shards]
-    fetched = [
-        dict(zip(fields, ray.get([shard.fields[name] for name in fields]), strict=True)) for shard in batch.shards
-    ]
-    arrays = gather_shards(fetched, sequences, batch.lengths, fields)
-    del fetched
-    results, summary = function(batch.lengths, arrays, *arguments)
-    split = split_by_shard(results, sequences, batch.lengths)
-    return [{name: ray.put(array) for name, array in added.items()} for added in split], summary

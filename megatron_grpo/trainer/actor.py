@@ -21,7 +21,11 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.batch import ReplicaWork
+    from megatron_grpo.data.step_batch import StepBatch
+
+
+ReplicaWork = tuple["StepBatch", list[list[int]]]
+"""A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch the numbers of its sequences in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +156,15 @@ class RankActor:
     @phase("train")
     def train(self, work: ReplicaWork, loss_fn: Any, counts: Any) -> Any:
         """One optimizer step on the replica's work (`ModelRank.train`)."""
-        batch = self._fetch(work, loss_fn)
-        return self.model.train(batch, work.microbatches, loss_fn, counts)
+        batch, microbatches = work
+        return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts)
 
     def forward(self, method: str, work: ReplicaWork) -> ForwardShare | None:
         """Put a number for every token of the replica's shards into the object store.
 
         Args:
-            method: name of the method of the rank's model that gives the numbers of all sequences, shard by shard.
-            work: whole shards, their sequences in order.
+            method: name of the method of the rank's model that gives the numbers of all sequences.
+            work: the replica's part of the batch, and microbatches that hold all of its sequences.
 
         Returns:
             References to the numbers, on the output rank; None elsewhere.
@@ -168,26 +172,29 @@ class RankActor:
         import numpy as np
         import ray
 
+        batch, microbatches = work
         with phase(method):
-            batch = self._fetch(work, None)
-            values = getattr(self.model, method)(batch, work.microbatches)
+            tokens = self._fetch(batch, None)
+            values = getattr(self.model, method)(tokens, microbatches)
         if values is None:
             return None
-        of_sequences = values.isfinite().logical_or(batch.fields.sampled.logical_not()).split(batch.lengths)
-        ends = np.cumsum([int(lengths.sum()) for lengths in work.shard_lengths])
+        of_sequences = values.isfinite().logical_or(tokens.fields.sampled.logical_not()).split(tokens.lengths)
+        ends = np.cumsum([int(batch.lengths[shard].sum()) for shard in batch.shards])
         return ForwardShare(
             shards=[ray.put(part) for part in np.split(values.numpy(), ends[:-1])],
             finite=np.array([bool(piece.all()) for piece in of_sequences]),
         )
 
-    def _fetch(self, work: ReplicaWork, loss_fn: Any) -> Any:
+    def _fetch(self, batch: StepBatch, loss_fn: Any) -> Any:
         """Get the fields that this rank's stage reads from the object store; no others are moved to its node."""
         import ray
 
-        wanted = [name for name in self.model.stored_entries(loss_fn) if name in work.shards[0]]
+        from megatron_grpo.data.batch import TokenBatch
+
+        wanted = [name for name in self.model.stored_entries(loss_fn) if name in batch.fields]
         with phase("fetch tokens"):  # waits for shards that are still in transfer
-            arrays = iter(ray.get([shard[name] for shard in work.shards for name in wanted]))
-        return work.token_batch([{name: next(arrays) for name in wanted} for _ in work.shards])
+            arrays = iter(ray.get([reference for name in wanted for reference in batch.fields[name]]))
+        return TokenBatch.of_replica(batch, {name: [next(arrays) for _ in batch.shards] for name in wanted})
 
 
 def give_up_memory(rank: Any, weights: bool) -> None:

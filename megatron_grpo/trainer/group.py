@@ -16,7 +16,6 @@ from ray.exceptions import RayError
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import ReferenceConfig
-from megatron_grpo.data.batch import ReplicaWork
 from megatron_grpo.data.packing import Cost, planner
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
@@ -84,6 +83,9 @@ def cost_of(shape: ModelShape) -> Cost:
     return Cost(of(1) - every_pair, per_pair, window, per_windowed_pair=every_pair - per_pair)
 
 
+Microbatches = list[NDArray[np.int64]]
+"""For each microbatch of a replica [sequences of the microbatch], int64: their numbers in the step."""
+
 SETTLE_S = 3.0
 """Time in which the end of a rank becomes known, once one has failed."""
 
@@ -150,11 +152,11 @@ class RankGroup:
             NonFiniteGradientError: the weights are untouched.
         """
         counts = GlobalCounts.of(batch, sequences)
-        chosen, works = self._works(batch, sequences, self._config.microbatch_tokens)
-        refs = self._call("train", works, loss_fn, counts)
+        plans = self._plan(batch, sequences, self._config.microbatch_tokens)
+        refs = [actor.train.remote(work, loss_fn, counts) for actor, work in self._works(batch, plans)]
         shares = self._gather(refs, "training step")
         if not math.isfinite(shares[0].grad_norm):
-            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, chosen, works, shares))
+            raise NonFiniteGradientError(shares[0].grad_norm, self._suspects(batch, plans, shares))
         metrics = combine_metrics(one for share in shares for one in share.metrics or [])
         return TrainResult(
             loss=metrics.pop("loss"),
@@ -249,25 +251,19 @@ class RankGroup:
             others = [name(rank) for rank in lost if name(rank) not in text]
             raise ModelLostError(f"{text}; {listed(others)} is gone" if others else text) from error
 
-    def _suspects(
-        self,
-        batch: StepBatch,
-        chosen: Sequence[NDArray[np.int64]],
-        works: Sequence[ReplicaWork],
-        shares: Sequence[StepShare],
-    ) -> list[int]:
-        """Sequences that a gradient which is not finite can come from; `chosen` is [sequences], int64, by replica.
+    def _suspects(self, batch: StepBatch, plans: Sequence[Microbatches], shares: Sequence[StepShare]) -> list[int]:
+        """Sequences that a gradient which is not finite can come from.
 
         Those of the microbatches whose loss is not finite (of all when every loss is); and of these, if there are any,
         those with a sampled token whose output is not finite.
         """
         found: list[int] = []
         for place, share in zip(self._places, shares, strict=True):
-            microbatches, numbers = works[place.data].microbatches, chosen[place.data]
-            for indices, metrics in zip(microbatches, share.metrics or [], strict=share.metrics is not None):
+            microbatches = plans[place.data]
+            for numbers, metrics in zip(microbatches, share.metrics or [], strict=share.metrics is not None):
                 if not math.isfinite(metrics["loss"]):
-                    found += numbers[indices].tolist()
-        suspects = sorted(set(found)) or sorted(int(number) for numbers in chosen for number in numbers)
+                    found += numbers.tolist()
+        suspects = sorted(set(found)) or sorted(np.concatenate([one for plan in plans for one in plan]).tolist())
         _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
         return [number for number in suspects if not finite[number]] or suspects
 
@@ -277,9 +273,7 @@ class RankGroup:
         Returns:
             [sequences], bool: whether all numbers at sampled tokens are finite.
         """
-        parts, finite = self._forward(batch, method, what)
-        for shard, part in zip(batch.shards, parts, strict=True):
-            shard.fields[name] = part
+        batch.fields[name], finite = self._forward(batch, method, what)
         return finite
 
     def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
@@ -290,65 +284,45 @@ class RankGroup:
             sampled tokens are finite.
         """
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
-        chosen, works = self._works(batch, np.arange(len(batch)), tokens, whole_shards=True)
-        results = self._gather(self._call("forward", works, method=method), what)
+        plans = self._plan(batch, np.arange(len(batch)), tokens)
+        refs = [actor.forward.remote(method, work) for actor, work in self._works(batch, plans)]
         by_replica = {
-            place.data: share for place, share in zip(self._places, results, strict=True) if share is not None
+            place.data: share
+            for place, share in zip(self._places, self._gather(refs, what), strict=True)
+            if share is not None
         }
+        shares = [by_replica[replica] for replica in range(self._config.parallel.data)]
         finite = np.zeros(len(batch), dtype=np.bool_)
-        for replica, numbers in enumerate(chosen):
-            finite[numbers] = by_replica[replica].finite
-        return [part for replica in range(len(works)) for part in by_replica[replica].shards], finite
+        finite[np.concatenate(batch.shards)] = np.concatenate([share.finite for share in shares])
+        return [part for share in shares for part in share.shards], finite
 
-    def _works(
-        self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int, *, whole_shards: bool = False
-    ) -> tuple[list[NDArray[np.int64]], list[ReplicaWork]]:
-        """The sequences shared out: for each replica their numbers in the step (int64), and what it computes on.
-
-        Args:
-            batch: the step's batch; every replica works on as many of its shards as every other.
-            sequences: [chosen], int64: numbers of the wanted sequences, ascending.
-            microbatch_tokens: most tokens of a microbatch, padding included.
-            whole_shards: leave the sequences in the order of the shards, rather than in that of their numbers.
-        """
-        wanted = np.zeros(len(batch), dtype=np.bool_)
-        wanted[sequences] = True
+    def _shares(self, batch: StepBatch) -> list[slice]:
+        """The shards of each replica, equally many."""
         each, left = divmod(len(batch.shards), self._config.parallel.data)
         assert not left, "every replica has whole shards"
-        of_replica = [batch.shards[start : start + each] for start in range(0, len(batch.shards), each)]
-        rows = []
-        for shards in of_replica:
-            numbers = np.concatenate([shard.sequences for shard in shards])
-            chosen = np.flatnonzero(wanted[numbers])
-            rows.append(chosen if whole_shards else chosen[np.argsort(numbers[chosen])])
-        numbered = [
-            np.concatenate([s.sequences for s in shards])[own] for shards, own in zip(of_replica, rows, strict=True)
-        ]
-        plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbered])
-        works = [
-            ReplicaWork(
-                shards=[shard.fields for shard in shards],
-                shard_lengths=[batch.lengths[shard.sequences] for shard in shards],
-                rows=own,
-                microbatches=microbatches,
-                in_loss=batch.in_loss[numbers],
-                positive=None if batch.positive is None else batch.positive[numbers],
-                advantages=None if batch.advantages is None else batch.advantages[numbers],
-            )
-            for shards, own, numbers, microbatches in zip(of_replica, rows, numbered, plans, strict=True)
-        ]
-        return numbered, works
+        return [slice(start, start + each) for start in range(0, len(batch.shards), each)]
 
-    def _call(
-        self, call: str, works: Sequence[ReplicaWork], *args: Any, method: str | None = None
-    ) -> list[ray.ObjectRef]:
-        """Call the actor's `train` or `forward` on every rank with the work of its replica."""
-        put = [ray.put(work) for work in works]
-        first = [] if method is None else [method]
-        return [
-            getattr(actor, call).remote(*first, put[place.data], *args)
-            for actor, place in zip(self.actors, self._places, strict=True)
-        ]
+    def _plan(self, batch: StepBatch, sequences: NDArray[np.int64], microbatch_tokens: int) -> list[Microbatches]:
+        """For each replica the microbatches that it makes of those sequences, [chosen], int64, that its shards have.
+
+        Args:
+            batch: the step's batch.
+            sequences: numbers of the wanted sequences.
+            microbatch_tokens: most tokens of a microbatch, padding included.
+        """
+        numbers = [np.intersect1d(np.concatenate(batch.shards[mine]), sequences) for mine in self._shares(batch)]
+        plans = planner(self._config, self.cost, microbatch_tokens).microbatches([batch.lengths[n] for n in numbers])
+        return [[own[indices] for indices in plan] for own, plan in zip(numbers, plans, strict=True)]
+
+    def _works(self, batch: StepBatch, plans: Sequence[Microbatches]) -> list[tuple[Any, ray.ObjectRef]]:
+        """Every rank with the `ReplicaWork` of its replica: a part of the batch, and the microbatches of a plan."""
+        works = []
+        for mine, plan in zip(self._shares(batch), plans, strict=True):
+            numbers = np.concatenate(batch.shards[mine])
+            places = np.zeros(len(batch), dtype=np.int64)
+            places[numbers] = np.arange(len(numbers))
+            works.append(ray.put((batch.of_shards(mine), [places[microbatch].tolist() for microbatch in plan])))
+        return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.rollout_files import read_rollouts
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.plan import sample_seed
@@ -153,13 +153,12 @@ def test_shards_and_what_is_computed_from_them(workers: int) -> None:
     sequences = [np.sort(order[begin::3]) for begin in range(3)]
     with pool(engines=[{}, {}], num_workers=workers) as rollouts:
         groups = collect(rollouts, prompts)
-        shards = rollouts.tokens.build_shards(groups, sequences)
         flat = [one for group in rollouts.tokens.fetch(groups) for one in group]
-        fetched = [{name: ray.get(reference) for name, reference in shard.items()} for shard in shards]
         batch = step_batch(flat, sequences)
-        batch.shards = [Shard(numbers, shard) for numbers, shard in zip(sequences, shards, strict=True)]
+        batch.fields = rollouts.tokens.build_shards(groups, sequences)
+        fetched = [{name: ray.get(parts[shard]) for name, parts in batch.fields.items()} for shard in range(3)]
         summary = rollouts.tokens.compute(shift, batch, ["token_ids", "sampled"], 1000)
-        shifted = [ray.get(shard.fields["shifted"]) for shard in batch.shards]
+        shifted = ray.get(batch.fields["shifted"])
     assert [{name: array.dtype.name for name, array in shard.items()} for shard in fetched] == [
         {"token_ids": "int32", "sampled": "bool", "generation_logprobs": "float32"}
     ] * 3
@@ -181,8 +180,8 @@ def test_groups_that_were_put_are_as_good_as_collected_ones(quiet: RolloutPool) 
     again = quiet.tokens.put(quiet.tokens.fetch(groups))
     assert [group.outcomes for group in again] == [group.outcomes for group in groups]
     numbers = [np.arange(2 * SAMPLES)]
-    (one,), (other,) = quiet.tokens.build_shards(groups, numbers), quiet.tokens.build_shards(again, numbers)
-    np.testing.assert_array_equal(ray.get(one["token_ids"]), ray.get(other["token_ids"]))
+    one, other = (ray.get(quiet.tokens.build_shards(of, numbers)["token_ids"]) for of in (groups, again))
+    np.testing.assert_array_equal(one, other)
 
 
 EVEN, ODD = np.arange(0, 2 * SAMPLES, 2), np.arange(1, 2 * SAMPLES, 2)
@@ -194,7 +193,7 @@ def step_batch(flat: list[Trajectory], sequences: list[NDArray[np.int64]]) -> St
         lengths=np.array([len(one.token_ids) for one in flat]),
         response_tokens=np.array([len(one.logprobs) for one in flat]),
         in_loss=np.ones(len(flat), dtype=np.bool_),
-        shards=[Shard(numbers, {}) for numbers in sequences],
+        shards=sequences,
     )
 
 
@@ -205,11 +204,12 @@ def test_the_dump_holds_what_was_collected(quiet: RolloutPool, tmp_path: Path) -
     by_response, by_token = (step_batch(flat, numbers) for numbers in ([EVEN, ODD], [EVEN, ODD]))
     record = make_record(samples_per_prompt=SAMPLES)
     by_response.advantages = np.arange(2 * SAMPLES, dtype=np.float32)
-    for shard in by_token.shards:
-        lengths = by_token.lengths[shard.sequences]
-        of_token = [1000 * number + np.arange(n) for number, n in zip(shard.sequences, lengths, strict=True)]
-        shard.fields["advantages"] = ray.put(np.concatenate(of_token).astype(np.float32))
-        shard.fields["prev_logprobs"] = ray.put(-np.concatenate(of_token).astype(np.float32))
+    by_token.fields = {"advantages": [], "prev_logprobs": []}
+    for numbers in by_token.shards:
+        lengths = by_token.lengths[numbers]
+        of_token = [1000 * number + np.arange(n) for number, n in zip(numbers, lengths, strict=True)]
+        by_token.fields["advantages"].append(ray.put(np.concatenate(of_token).astype(np.float32)))
+        by_token.fields["prev_logprobs"].append(ray.put(-np.concatenate(of_token).astype(np.float32)))
     quiet.tokens.wait_dump(quiet.tokens.dump(4, groups, by_response, tmp_path, record))
     quiet.tokens.wait_dump(quiet.tokens.dump(5, groups, by_token, tmp_path, record, sample=3))
     rows = list(read_rollouts(tmp_path, 4))

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.data.batch import ReplicaWork, TokenBatch, TokenFields, given
+from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import Cost
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.trainer.group import TrainResult, cost_of
 from megatron_grpo.weights.shape import ModelShape
 from tests.support.fake_rollouts import add_entry, by_sequence
+from tests.support.token_fields import in_rectangles
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class FakeModel(ABC):
         self.log.append(f"{self.name} learns")
         tokens = fetched(batch, sequences, loss_fn.reads)
         self.lessons.append(Lesson(sequences.tolist(), tokens))
-        rectangles = tokens.rectangles(max(tokens.lengths))
+        rectangles = in_rectangles(tokens)
         _, metrics = loss_fn(self.output(rectangles), rectangles, GlobalCounts.of(batch, sequences))
         found = {name: float(value) for name, value in metrics.items()}
         return TrainResult(loss=found.pop("loss"), grad_norm=1.0, learning_rate=0.1, metrics=found)
@@ -137,15 +138,7 @@ class FakeValue(FakeModel):
 
 def fetched(batch: StepBatch, sequences: NDArray[np.int64], names: tuple[str, ...]) -> TokenBatch:
     """Some sequences as a single replica that owns all shards gets them, with those of the entries that are there."""
-    order = [int(number) for shard in batch.shards for number in shard.sequences]
-    work = ReplicaWork(
-        shards=[shard.fields for shard in batch.shards],
-        shard_lengths=[batch.lengths[shard.sequences] for shard in batch.shards],
-        rows=np.array([order.index(number) for number in sequences], dtype=np.int64),
-        microbatches=[list(range(len(sequences)))],
-        in_loss=batch.in_loss[sequences],
-        positive=None if batch.positive is None else batch.positive[sequences],
-        advantages=None if batch.advantages is None else batch.advantages[sequences],
-    )
-    present = [name for name in names if name in batch.shards[0].fields]
-    return work.token_batch([{name: shard.fields[name].get() for name in present} for shard in batch.shards])
+    stored = {name: [one.get() for one in batch.fields[name]] for name in names if name in batch.fields}
+    of_replica = TokenBatch.of_replica(batch.of_shards(slice(None)), stored)
+    order = np.concatenate(batch.shards).tolist()
+    return of_replica.select([order.index(number) for number in sequences])

@@ -62,7 +62,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     """Stands in for Ray in those places of the driver's code that ask the object store themselves."""
     fake = FakeRay()
     monkeypatch.setattr("megatron_grpo.cluster.futures.ray", SimpleNamespace(get=fake.get_all))
-    monkeypatch.setattr("megatron_grpo.algorithms.advantages.ray", SimpleNamespace(put=fake.put))
+    monkeypatch.setattr("megatron_grpo.sampler.shards.ray", SimpleNamespace(put=fake.put))
     return fake
 
 
@@ -152,24 +152,23 @@ class FakeRollouts:
         return [EngineCounts(running=1)]
 
     def put(self, groups: Sequence[Sequence[Trajectory]]) -> list[SampledGroup]:
-        return [SampledGroup([one.outcome for one in group], Reference(list(group))) for group in groups]
+        return [SampledGroup([one.outcome for one in group], Reference(list(group)), 0) for group in groups]
 
     def fetch(self, groups: Sequence[SampledGroup]) -> list[list[Trajectory]]:
         self.fetched += groups
-        return [group.payload.get() for group in groups]
+        return [group.bundle.get() for group in groups]
 
     def build_shards(
         self, groups: Sequence[SampledGroup], sequences: Sequence[NDArray[np.int64]]
-    ) -> list[dict[str, Reference]]:
-        trajectories = [one for group in groups for one in group.payload.get()]
-        shards = []
+    ) -> dict[str, list[Reference]]:
+        trajectories = [one for group in groups for one in group.bundle.get()]
+        built: dict[str, list[Reference]] = {name: [] for name in _entries(trajectories[0])}
         for numbers in sequences:
             rows = [_entries(trajectories[number]) for number in numbers]
-            arrays = {name: [value for row in rows for value in row[name]] for name in _entries(trajectories[0])}
-            shards.append(
-                {name: Reference(np.array(values, dtype=STORED_DTYPES[name])) for name, values in arrays.items()}
-            )
-        return shards
+            for name, references in built.items():
+                values = [value for row in rows for value in row[name]]
+                references.append(Reference(np.array(values, dtype=STORED_DTYPES[name])))
+        return built
 
     def compute(
         self,
@@ -179,16 +178,11 @@ class FakeRollouts:
         *args: Any,
     ) -> Any:
         self.computed.append(fn.__name__)
-        lengths, sequences = batch.lengths, [shard.sequences for shard in batch.shards]
-        stored = [{name: shard.fields[name].get() for name in fields} for shard in batch.shards]
-        whole = {name: np.concatenate(_in_order(stored, sequences, lengths, name)) for name in fields}
-        added, summary = fn(lengths, whole, *args)
+        lengths = batch.lengths
+        added, summary = fn(lengths, {name: np.concatenate(by_sequence(batch, name)) for name in fields}, *args)
         for name, array in added.items():
             assert (array.shape, array.dtype) == ((lengths.sum(),), STORED_DTYPES[name]), name
-        pieces = {name: split(array, lengths) for name, array in added.items()}
-        for shard in batch.shards:
-            for name, of in pieces.items():
-                shard.fields[name] = Reference(np.concatenate([of[number] for number in shard.sequences]))
+            add_entry(batch, name, array)
         return summary
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
@@ -224,21 +218,22 @@ def split(array: NDArray[Any], lengths: Sequence[int] | NDArray[np.int64]) -> li
 
 def by_sequence(batch: StepBatch, name: str) -> list[NDArray[Any]]:
     """A stored entry of a batch, one array a sequence, in the order of the step."""
-    stored = [{name: shard.fields[name].get()} for shard in batch.shards]
-    return _in_order(stored, [shard.sequences for shard in batch.shards], batch.lengths, name)
+    found: dict[int, NDArray[Any]] = {}
+    for reference, numbers in zip(batch.fields[name], batch.shards, strict=True):
+        found |= zip(numbers.tolist(), split(reference.get(), batch.lengths[numbers]), strict=True)
+    return [found[number] for number in range(len(batch))]
 
 
 def add_entry(batch: StepBatch, name: str, values: NDArray[Any]) -> None:
     """Store an entry, flat and in the order of the step, as a model would that computes it."""
     pieces = split(values.astype(STORED_DTYPES[name]), batch.lengths)
-    for shard in batch.shards:
-        shard.fields[name] = Reference(np.concatenate([pieces[number] for number in shard.sequences]))
+    batch.fields[name] = [Reference(np.concatenate([pieces[number] for number in shard])) for shard in batch.shards]
 
 
 def stored_names(batch: StepBatch) -> set[str]:
-    """Entries that the shards of a batch have; all the same ones."""
-    (names,) = {frozenset(shard.fields) for shard in batch.shards}
-    return set(names)
+    """Entries that every shard of a batch has."""
+    assert all(len(references) == len(batch.shards) for references in batch.fields.values())
+    return set(batch.fields)
 
 
 def _entries(trajectory: Trajectory) -> dict[str, list[Any]]:
@@ -251,15 +246,3 @@ def _entries(trajectory: Trajectory) -> dict[str, list[Any]]:
         "sampled": sampled,
         "generation_logprobs": [next(drawn) if one else 0.0 for one in sampled],
     }
-
-
-def _in_order(
-    stored: Sequence[dict[str, NDArray[Any]]],
-    sequences: Sequence[NDArray[np.int64]],
-    lengths: NDArray[np.int64],
-    name: str,
-) -> list[NDArray[Any]]:
-    found: dict[int, NDArray[Any]] = {}
-    for shard, numbers in zip(stored, sequences, strict=True):
-        found |= zip(numbers.tolist(), split(shard[name], lengths[numbers]), strict=True)
-    return [found[number] for number in range(len(lengths))]

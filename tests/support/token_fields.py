@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from megatron_grpo.data.batch import TokenFields
+from megatron_grpo.data.batch import TokenBatch, TokenFields
 
 
 def mapped(tokens: TokenFields, function: Callable[[Tensor], Tensor]) -> TokenFields:
     """Entries of the same names, each made by `function` from the one in `tokens`."""
     return TokenFields(**{name: function(values) for name, values in tokens.present().items()})
+
+
+def in_rectangles(batch: TokenBatch) -> TokenFields:
+    """Every entry as [sequences, longest], padded on the right with zeros; token ids become int64."""
+    rows = mapped(batch.fields, lambda values: pad_sequence(values.split(batch.lengths), batch_first=True))
+    return rows if rows.token_ids is None else replace(rows, token_ids=rows.token_ids.long())
 
 
 def as_lists(tokens: TokenFields) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ from megatron_grpo.algorithms.stages import combine_results, learn, learn_values
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
 from megatron_grpo.controller.failures import FiniteGuard, StepGuard
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
 from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult
@@ -62,8 +62,8 @@ def make_batch(shards: int = 2) -> StepBatch:
     trajectories = [make_trajectory(i, prompt_tokens=6 - i, token_ids=[i] * 6) for i in range(6)]
     numbers = [np.arange(shard, 6, shards) for shard in range(shards)]
     batch = StepBatch(lengths=np.full(6, 6), response_tokens=np.arange(6), in_loss=np.ones(6, dtype=np.bool_))
-    fields = rollouts.tokens.build_shards(rollouts.tokens.put([trajectories]), numbers)
-    batch.shards = [Shard(of_shard, built) for of_shard, built in zip(numbers, fields, strict=True)]
+    batch.shards = numbers
+    batch.fields = rollouts.tokens.build_shards(rollouts.tokens.put([trajectories]), numbers)
     add_entry(batch, "prev_logprobs", -np.repeat(np.arange(6), 6))
     return batch
 

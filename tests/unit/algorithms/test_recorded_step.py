@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fake_ray")
 
 def record(run: Run, folder: Path, step: int = 1) -> None:
     """Write what the run's step has begun to."""
-    groups = [group.payload.get() for group in run.run.dumps.groups[step]]
+    groups = [group.bundle.get() for group in run.run.dumps.groups[step]]
     rows = [(number, [(one, None) for one in group]) for number, group in enumerate(groups)]
     write_rollouts(rollouts_file(folder, step), rows, make_record(run.run.dumps.facts[step]).metadata())
 
@@ -101,7 +101,7 @@ def test_it_ends_where_the_recording_does(tmp_path: Path) -> None:
 def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None:
     first = Run(tmp_path / "first")
     first.step()
-    first.run.dumps.groups[1][0].payload.get()[0].reward = float("nan")
+    first.run.dumps.groups[1][0].bundle.get()[0].reward = float("nan")
     record(first, tmp_path / "recording")
     with pytest.raises(SamplingError, match="the reward is not finite"):
         reading(tmp_path / "second", tmp_path / "recording").step()

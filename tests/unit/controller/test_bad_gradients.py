@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.data.batch import ReplicaWork
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.trainer.actor import RankPlace, StepShare
 from megatron_grpo.trainer.group import MegatronPolicy
@@ -16,22 +15,8 @@ from megatron_grpo.trainer.group import MegatronPolicy
 PLACES = [RankPlace(data=0, device_name="cpu", startup_s={})] + [
     RankPlace(data=replica, device_name="cpu", startup_s={}) for replica in (0, 1)
 ]
-CHOSEN = [np.array([0, 3, 5]), np.array([1, 2, 4])]
-"""Numbers of each replica's sequences."""
-MICROBATCHES = [[[1, 0], [2]], [[0], [2, 1]]]
-"""Of each replica, as places among its sequences: 3 and 0, then 5; 1, then 4 and 2."""
-
-
-def work(replica: int) -> ReplicaWork:
-    return ReplicaWork(
-        shards=[{}],
-        shard_lengths=[np.full(3, 2)],
-        rows=np.arange(3),
-        microbatches=MICROBATCHES[replica],
-        in_loss=np.ones(3, dtype=np.bool_),
-        positive=None,
-        advantages=None,
-    )
+PLANS = [[np.array([3, 0]), np.array([5])], [np.array([1]), np.array([4, 2])]]
+"""Of each replica the sequences of its microbatches, by number."""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +47,6 @@ def test_a_bad_gradient_is_traced_to_its_sequences(
     monkeypatch.setattr(policy, "_forward", forward)
     shares = [StepShare(math.nan, 0.0, None)]
     shares += [StepShare(math.nan, 0.0, [{"loss": loss} for loss in replica]) for replica in losses]
-    found = policy._suspects(batch, CHOSEN, [work(0), work(1)], shares)
+    found = policy._suspects(batch, PLANS, shares)
     assert found == expected
     assert all(type(number) is int for number in found), "as a file of JSON has them"

@@ -16,7 +16,7 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.controller.context import GRPORun, Placement
 from megatron_grpo.controller.failures import FiniteGuard, StepGuard
 from megatron_grpo.controller.validation import validate
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
@@ -113,8 +113,8 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     groups = rollouts.tokens.put([[trajectory(0)], [trajectory(1)], [trajectory(2)]])
     numbers = [np.array(one) for one in shards]
     batch = StepBatch(lengths=np.full(3, 3), response_tokens=np.full(3, 2), in_loss=np.ones(3, dtype=np.bool_))
-    fields = rollouts.tokens.build_shards(groups, numbers)
-    batch.shards = [Shard(of_shard, built) for of_shard, built in zip(numbers, fields, strict=True)]
+    batch.shards = numbers
+    batch.fields = rollouts.tokens.build_shards(groups, numbers)
     add_entry(batch, "prev_logprobs", np.array([math.nan, -1, -1, -math.inf, -math.inf, math.nan, 0, -2, -3]))
     guard = StepGuard(FiniteGuard(tmp_path, rollouts.tokens.fetch), groups, step=1)
     guard.require_finite("prev_logprobs", np.array([True, True, True]), batch)

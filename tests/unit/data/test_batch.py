@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_grpo.data.batch import STORED_DTYPES, TokenBatch, TokenFields, token_places
 from megatron_grpo.data.batch import given as known
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from tests.support.token_fields import as_lists, pieces
 
 ENTRIES = [one.name for one in fields(TokenFields)]
@@ -79,16 +79,6 @@ def test_only_routed_experts_are_many_numbers_a_token(tokens: int) -> None:
         TokenBatch([3, 1], TokenFields(routed_experts=torch.zeros(tokens, 6, dtype=torch.int8)))
 
 
-def test_moving_keeps_every_entry() -> None:
-    tokens = make_batch(ODD).fields
-    moved = tokens.to(torch.device("meta"))
-    for name, values in tokens.present().items():
-        other = getattr(moved, name)
-        assert (other.device.type, other.dtype, other.shape) == ("meta", values.dtype, values.shape)
-    assert as_lists(tokens.to(torch.device("cpu"))) == as_lists(tokens)
-    assert TokenFields().to(torch.device("cpu")) == TokenFields()
-
-
 @settings(deadline=None)
 @given(lengths_and_indices())
 def test_selecting_takes_the_sequences_in_the_order_asked_for(case: tuple[list[int], list[int]]) -> None:
@@ -117,49 +107,6 @@ def test_selecting_copies() -> None:
 
 
 @settings(deadline=None)
-@given(lengths=LENGTHS, room=st.integers(0, 3))
-def test_rectangles_are_padded_on_the_right_with_zeros(lengths: list[int], room: int) -> None:
-    width = max(lengths, default=0) + room
-    batch = make_batch(lengths)
-    rectangles = batch.rectangles(width)
-    assert list(rectangles.present()) == ENTRIES
-    for name, values in batch.fields.present().items():
-        rectangle = getattr(rectangles, name)
-        zero = values.new_zeros(values.shape[1:]).tolist()
-        expected = [row + [zero] * (width - len(row)) for row in pieces(values, lengths)]
-        assert rectangle.shape == (len(lengths), width, *values.shape[1:])
-        assert rectangle.tolist() == expected, name
-        assert rectangle.dtype == (torch.int64 if name == "token_ids" else values.dtype)
-
-
-def test_rectangles_of_what_is_there() -> None:
-    """A rank in the middle of a pipeline fetches nothing."""
-    assert TokenBatch(ODD, TokenFields()).rectangles(8) == TokenFields()
-    (mask,) = TokenBatch([1, 2], TokenFields(loss_mask=torch.ones(3))).rectangles(2).present().values()
-    assert mask.tolist() == [[1.0, 0.0], [1.0, 1.0]]
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, room=st.integers(0, 3))
-def test_places_are_those_of_a_rectangle_read_row_by_row(lengths: list[int], room: int) -> None:
-    width = max(lengths, default=0) + room
-    batch = make_batch(lengths)
-    places = batch.places(width)
-    assert places.dtype == torch.int64
-    assert places.tolist() == [row * width + t for row, length in enumerate(lengths) for t in range(length)]
-    # The way back, which a rank takes with the model's output.
-    for name, rectangle in batch.rectangles(width).present().items():
-        assert rectangle.flatten(0, 1)[places].tolist() == getattr(batch.fields, name).tolist()
-
-
-@pytest.mark.parametrize("width", [0, 1, 6])
-def test_a_rectangle_that_is_too_narrow_is_a_defect(width: int) -> None:
-    """Rather than tokens that run over into the next row."""
-    with pytest.raises(AssertionError, match=f"a sequence of 7 tokens in {width} columns"):
-        make_batch(ODD).rectangles(width)
-
-
-@settings(deadline=None)
 @given(lengths_and_indices(), st.sampled_from([np.int32, np.int64, np.uint16]))
 def test_token_places_are_those_of_the_sequences_laid_end_to_end(
     case: tuple[list[int], list[int]], dtype: type[np.integer]
@@ -185,7 +132,7 @@ def make_step(sequences: int) -> StepBatch:
         lengths=numbers + 10,
         response_tokens=numbers % 5,
         in_loss=numbers % 3 != 0,
-        shards=[Shard(numbers[0::2], {}), Shard(numbers[1::2], {})],
+        shards=[numbers[0::2], numbers[1::2]],
     )
 
 

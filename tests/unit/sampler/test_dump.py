@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ray.exceptions import OwnerDiedError
 
-from megatron_grpo.data.step_batch import Shard, StepBatch
+from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.sampler import shards as dump
 from megatron_grpo.sampler.shards import learnt_so_far
 from tests.support.trajectories import make_trajectory
@@ -25,10 +25,8 @@ def known(stored: Sequence[str], by_response: list[float] | None = None) -> Step
         lengths=LENGTHS,
         response_tokens=LENGTHS - 1,
         in_loss=np.ones(2, dtype=np.bool_),
-        shards=[
-            Shard(numbers, dict.fromkeys(["token_ids", *stored], array))
-            for numbers, array in zip(SEQUENCES, BY_TOKEN, strict=True)
-        ],
+        shards=SEQUENCES,
+        fields={name: list(BY_TOKEN) for name in ["token_ids", *stored]},
         advantages=None if by_response is None else np.array(by_response, dtype=np.float32),
     )
 

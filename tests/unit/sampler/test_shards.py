@@ -54,16 +54,15 @@ def test_gathering_undoes_splitting(lengths: list[int], shards: int, seed: int) 
     owner = np.random.default_rng(seed).integers(0, shards, len(lengths))
     sequences = [np.flatnonzero(owner == shard) for shard in range(shards)]
     tokens = np.arange(sum(lengths), dtype=np.int32)
-    arrays = {"a": tokens, "b": tokens.astype(np.float32) / 7}
-    split = split_by_shard(arrays, sequences, np.array(lengths))
     begins = np.cumsum([0, *lengths])
-    for numbers, shard in zip(sequences, split, strict=True):
-        expected = [token for number in numbers for token in range(begins[number], begins[number + 1])]
-        assert shard["a"].tolist() == expected
-        assert shard["b"].dtype == np.float32
-    gathered = gather_shards(split, sequences, np.array(lengths), ["a", "b"])
-    np.testing.assert_array_equal(gathered["a"], arrays["a"])
-    np.testing.assert_array_equal(gathered["b"], arrays["b"])
+    for array in (tokens, tokens.astype(np.float32)):
+        split = split_by_shard(array, sequences, np.array(lengths))
+        for numbers, part in zip(sequences, split, strict=True):
+            expected = [token for number in numbers for token in range(begins[number], begins[number + 1])]
+            assert part.tolist() == expected
+        gathered = gather_shards(split, sequences, np.array(lengths))
+        assert gathered.dtype == array.dtype
+        np.testing.assert_array_equal(gathered, array)
 
 
 def test_places_in_groups_of_any_size() -> None:
