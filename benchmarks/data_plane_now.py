@@ -37,7 +37,7 @@ from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.worker_group import WorkerGroup
 from megatron_grpo.trainer import group as rank_group
 from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
 
@@ -196,11 +196,10 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
 
 def _policy(config: Config, stack: ExitStack) -> MegatronPolicy:
     """A policy of idle ranks, which begin to start."""
-    settings = PolicySettings(
+    settings = RankSettings(
         config=config.policy,
         shape=shape_of_folder(config.policy.model.path),
         folder=config.policy.model.path,
-        reference=None,
         temperature=config.generation.temperature,
         decay_steps=config.decay_steps,
         seed=config.loop.seed,

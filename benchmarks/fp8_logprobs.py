@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.schema import Fp8Config, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
@@ -65,7 +66,7 @@ def logprobs(folder: Path, ids: Tensor, fp8: Fp8Config, precision: Literal["floa
     """[sequences, tokens - 1], float32."""
     config = PolicyConfig(model=ModelConfig(path=str(folder)), precision=precision, fp8=fp8)
     shape = shape_of_folder(folder)
-    rank = PolicyRank(config, shape, str(folder), reference=None, temperature=1.0, decay_steps=1)
+    rank = PolicyRank(RankSettings(config=config, shape=shape, folder=str(folder), decay_steps=1))
     batch = TokenBatch([ids.shape[1]] * len(ids), TokenFields(token_ids=ids.flatten().int()))
     found = rank.logprobs(batch, [[number] for number in range(len(ids))])
     assert found is not None

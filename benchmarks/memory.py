@@ -87,7 +87,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
 
     from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_grpo.platform.device import reach_store
-    from megatron_grpo.trainer.checkpoint import save_rank
+    from megatron_grpo.trainer.actor import RankSettings
     from megatron_grpo.trainer.parallel import initialize_parallel
     from megatron_grpo.trainer.rank import PolicyRank
     from megatron_grpo.weights.families import shape_of_config
@@ -100,7 +100,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     measure_import(shape, parallel, folder)  # what is allocated once, at the first time, belongs to nobody's import
     sizes, importing = measure_import(shape, parallel, folder)
     config = PolicyConfig(model=ModelConfig(path=folder), parallel=parallel, precision="float32")
-    engine = PolicyRank(config, shape, folder, reference=None, temperature=1.0, decay_steps=1)
+    engine = PolicyRank(RankSettings(config=config, shape=shape, folder=folder, decay_steps=1))
     engine.optimizer.optimizer.state_dict()  # makes the moments
     moments = sum(
         value.nbytes
@@ -112,7 +112,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
         target = Path(folder).parent / f"{'_'.join(layout)}_{number}"
         target.mkdir(exist_ok=True)
         with Peak() as saving:
-            save_rank(engine, str(target))
+            engine.checkpoint.save(str(target))
     found = {
         "rank": rank,
         "import": {

@@ -32,6 +32,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelCo
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.data.packing import OF_TOKENS, planner
 from megatron_grpo.proof.problem import counts_of, make_loss
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
@@ -69,7 +70,7 @@ def ours(folder: Path, batch: TokenBatch, tokens: int, packing: bool) -> Step:
         microbatch_tokens=tokens,
         optimizer=OptimizerConfig(lr=1e-9),
     )
-    rank = PolicyRank(config, shape_of_folder(folder), str(folder), reference=None, temperature=1.0, decay_steps=100)
+    rank = PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=str(folder), decay_steps=100))
     (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
     loss_fn, counts = make_loss(), counts_of(batch)
     return lambda: rank.train(batch, microbatches, loss_fn, counts).grad_norm

@@ -38,7 +38,8 @@ from megatron_grpo.config.schema import (
 from megatron_grpo.controller.startup import make_transport
 from megatron_grpo.refit_plan import RefitSummary, refit_summary
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.transport import TransferReport
 
@@ -171,14 +172,11 @@ def _make_model(folder: Path, options: argparse.Namespace) -> int:
 def _refits(folder: Path, options: argparse.Namespace) -> dict[str, Measured]:
     """The refits of each kind, all between the same processes."""
     layout, engines = _layouts(options)
-    settings = PolicySettings(
+    settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path=str(folder)), parallel=layout, precision="float32"),
         shape=shape_of_folder(folder),
         folder=str(folder),
-        reference=None,
-        temperature=1.0,
         decay_steps=1,
-        seed=0,
     )
     generation = VllmGeneration(
         str(folder),

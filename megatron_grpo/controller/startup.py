@@ -19,7 +19,8 @@ from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.worker_group import Restore, WorkerGroup, not_replaced
-from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, PolicySettings, ValueSettings
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.files import FilesTransport
@@ -108,7 +109,7 @@ def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGenera
 
 
 def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
-    settings = PolicySettings(
+    settings = RankSettings(
         config=config.policy,
         shape=shape_of_folder(folder),
         folder=str(folder),
@@ -124,7 +125,7 @@ def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy
 def _value(config: Config, cluster: RayCluster) -> MegatronValue:
     assert config.value_model is not None
     folder = model_folder(config.value_model.model.path, "value.model.path")
-    settings = ValueSettings(
+    settings = RankSettings(
         config=config.value_model,
         shape=as_value_model(shape_of_folder(folder, reward_models=True)),
         folder=str(folder),

@@ -24,6 +24,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelCo
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.packing import OF_TOKENS, planner
 from megatron_grpo.proof.problem import MOE, Truth, counts_of, make_batch, make_loss
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
@@ -132,7 +133,7 @@ def _config(task: Task) -> PolicyConfig:
 def _build(task: Task, *, distributed: bool) -> PolicyRank:
     shape, config = shape_of_folder(task.folder), _config(task)
     config = replace(config, optimizer=replace(config.optimizer, distributed=distributed))
-    return PolicyRank(config, shape, task.folder, reference=None, temperature=1.0, decay_steps=100)
+    return PolicyRank(RankSettings(config=config, shape=shape, folder=task.folder, decay_steps=100))
 
 
 def _loss(shares: list[dict[str, Tensor]]) -> float:

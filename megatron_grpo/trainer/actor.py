@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import operator
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.config.schema import PolicyConfig
+from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -28,21 +25,28 @@ ReplicaWork = tuple["StepBatch", list[list[int]]]
 """A replica's part of a batch (`StepBatch.of_shards`), and for each microbatch the numbers of its sequences in it."""
 
 
+MEMORY_EVENTS = 200_000
+"""Allocations that a memory snapshot remembers, the latest ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankSettings(ABC):
+class RankSettings:
     """Everything that a rank of a model is built from."""
 
     config: PolicyConfig
     shape: ModelShape
+    """Sizes of the model; those of `as_value_model` make it a value model."""
     folder: str
+    """The model's folder in Hugging Face format."""
     decay_steps: int
-    seed: int
+    """Optimizer steps of the learning-rate schedule."""
+    reference: ReferenceConfig | None = None
+    """How to hold the policy's frozen reference; None: there is none."""
+    temperature: float = 1.0
+    """Sampling temperature; the policy's log-probabilities are of the distribution at this temperature."""
+    seed: int = 0
     shares_cores: bool = False
     """Whether engines work at the same time as the ranks, on a CPU on the same cores."""
-
-    @abstractmethod
-    def build_rank(self) -> Any:
-        """Build a rank's model; called on the rank, where torch and Megatron-Core may be imported."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ class RankActor:
 
     def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
         begin_process_log(name)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `start`
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
+        self.name = name
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self._imports_s = 0.0
 
@@ -127,6 +132,7 @@ class RankActor:
 
         from megatron_grpo.platform.device import current_platform, reach_store
         from megatron_grpo.trainer.parallel import initialize_parallel, make_deterministic
+        from megatron_grpo.trainer.rank import PolicyRank, ValueRank
 
         if current_platform().name == "cpu":
             torch.set_num_threads(self.threads)
@@ -140,7 +146,7 @@ class RankActor:
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,
         )
-        self.model = settings.build_rank()
+        self.model = (PolicyRank if settings.shape.value_head is None else ValueRank)(settings)
         gc.freeze()  # start-up objects live for ever; a full collection over them takes a third of a second
         return RankPlace(
             data=parallel_state.get_data_parallel_rank(),
@@ -148,8 +154,11 @@ class RankActor:
             startup_s={"imports": self._imports_s, "model": time.monotonic() - began},
         )
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(this rank's model, *args)."""
+    def run(self, fn: Callable[..., Any] | str, *args: Any) -> Any:
+        """fn(this rank's model, *args); a name is that of a method of the model, or of a part ("checkpoint.save")."""
+        if isinstance(fn, str):
+            with phase(fn):
+                return operator.attrgetter(fn)(self.model)(*args)
         with phase(fn.__name__.strip("_")):
             return fn(self.model, *args)
 
@@ -159,15 +168,12 @@ class RankActor:
         batch, microbatches = work
         return self.model.train(self._fetch(batch, loss_fn), microbatches, loss_fn, counts)
 
-    def forward(self, method: str, work: ReplicaWork) -> ForwardShare | None:
-        """Put a number for every token of the replica's shards into the object store.
+    def forward(self, work: ReplicaWork, method: str) -> ForwardShare | None:
+        """Put a number for every token of the replica's shards into the object store; None but on the output rank.
 
         Args:
-            method: name of the method of the rank's model that gives the numbers of all sequences.
             work: the replica's part of the batch, and microbatches that hold all of its sequences.
-
-        Returns:
-            References to the numbers, on the output rank; None elsewhere.
+            method: name of the method of the rank's model that gives the numbers of all sequences.
         """
         import numpy as np
         import ray
@@ -196,78 +202,32 @@ class RankActor:
             arrays = iter(ray.get([reference for name in wanted for reference in batch.fields[name]]))
         return TokenBatch.of_replica(batch, {name: [next(arrays) for _ in batch.shards] for name in wanted})
 
+    @phase("begin_profile")
+    def begin_profile(self) -> None:
+        """Record this process's operators and memory until `end_profile`."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
 
-def give_up_memory(rank: Any, weights: bool) -> None:
-    """Release this rank's memory on the device (`DeviceMemory.give_up`); runs on every rank."""
-    rank.memory.give_up(weights=weights)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._profiler.start()
 
+    @phase("end_profile")
+    def end_profile(self, folder: str) -> None:
+        """Stop, and write RANK.json (a trace for chrome://tracing or Perfetto) and on a GPU RANK.memory.pickle.
 
-def take_back_memory(rank: Any) -> None:
-    """Restore this rank's memory on the device; runs on every rank."""
-    rank.memory.take_back()
+        Args:
+            folder: an existing folder; every rank's files have names of their own.
+        """
+        import torch
 
-
-def save_checkpoint(rank: Any, folder: str, background: bool) -> None:
-    """Write this rank's part of a checkpoint, or begin to in the background; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_in_one_line, save_rank
-
-    with errors_in_one_line(f"{folder} cannot be written"):
-        save_rank(rank, folder, background=background)
-
-
-def checkpoint_is_written(rank: Any) -> bool:
-    """Whether this rank's part of a checkpoint in the background is written, or given up."""
-    return rank.writing is None or bool(rank.writing.is_over)
-
-
-def finish_checkpoint(rank: Any) -> None:
-    """Complete a checkpoint that was begun in the background; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_in_one_line
-
-    writing, rank.writing = rank.writing, None
-    with errors_in_one_line("a checkpoint cannot be written"):
-        writing.finish()
-
-
-def load_checkpoint(rank: Any, folder: str) -> None:
-    """Load this rank's part of a checkpoint; runs on every rank."""
-    from megatron_grpo.trainer.checkpoint import errors_in_one_line, load_rank
-
-    with errors_in_one_line(f"{folder} cannot be loaded"):
-        load_rank(rank, folder)
-
-
-MEMORY_EVENTS = 200_000
-"""Allocations that a memory snapshot remembers, the latest ones."""
-
-
-_profiler: profile | None = None
-"""The profile that this process is recording."""
-
-
-def begin_profile(_: Any) -> None:
-    """Start recording; runs on every rank."""
-    global _profiler
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-    _profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
-    _profiler.start()
-
-
-def end_profile(_: Any, folder: str, name: str) -> None:
-    """Stop, and write NAME.json (a trace for chrome://tracing or Perfetto) and on a GPU NAME.memory.pickle.
-
-    Args:
-        folder: an existing folder.
-        name: name of this rank's files.
-    """
-    global _profiler
-    assert _profiler is not None, "a profile ends that did not begin"
-    _profiler.stop()
-    _profiler.export_chrome_trace(str(Path(folder) / f"{name}.json"))
-    _profiler = None
-    if torch.cuda.is_available():
-        torch.cuda.memory._dump_snapshot(str(Path(folder) / f"{name}.memory.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        file = Path(folder) / self.name.replace(" ", "_")
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(f"{file}.json")
+        del self._profiler
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(f"{file}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)

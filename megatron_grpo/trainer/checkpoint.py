@@ -8,7 +8,7 @@ import os
 import pickle
 import queue
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.context import ForkProcess
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
@@ -42,21 +41,6 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import ModelRank
 
 
-_ERRORS = (
-    CheckpointingException,
-    CheckpointException,
-    pickle.UnpicklingError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
 @contextmanager
 def errors_in_one_line(what: str) -> Iterator[None]:
     """Turn errors of reading or writing a distributed checkpoint into one line.
@@ -71,7 +55,7 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         yield
     except RunError:
         raise
-    except _ERRORS as error:
+    except (Exception, CheckpointException) as error:
         first: BaseException = error
         if isinstance(error, CheckpointException):  # its text is the tracebacks of all ranks
             first = next(iter(error.failures.values()))[0]
@@ -80,50 +64,6 @@ def errors_in_one_line(what: str) -> Iterator[None]:
 
 
 logger = logging.getLogger(__name__)
-
-
-class BackgroundWrite:
-    """Writes a snapshot of the rank in a forked process, which keeps host tensors as they are at the fork; tensors on a
-    GPU are copied to the host first.
-
-    Args:
-        request: from Megatron-Core's asynchronous save.
-    """
-
-    def __init__(self, request: AsyncRequest) -> None:
-        self._finishing = request.finalize_fns
-        self._process: ForkProcess | None = None
-        if request.async_fn is None:
-            return
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # the buckets to write, on the host
-        self._process = multiprocessing.get_context("fork").Process(
-            target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
-        )
-        self._process.start()
-        logger.info("process %d writes this rank's part of the checkpoint", self._process.pid)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the process has ended, well or not."""
-        return self._process is None or not self._process.is_alive()
-
-    def finish(self) -> None:
-        """Wait until all ranks have written, then write the metadata; collective over all ranks of the model.
-
-        Raises:
-            CheckpointException: a rank could not write its part, or its process was killed.
-        """
-        if self._process is not None:
-            # Without a deadline of its own: the driver has one, and names the ranks that are overdue.
-            self._process.join()
-            logger.info(
-                "process %d, the checkpoint's writer, ended with code %s", self._process.pid, self._process.exitcode
-            )
-        dist.barrier()
-        for finish in self._finishing:
-            finish()
 
 
 class ResultsFile:
@@ -160,40 +100,111 @@ class ResultsFile:
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_rank(rank: ModelRank, folder: str, *, background: bool = False) -> None:
-    """Write this rank's part to an existing, empty folder; collective over all ranks of the model.
+class RankCheckpoint:
+    """Writes and reads a rank's part of checkpoints; collective over all ranks of the model, but for `is_written`.
 
-    What replicas hold equally is shared out: each writes a part. Of the optimizer a rank writes what it alone holds.
-
-    Args:
-        background: return when the rank may go on; `rank.writing` is what has to be finished then.
+    In the background a forked process writes, which keeps host tensors as they are at the fork; tensors on a GPU are
+    copied to the host first.
     """
-    assert rank.writing is None, "one checkpoint is written at a time"
-    filesystem_async._get_write_results_queue = ResultsFile
-    state = _sharded_state(rank, is_loading=False)
-    state["random"] = _random_state_shard()
-    if rank.reference_moved and rank.reference is not None:
-        state["reference"] = _reference_shards(rank.reference)
-    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
-    request = dist_checkpointing.save(
-        state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
-    )
-    if request is not None:
-        rank.writing = BackgroundWrite(request)
+
+    def __init__(self, rank: ModelRank) -> None:
+        self._rank = rank
+        self._finishing: list[Callable[[], None]] | None = None
+        """Calls that complete a checkpoint in the background; None: none is being written."""
+        self._writer: ForkProcess | None = None
+
+    def save(self, folder: str, background: bool = False) -> None:
+        """Write this rank's part to an existing, empty folder.
+
+        What replicas hold equally is shared out: each writes a part. Of the optimizer's state a rank writes its own.
+
+        Args:
+            background: return when the rank may go on; `finish` has to follow.
+        """
+        assert self._finishing is None, "one checkpoint is written at a time"
+        rank = self._rank
+        with errors_in_one_line(f"{folder} cannot be written"):
+            filesystem_async._get_write_results_queue = ResultsFile
+            state = _sharded_state(rank, is_loading=False)
+            state["random"] = _random_state_shard()
+            if rank.reference_moved and rank.reference is not None:
+                state["reference"] = _reference_shards(rank.reference)
+            strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+            request = dist_checkpointing.save(
+                state, folder, strategy, async_sharded_save=background, content_metadata=dict(_METADATA)
+            )
+            if request is not None:
+                self._write(request)
+
+    def _write(self, request: AsyncRequest) -> None:
+        """Have a process write what Megatron-Core's asynchronous save asks for."""
+        self._finishing = request.finalize_fns
+        if request.async_fn is None:
+            return
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # the buckets to write, on the host
+        self._writer = multiprocessing.get_context("fork").Process(
+            target=request.async_fn, args=arguments, kwargs=request.async_fn_kwargs
+        )
+        self._writer.start()
+        logger.info("process %d writes this rank's part of the checkpoint", self._writer.pid)
+
+    def is_written(self) -> bool:
+        """Whether the process in the background has ended, well or not."""
+        return self._writer is None or not self._writer.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written in the background, then write the metadata.
+
+        Raises:
+            RunError: a rank could not write its part, or its process was killed.
+        """
+        assert self._finishing is not None, "no checkpoint is written in the background"
+        writer, finishing = self._writer, self._finishing
+        self._writer = self._finishing = None
+        with errors_in_one_line("a checkpoint cannot be written"):
+            if writer is not None:
+                # Without a deadline of its own: the driver has one, and names the ranks that are overdue.
+                writer.join()
+                logger.info("process %d, the checkpoint's writer, ended with code %s", writer.pid, writer.exitcode)
+            dist.barrier()
+            for finish in finishing:
+                finish()
+
+    def load(self, folder: str) -> None:
+        """Load a folder that `save` wrote, also in another layout.
+
+        Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
+        draws from it as long as the model has no dropout.
+
+        Raises:
+            RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed; or it has
+                other adapters, see policy.lora.
+        """
+        rank = self._rank
+        with errors_in_one_line(f"{folder} cannot be loaded"):
+            state = _sharded_state(rank, is_loading=True)
+            common = dist_checkpointing.load_common_state_dict(folder)
+            _refuse_another_kind(common, state)
+            if common["layout"] == state["layout"]:
+                state["random"] = _random_state_shard()
+            if common["reference_moved"] and rank.reference is not None:
+                state["reference"] = _reference_shards(rank.reference)
+            loaded = _load(state, folder)
+            set_weights(rank.chunks, loaded["model"])
+            if "reference" in loaded:
+                assert rank.reference is not None
+                set_weights(rank.reference, loaded["reference"])
+                rank.reference_moved = True
+            rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
+            if "random" in loaded:
+                torch.set_rng_state(loaded["random"]["torch"])
+                get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
-def load_rank(rank: ModelRank, folder: str) -> None:
-    """Load a folder that `save_rank` wrote, also in another layout; collective over all ranks of the model.
-
-    Random state belongs to a rank, so it is restored only in the layout that wrote it. Nothing the model computes
-    draws from it as long as the model has no dropout.
-
-    Raises:
-        RunError: the checkpoint's optimizer state is of the other kind, see policy.optimizer.distributed; or it has
-            other adapters, see policy.lora.
-    """
-    state = _sharded_state(rank, is_loading=True)
-    common = dist_checkpointing.load_common_state_dict(folder)
+def _refuse_another_kind(common: dict[str, Any], state: dict[str, Any]) -> None:
+    """Check that a checkpoint has the adapters and the kind of optimizer state of this run."""
     adapters = common.get("lora")  # checkpoints from before adapters have no such entry
     if adapters != state["lora"]:
         was, now = _adapters_text(adapters), _adapters_text(state["lora"])
@@ -201,20 +212,6 @@ def load_rank(rank: ModelRank, folder: str) -> None:
     if common["distributed_optimizer"] != state["distributed_optimizer"]:
         was, now = (str(one["distributed_optimizer"]).lower() for one in (common, state))
         raise RunError(f"the checkpoint was written with optimizer.distributed={was}, and this run has {now}")
-    if common["layout"] == state["layout"]:
-        state["random"] = _random_state_shard()
-    if common["reference_moved"] and rank.reference is not None:
-        state["reference"] = _reference_shards(rank.reference)
-    loaded = _load(state, folder)
-    set_weights(rank.chunks, loaded["model"])
-    if "reference" in loaded:
-        assert rank.reference is not None
-        set_weights(rank.reference, loaded["reference"])
-        rank.reference_moved = True
-    rank.optimizer.load_state_dict(loaded["optimizer"], loaded["schedule_steps"])
-    if "random" in loaded:
-        torch.set_rng_state(loaded["random"]["torch"])
-        get_cuda_rng_tracker().set_states(loaded["random"]["tracker"])
 
 
 def _load(state: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -15,24 +15,10 @@ from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import gather, listed, lost_among
 from megatron_grpo.config.errors import ModelLostError, RunError
-from megatron_grpo.config.schema import ReferenceConfig
 from megatron_grpo.data.packing import Cost, planner
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction, combine_metrics
-from megatron_grpo.trainer.actor import (
-    RankActor,
-    RankPlace,
-    RankSettings,
-    StepShare,
-    begin_profile,
-    checkpoint_is_written,
-    end_profile,
-    finish_checkpoint,
-    give_up_memory,
-    load_checkpoint,
-    save_checkpoint,
-    take_back_memory,
-)
+from megatron_grpo.trainer.actor import RankActor, RankPlace, RankSettings, StepShare
 from megatron_grpo.weights.families import forward_flops
 from megatron_grpo.weights.shape import ModelShape
 
@@ -136,8 +122,8 @@ class RankGroup:
         """
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
-    def submit(self, fn: Callable[..., Any], *args: Any) -> list[ray.ObjectRef]:
-        """Run fn(rank's model, *args) on every rank; one reference per rank, in rank order."""
+    def submit(self, fn: Callable[..., Any] | str, *args: Any) -> list[ray.ObjectRef]:
+        """Run fn(rank's model, *args), or a method of the model by its name, on every rank; a reference by rank."""
         return [actor.run.remote(fn, *args) for actor in self.actors]
 
     def train(self, batch: StepBatch, sequences: NDArray[np.int64], loss_fn: LossFunction) -> TrainResult:
@@ -193,19 +179,19 @@ class RankGroup:
             background: only begin to write, and return as soon as the model may change; `finish_checkpoint` has to
                 follow.
         """
-        self._gather(self.submit(save_checkpoint, folder, background), "checkpoint")
+        self._gather(self.submit("checkpoint.save", folder, background), "checkpoint")
 
     def checkpoint_is_written(self) -> bool:
         """Whether `finish_checkpoint` would return without waiting."""
-        return all(self._gather(self.submit(checkpoint_is_written), "looking after a checkpoint"))
+        return all(self._gather(self.submit("checkpoint.is_written"), "looking after a checkpoint"))
 
     def finish_checkpoint(self) -> None:
         """Complete a checkpoint that is written in the background; RunError: a rank could not write its part."""
-        self._gather(self.submit(finish_checkpoint), "completing a checkpoint")
+        self._gather(self.submit("checkpoint.finish"), "completing a checkpoint")
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote, also from a checkpoint of another layout."""
-        self._gather(self.submit(load_checkpoint, folder), "loading the checkpoint")
+        self._gather(self.submit("checkpoint.load", folder), "loading the checkpoint")
 
     def devices(self) -> list[str]:
         """The GPU of each rank as Ray calls it; none on a CPU. Ranks need not have started."""
@@ -214,23 +200,19 @@ class RankGroup:
 
     def offload(self, *, weights: bool) -> None:
         """Move the optimizer's state to host memory, and with `weights` these too, and forget gradients."""
-        self._gather(self.submit(give_up_memory, weights), "moving to host memory")
+        self._gather(self.submit("memory.give_up", weights), "moving to host memory")
 
     def onload(self) -> None:
         """Have everything on the devices again."""
-        self._gather(self.submit(take_back_memory), "moving back from host memory")
+        self._gather(self.submit("memory.take_back"), "moving back from host memory")
 
     def begin_profile(self) -> None:
         """Have every rank record its operators and its memory until `end_profile`."""
-        self._gather(self.submit(begin_profile), "beginning a profile")
+        self._gather([actor.begin_profile.remote() for actor in self.actors], "beginning a profile")
 
     def end_profile(self, folder: str) -> None:
         """Have every rank write its recording into an existing folder, into files of its own."""
-        written = [
-            actor.run.remote(end_profile, folder, f"{self.label.replace(' ', '_')}_rank_{rank}")
-            for rank, actor in enumerate(self.actors)
-        ]
-        self._gather(written, "writing a profile")
+        self._gather([actor.end_profile.remote(folder) for actor in self.actors], "writing a profile")
 
     def shutdown(self) -> None:
         """End every process; idempotent."""
@@ -285,7 +267,7 @@ class RankGroup:
         """
         tokens = self._config.logprob_microbatch_tokens or self._config.microbatch_tokens
         plans = self._plan(batch, np.arange(len(batch)), tokens)
-        refs = [actor.forward.remote(method, work) for actor, work in self._works(batch, plans)]
+        refs = [actor.forward.remote(work, method) for actor, work in self._works(batch, plans)]
         by_replica = {
             place.data: share
             for place, share in zip(self._places, self._gather(refs, what), strict=True)
@@ -325,26 +307,6 @@ class RankGroup:
         return [(actor, works[place.data]) for actor, place in zip(self.actors, self._places, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings(RankSettings):
-    """What every rank of the policy is built from."""
-
-    reference: ReferenceConfig | None
-    temperature: float
-
-    def build_rank(self) -> Any:
-        from megatron_grpo.trainer.rank import PolicyRank
-
-        return PolicyRank(
-            self.config,
-            self.shape,
-            self.folder,
-            reference=self.reference,
-            temperature=self.temperature,
-            decay_steps=self.decay_steps,
-        )
-
-
 class MegatronPolicy(RankGroup):
     """The policy; its checkpoints hold the reference policy too once that has moved."""
 
@@ -365,22 +327,7 @@ class MegatronPolicy(RankGroup):
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
-        self._gather(self.submit(_sync_reference, alpha), "moving the reference policy")
-
-
-def _sync_reference(rank: Any, alpha: float) -> None:
-    """Move this rank's part of the reference policy; runs on every rank."""
-    rank.sync_reference(alpha)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueSettings(RankSettings):
-    """What every rank of the value model is built from."""
-
-    def build_rank(self) -> Any:
-        from megatron_grpo.trainer.rank import ValueRank
-
-        return ValueRank(self.config, self.shape, self.folder, decay_steps=self.decay_steps)
+        self._gather(self.submit("sync_reference", alpha), "moving the reference policy")
 
 
 class MegatronValue(RankGroup):

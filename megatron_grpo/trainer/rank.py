@@ -22,8 +22,8 @@ from megatron_grpo.config.schema import PolicyConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, given
 from megatron_grpo.losses.loss import GlobalCounts, LossFunction
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.actor import StepShare
-from megatron_grpo.trainer.checkpoint import BackgroundWrite
+from megatron_grpo.trainer.actor import RankSettings, StepShare
+from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs
@@ -43,26 +43,25 @@ Microbatches = list[list[int]]
 class ModelRank(ABC):
     """A rank's shard of a model that outputs one number per token, and of the model's optimizer.
 
-    Args:
-        chunks: the rank's shard of the model, its weights loaded; more than one with a virtual pipeline.
-        shape: sizes of the model.
-        config: the model's configuration; process groups are already set up for config.parallel.
-        decay_steps: optimizer steps of the learning-rate schedule.
+    Process groups are already set up for the layout of `settings`. There is more than one chunk of the model with a
+    virtual pipeline.
     """
 
     routing_name: ClassVar[str] = "moe"
     """Prefix of the names of expert metrics."""
-    reference: list[DecoderModel] | None = None
-    """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
-    reference_moved = False
-    """Whether the reference policy differs from the model that the run started from."""
-    writing: BackgroundWrite | None = None
-    """The checkpoint that is being written in the background."""
-    replays_routing = False
-    """Whether tokens are routed to the experts that the engine recorded (a policy only)."""
 
-    def __init__(self, chunks: list[DecoderModel], shape: ModelShape, config: PolicyConfig, decay_steps: int) -> None:
-        self.chunks, self.shape, self.config = chunks, shape, config
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings, self.config, self.shape = settings, settings.config, settings.shape
+        config, shape = settings.config, settings.shape
+        self.chunks = _build(config, shape)
+        load_hf_weights(self.chunks, shape, settings.folder)
+        self.reference: list[DecoderModel] | None = None
+        """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
+        self.reference_moved = False
+        """Whether the reference policy differs from the model that the run started from."""
+        self._offloaded: OffloadedWeights | None = None
+        if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
+            self._add_reference(settings.reference)
         self._maker = MicrobatchMaker(
             config.parallel,
             config.packing,
@@ -72,9 +71,18 @@ class ModelRank(ABC):
         )
         self.routing: StepRouting | None = None
         if shape.experts is not None:
-            self.routing = StepRouting(chunks, config.moe, self.routing_name, replays=self.replays_routing)
-        self.optimizer = ModelOptimizer(chunks, config, decay_steps)
-        self.memory = DeviceMemory(self)
+            replays = config.moe.replay_routing and shape.value_head is None
+            self.routing = StepRouting(self.chunks, config.moe, self.routing_name, replays=replays)
+        self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
+        self.memory, self.checkpoint = DeviceMemory(self), RankCheckpoint(self)
+
+    def _add_reference(self, reference: ReferenceConfig) -> None:
+        """Build a copy of the model that is not trained."""
+        config = _reference_config(self.config, reference)
+        self.reference = [chunk.requires_grad_(False) for chunk in _build(config, self.shape)]
+        _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
+        if reference.offload:
+            self._offloaded = OffloadedWeights(self.reference)
 
     def whole_chunks(self) -> list[DecoderModel]:
         """The chunks with up-to-date weights; collective over data-parallel ranks.
@@ -118,7 +126,7 @@ class ModelRank(ABC):
         Args:
             loss_fn: loss function of an optimizer step; None: the pass only computes outputs.
         """
-        replayed = self.routing is not None and self.replays_routing and self.routing.routers
+        replayed = self.routing is not None and self.routing.replays and self.routing.routers
         routed = ("routed_experts",) if replayed else ()
         if not parallel_state.is_pipeline_last_stage():
             return ("token_ids", *routed) if parallel_state.is_pipeline_first_stage() else routed
@@ -266,39 +274,8 @@ def _on_host(metrics: list[dict[str, Tensor]]) -> list[dict[str, float]]:
 class PolicyRank(ModelRank):
     """A rank's shard of the policy, of its optimizer and of the frozen reference policy, if there is one.
 
-    Args:
-        config: the policy's configuration; process groups are already set up for config.parallel.
-        shape: sizes of the model in config.model.path.
-        folder: the model's folder in Hugging Face format.
-        reference: how to hold the reference policy; None: there is none. With adapters the reference is the policy
-            without them and needs no weights of its own.
-        temperature: sampling temperature; log-probabilities are of the distribution at this temperature.
-        decay_steps: optimizer steps of the learning-rate schedule.
+    With adapters the reference is the policy without them, and needs no weights of its own.
     """
-
-    def __init__(
-        self,
-        config: PolicyConfig,
-        shape: ModelShape,
-        folder: str,
-        *,
-        reference: ReferenceConfig | None,
-        temperature: float,
-        decay_steps: int,
-    ) -> None:
-        self.shape, self.temperature = shape, temperature
-        self.replays_routing = config.moe.replay_routing
-        chunks = _build(config, shape)
-        load_hf_weights(chunks, shape, folder)
-        self._has_reference = reference is not None
-        self._offloaded: OffloadedWeights | None = None
-        if reference is not None and not config.lora.rank:  # else it is the policy without its adapters
-            of_reference = _reference_config(config, reference)
-            self.reference = [chunk.requires_grad_(False) for chunk in _build(of_reference, shape)]
-            _copy_weights(chunks, self.reference)  # faster than reading from disk again
-            if reference.offload:
-                self._offloaded = OffloadedWeights(self.reference)
-        super().__init__(chunks, shape, config, decay_steps)
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token of `batch` under the current weights.
@@ -314,7 +291,7 @@ class PolicyRank(ModelRank):
         Returns:
             [sum(lengths)], float32, on the host of the output rank; None elsewhere.
         """
-        assert self._has_reference, "the reference policy was not loaded"
+        assert self.settings.reference is not None, "the reference policy was not loaded"
         if self.reference is None:
             with adapters_off(self.chunks):
                 return self._forward_tokens(self.whole_chunks(), batch, microbatches)
@@ -338,14 +315,14 @@ class PolicyRank(ModelRank):
             self.shape.vocab,
             hidden,
             given(tokens.token_ids),
-            temperature=self.temperature,
+            temperature=self.settings.temperature,
             kernel=self.config.logprob_kernel,
             chunk_tokens=self.config.logprob_chunk_size,
         )
         return logprobs, replace(tokens, entropy=entropy)
 
 
-def _build(config: PolicyConfig, shape: ModelShape, *, value_head: bool = False) -> list[DecoderModel]:
+def _build(config: PolicyConfig, shape: ModelShape) -> list[DecoderModel]:
     """The chunks of this rank's shard of a model as the configuration says, weights uninitialised."""
     return build_model(
         shape,
@@ -356,7 +333,6 @@ def _build(config: PolicyConfig, shape: ModelShape, *, value_head: bool = False)
         lora=config.lora,
         fp8=config.fp8,
         quantization=config.quantization,
-        value_head=value_head,
     )
 
 
@@ -381,21 +357,9 @@ def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> Non
 
 
 class ValueRank(ModelRank):
-    """A rank's shard of the value model and of its optimizer.
-
-    Args:
-        config: how the value model is laid out and trained (`Config.value_model`).
-        shape: sizes of the value model, from `as_value_model`.
-        folder: the model's folder in Hugging Face format.
-        decay_steps: optimizer steps of the learning-rate schedule.
-    """
+    """A rank's shard of the value model and of its optimizer."""
 
     routing_name = "value_moe"
-
-    def __init__(self, config: PolicyConfig, shape: ModelShape, folder: str, *, decay_steps: int) -> None:
-        chunks = _build(config, shape, value_head=True)
-        load_hf_weights(chunks, shape, folder)
-        super().__init__(chunks, shape, config, decay_steps)
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token of `batch` under the current weights.

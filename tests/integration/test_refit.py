@@ -14,7 +14,8 @@ from megatron_grpo.config.schema import ModelConfig, ParallelConfig, PolicyConfi
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engine_group import VllmGeneration
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.transport import RefitError
@@ -113,14 +114,11 @@ def test_a_killed_engine_process_ends_the_refit_quickly(
 
 
 def start_policy(path: Path, layout: ParallelConfig) -> MegatronPolicy:
-    settings = PolicySettings(
+    settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path=str(path)), parallel=layout, precision="float32", threads=1),
         shape=shape_of_folder(path),
         folder=str(path),
-        reference=None,
-        temperature=1.0,
         decay_steps=1,
-        seed=0,
     )
     policy = MegatronPolicy(settings, actor_options=lambda rank: {"num_cpus": 0}, startup_timeout_s=START_S)
     policy.start()

@@ -19,6 +19,7 @@ from megatron_grpo.config.schema import ModelConfig, MoeConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from tests.integration.vllm_helpers import VOCAB, engines, generate, make_model, request
@@ -87,7 +88,7 @@ def logprobs_on_rank(
     """Log-probabilities of all sampled tokens under the policy, one response after the other."""
     form = RoutedForm.of(shape_of_folder(path))
     config = PolicyConfig(model=ModelConfig(path=str(path)), precision=precision, moe=MoeConfig(replay_routing=replay))
-    rank = PolicyRank(config, shape_of_folder(path), str(path), reference=None, temperature=1.0, decay_steps=1)
+    rank = PolicyRank(RankSettings(config=config, shape=shape_of_folder(path), folder=str(path), decay_steps=1))
     lengths = [len(prompt) + len(output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
     ids = [np.concatenate([prompt, output.token_ids]) for prompt, output in zip(prompts, outputs, strict=True)]
     sampled = [np.arange(length) >= len(prompt) for prompt, length in zip(prompts, lengths, strict=True)]

@@ -19,7 +19,8 @@ from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, Sa
 from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.engines import EngineClient, Engines
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo.weights.refit.broadcast import BroadcastTransport
@@ -214,16 +215,13 @@ def _become(rank: Any, folder: str) -> None:
 
 
 def _start_policy(path: Path) -> MegatronPolicy:
-    settings = PolicySettings(
+    settings = RankSettings(
         config=PolicyConfig(
             model=ModelConfig(path=str(path)), parallel=ParallelConfig(), precision="float32", threads=1
         ),
         shape=shape_of_folder(path),
         folder=str(path),
-        reference=None,
-        temperature=1.0,
         decay_steps=1,
-        seed=0,
     )
     policy = MegatronPolicy(settings, actor_options=lambda rank: {"num_cpus": 0}, startup_timeout_s=START_S)
     policy.start()

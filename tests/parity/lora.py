@@ -13,7 +13,8 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.model.lora import AdaptedColumn, AdaptedLinear
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.model.lora import AdaptedLinear
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import MAX_GRAD_NORM, OPTIMIZER
 from tests.parity.ranks import Layout
@@ -39,7 +40,16 @@ def make_lora_rank(layout: Layout, model: TinyModel, lora: LoraConfig = LORA, **
         **{"precision": "float32", "optimizer": replace(OPTIMIZER, distributed=True), **settings},
     )
     folder = str(model.path)
-    return PolicyRank(config, model.shape, folder, reference=ReferenceConfig(), temperature=0.8, decay_steps=100)
+    return PolicyRank(
+        RankSettings(
+            config=config,
+            shape=model.shape,
+            folder=folder,
+            reference=ReferenceConfig(),
+            temperature=0.8,
+            decay_steps=100,
+        )
+    )
 
 
 def adapted_layers(rank: PolicyRank) -> dict[str, AdaptedLinear]:
@@ -57,10 +67,10 @@ def fill_b(rank: PolicyRank) -> None:
     """Put numbers into B that depend on the layer alone: its whole matrix, of which a rank takes its rows."""
     size, here = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     for name, layer in adapted_layers(rank).items():
-        rows = len(layer.lora_b) * (size if isinstance(layer, AdaptedColumn) else 1)
+        rows = len(layer.lora_b) * (size if layer.split == "lora_b" else 1)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         whole = 0.3 * torch.randn(rows, LORA.rank, generator=torch.Generator().manual_seed(seed))
-        if isinstance(layer, AdaptedColumn):
+        if layer.split == "lora_b":
             matrices = whole.chunk(2) if "fc1" in name else (whole,)
             whole = torch.cat([matrix.chunk(size)[here] for matrix in matrices])
         layer.lora_b.data.copy_(whole)

@@ -13,6 +13,7 @@ from megatron_grpo.config.schema import LossConfig, ModelConfig, OptimizerConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.ranks import Layout
 from tests.parity.training import LENGTHS, fetched, merged, random_mask, rank_share, step_counts, whole_tensors
@@ -55,7 +56,9 @@ def make_engine(
         packing=packing,
         **({"max_grad_norm": MAX_GRAD_NORM} | settings),
     )
-    return PolicyRank(config, model.shape, str(model.path), reference=None, temperature=0.8, decay_steps=100)
+    return PolicyRank(
+        RankSettings(config=config, shape=model.shape, folder=str(model.path), temperature=0.8, decay_steps=100)
+    )
 
 
 def train_arguments(layout: Layout) -> tuple[TokenBatch, list[list[int]], ClippedPGLossFn, GlobalCounts]:

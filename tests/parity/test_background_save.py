@@ -12,7 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_grpo.trainer.checkpoint import ResultsFile, load_rank, save_rank
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.trainer.checkpoint import ResultsFile
 from tests.parity.policy_training import make_engine, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
 from tests.parity.training import merged, whole_tensors
@@ -33,10 +34,10 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, background: boo
         gathering,
     )
     try:
-        save_rank(engine, str(folder), background=background)
+        engine.checkpoint.save(str(folder), background=background)
         engine.train(*train_arguments(layout))
-        if engine.writing is not None:
-            engine.writing.finish()
+        if background:
+            engine.checkpoint.finish()
     finally:
         DistributedOptimizer.get_parameter_state_dp_zero = original
     return whole_tensors(engine)
@@ -44,7 +45,7 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, background: boo
 
 def load_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, model)
-    load_rank(engine, str(folder))
+    engine.checkpoint.load(str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
@@ -79,19 +80,18 @@ def killed_on_rank(layout: Layout, model: TinyModel, folder: Path) -> bool:
     original = ResultsFile.put
     try:
         ResultsFile.put = hanging if kill else original  # type: ignore[method-assign]
-        save_rank(engine, str(folder), background=True)
+        engine.checkpoint.save(str(folder), background=True)
     finally:
         ResultsFile.put = original  # type: ignore[method-assign]
-    assert engine.writing is not None
-    process = engine.writing._process
+    process = engine.checkpoint._writer
     assert process is not None
     if kill:
-        assert not engine.writing.is_over
+        assert not engine.checkpoint.is_written()
         process.kill()
     try:
-        engine.writing.finish()
-    except CheckpointException:
-        return True
+        engine.checkpoint.finish()
+    except RunError as error:
+        return isinstance(error.__cause__, CheckpointException)
     return False
 
 

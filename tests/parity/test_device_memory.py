@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, train_arguments
 from tests.parity.ranks import Layout, run_on_ranks
@@ -35,7 +36,9 @@ def make_rank(layout: Layout, model: TinyModel, settings: dict[str, Any]) -> Pol
         **{"precision": "float32", **overlapped, **settings},
     )
     folder = str(model.path)
-    return PolicyRank(config, model.shape, folder, reference=ReferenceConfig(), temperature=1.0, decay_steps=100)
+    return PolicyRank(
+        RankSettings(config=config, shape=model.shape, folder=folder, reference=ReferenceConfig(), decay_steps=100)
+    )
 
 
 def of_training(rank: PolicyRank) -> Iterator[Tensor]:

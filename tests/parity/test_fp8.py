@@ -13,6 +13,7 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.microbatch import MicrobatchMaker
 from megatron_grpo.trainer.model.build import transformer_config
 from megatron_grpo.trainer.model.megatron_config import require_fp8
@@ -101,7 +102,7 @@ def measured_on_rank(
         fp8=fp8,
         activation_checkpointing=recompute,
     )
-    rank = PolicyRank(config, model.shape, str(model.path), reference=None, temperature=1.0, decay_steps=1)
+    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
     microbatches = [[index] for index in range(len(LENGTHS))]
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
     logprobs = rank.logprobs(tokens, microbatches)
@@ -173,7 +174,7 @@ def test_adapters_go_with_rounded_layers(model: TinyModel) -> None:
 
 
 def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor | None:
-    rank = PolicyRank(config, model.shape, str(model.path), reference=None, temperature=1.0, decay_steps=1)
+    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
     return rank.logprobs(tokens, [[0], [1], [2]])
 

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_grpo.trainer.model.build import build_model
+from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -34,10 +35,14 @@ def megatron_logits(model: GPTModel, batches: list[Tensor]) -> list[Tensor]:
     """Full logits of every microbatch, on the last pipeline stage; [] elsewhere."""
 
     def forward_step(data: Iterator[Tensor], module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        token_ids = next(data).to(next(module.parameters()).device)
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        zero = torch.zeros((), dtype=torch.int)
-        return module(token_ids, positions, None), lambda logits: (logits.new_zeros(()), zero, gather_vocab(logits))
+        token_ids = next(data)
+        packed = packed_sequences(lay_out([token_ids.shape[1]] * len(token_ids)), transformer_engine=False)
+        output = module(token_ids.view(1, -1), None, None, packed_seq_params=packed)
+
+        def finish(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return logits.new_zeros(()), torch.zeros((), dtype=torch.int), by_sequence(logits, token_ids)
+
+        return output, finish
 
     with torch.no_grad():
         return get_forward_backward_func()(
@@ -46,17 +51,17 @@ def megatron_logits(model: GPTModel, batches: list[Tensor]) -> list[Tensor]:
             model=[model],
             num_microbatches=len(batches),
             seq_length=max(LENGTHS),
-            micro_batch_size=2,
+            micro_batch_size=1,
             forward_only=True,
         )
 
 
-def gather_vocab(logits: Tensor) -> Tensor:
-    """[.., columns of this rank] -> [.., vocabulary], without padding."""
+def by_sequence(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[1, all tokens, columns of this rank] to [sequences, length, vocabulary], without padding."""
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :VOCAB]
+    return torch.cat(parts, dim=-1)[..., :VOCAB].unflatten(1, token_ids.shape)[0]
 
 
 def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recompute: bool) -> list[list[Tensor]]:

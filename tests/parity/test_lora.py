@@ -17,7 +17,6 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoraConfig
 from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.export import main
-from megatron_grpo.trainer.checkpoint import load_rank, save_rank
 from tests.parity.lora import (
     LORA,
     adapted_layers,
@@ -188,7 +187,7 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
     rank = make_lora_rank(layout, model)
     for _ in range(2):
         rank.train(*train_arguments(layout))
-    save_rank(rank, str(folder))
+    rank.checkpoint.save(str(folder))
     saved = whole_tensors(rank)
     rank.train(*train_arguments(layout))
     return saved, whole_tensors(rank)
@@ -199,14 +198,14 @@ def refusals_on_rank(layout: Layout, model: TinyModel, folder: Path, others: lis
     texts = []
     for lora in others:
         with pytest.raises(RunError) as caught:
-            load_rank(make_lora_rank(layout, model, lora), str(folder))
+            make_lora_rank(layout, model, lora).checkpoint.load(str(folder))
         texts.append(str(caught.value))
     return texts
 
 
 def load_on_rank(layout: Layout, model: TinyModel, folder: Path, lora: LoraConfig) -> dict[str, Tensor]:
     rank = make_lora_rank(layout, model, lora)
-    load_rank(rank, str(folder))
+    rank.checkpoint.load(str(folder))
     rank.train(*train_arguments(layout))
     return whole_tensors(rank)
 

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig, build_module
 from torch import Tensor
 
 from megatron_grpo.trainer.model.build import build_model
+from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import iter_hf_tensors, load_hf_weights
 from tests.parity.ranks import Layout, run_on_ranks
@@ -114,7 +115,8 @@ def step_on_rank(layout: Layout, folder: Path, distributed: bool) -> dict[str, T
     )
     wrapped.zero_grad_buffer()
     own = TOKENS.chunk(layout.data)[parallel_state.get_data_parallel_rank()]
-    wrapped(own, torch.arange(own.shape[1]).expand_as(own), None)[..., :VOCAB].square().sum().backward()
+    packed = packed_sequences(lay_out([own.shape[1]] * len(own)), transformer_engine=False)
+    wrapped(own.view(1, -1), None, None, packed_seq_params=packed)[..., :VOCAB].square().sum().backward()
     finalize_model_grads([wrapped], num_tokens=torch.ones((), dtype=torch.int) * layout.data)
     assert optimizer.step()[0]
     return {name: tensor.clone() for name, tensor in iter_hf_tensors([model], shape, 2**20) if tensor is not None}

@@ -26,6 +26,7 @@ from megatron_grpo.controller.checkpoint_files import complete
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.export import main
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.model.rounding import QuantizedLinear
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.hf_export import quantized_rows
@@ -101,7 +102,11 @@ def measured_on_rank(
 ) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
     """Log-probabilities of all tokens under policy and reference, on the output rank, and gradients."""
     config = policy(layout, model, quantization)
-    rank = PolicyRank(config, model.shape, str(model.path), reference=ReferenceConfig(), temperature=1.0, decay_steps=1)
+    rank = PolicyRank(
+        RankSettings(
+            config=config, shape=model.shape, folder=str(model.path), reference=ReferenceConfig(), decay_steps=1
+        )
+    )
     microbatches = [[index] for index in range(len(LENGTHS))]
     tokens = TokenBatch(LENGTHS, TokenFields(token_ids=batch().fields.token_ids))
     logprobs, reference = rank.logprobs(tokens, microbatches), rank.reference_logprobs(tokens, microbatches)
@@ -149,7 +154,7 @@ def test_quantised_training_equals_transformers_rounded_the_same_way(
 def rounded_on_rank(layout: Layout, model: TinyModel, quantization: str) -> dict[str, Tensor]:
     """The weights that the layers of a policy compute with, of the whole model; names are Megatron-Core's."""
     config = policy(layout, model, quantization)
-    rank = PolicyRank(config, model.shape, str(model.path), reference=None, temperature=1.0, decay_steps=1)
+    rank = PolicyRank(RankSettings(config=config, shape=model.shape, folder=str(model.path), decay_steps=1))
     layers = {name: layer for name, layer in rank.chunks[0].named_modules() if isinstance(layer, QuantizedLinear)}
     assert len(layers) == 4 * model.shape.layers
     assert not any("quantizer" in name for name in rank.chunks[0].state_dict())

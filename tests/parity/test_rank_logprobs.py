@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import OPTIMIZER, make_batch, train_arguments
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -33,12 +34,14 @@ def logprobs_on_rank(layout: Layout, model: TinyModel) -> tuple[list[BySequence]
         optimizer=replace(OPTIMIZER, warmup_steps=0),
     )
     rank = PolicyRank(
-        config,
-        model.shape,
-        str(model.path),
-        reference=ReferenceConfig(),
-        temperature=TEMPERATURE,
-        decay_steps=100,
+        RankSettings(
+            config=config,
+            shape=model.shape,
+            folder=str(model.path),
+            reference=ReferenceConfig(),
+            temperature=TEMPERATURE,
+            decay_steps=100,
+        )
     )
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, share, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import ModelConfig, PolicyConfig, ReferenceConfig
-from megatron_grpo.trainer.checkpoint import load_rank, save_rank
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.hf_folder import HFFolderReader
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
@@ -32,7 +32,9 @@ def make_engine(layout: Layout, model: TinyModel, *, offload: bool = False) -> P
     )
     folder = str(model.path)
     reference = ReferenceConfig(offload=offload)
-    return PolicyRank(config, model.shape, folder, reference=reference, temperature=1.0, decay_steps=100)
+    return PolicyRank(
+        RankSettings(config=config, shape=model.shape, folder=folder, reference=reference, decay_steps=100)
+    )
 
 
 def reference_tensors(engine: PolicyRank) -> dict[str, Tensor]:
@@ -47,7 +49,7 @@ def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
     engine.train(*train_arguments(layout))
     first = whole_tensors(engine)
     engine.sync_reference(ALPHA)
-    save_rank(engine, str(folder))
+    engine.checkpoint.save(str(folder))
     engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return first, whole_tensors(engine), reference_tensors(engine)
@@ -55,7 +57,7 @@ def sync_on_rank(layout: Layout, model: TinyModel, folder: Path) -> tuple[dict[s
 
 def resume_on_rank(layout: Layout, model: TinyModel, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, model)
-    load_rank(engine, str(folder))
+    engine.checkpoint.load(str(folder))
     engine.train(*train_arguments(layout))
     engine.sync_reference(ALPHA)
     return reference_tensors(engine)
@@ -86,9 +88,9 @@ def plain_checkpoint_on_rank(layout: Layout, model: TinyModel, folder: Path) -> 
     """A checkpoint of a run whose reference never moved, loaded by one that has a reference."""
     engine = make_engine(layout, model)
     engine.train(*train_arguments(layout))
-    save_rank(engine, str(folder))
+    engine.checkpoint.save(str(folder))
     other = make_engine(layout, model)
-    load_rank(other, str(folder))
+    other.checkpoint.load(str(folder))
     return other.reference_moved, reference_tensors(other)
 
 

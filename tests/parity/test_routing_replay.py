@@ -14,6 +14,7 @@ from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.proof.problem import as_stored
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
 from tests.parity.ranks import Layout, run_on_ranks
@@ -187,12 +188,14 @@ def reference_on_rank(layout: Layout, tiny: TinyModel, records: list[Tensor]) ->
     """Log-probabilities by sequence, of the policy and of the reference policy."""
     config = replace(make_engine(layout, tiny).config, moe=REPLAY)
     rank = PolicyRank(
-        config,
-        tiny.shape,
-        str(tiny.path),
-        reference=ReferenceConfig(),
-        temperature=TEMPERATURE,
-        decay_steps=100,
+        RankSettings(
+            config=config,
+            shape=tiny.shape,
+            folder=str(tiny.path),
+            reference=ReferenceConfig(),
+            temperature=TEMPERATURE,
+            decay_steps=100,
+        )
     )
     share, microbatches, order = rank_share(make_batch(), layout)
     batch = fetched(rank, replace_sampled(with_record(tiny, share, order, records)), None)

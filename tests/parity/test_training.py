@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.config.schema import OptimizerConfig
-from megatron_grpo.trainer.checkpoint import load_rank, save_rank
 from tests.parity.policy_training import (
     MAX_GRAD_NORM,
     OPTIMIZER,
@@ -87,14 +86,14 @@ def save_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[
     engine = make_engine(layout, model, **settings)
     for _ in range(2):
         engine.train(*train_arguments(layout))
-    save_rank(engine, str(folder))
+    engine.checkpoint.save(str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
 
 def load_on_rank(layout: Layout, model: TinyModel, folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     engine = make_engine(layout, model, **settings)
-    load_rank(engine, str(folder))
+    engine.checkpoint.load(str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
@@ -137,7 +136,7 @@ def continue_with_other_settings(
     layout: Layout, model: TinyModel, folder: Path, distributed: bool
 ) -> tuple[dict[str, Tensor], float]:
     engine = make_engine(layout, model, optimizer=OTHER_SETTINGS, distributed=distributed)
-    load_rank(engine, str(folder))
+    engine.checkpoint.load(str(folder))
     rate = engine.train(*train_arguments(layout)).learning_rate
     return whole_tensors(engine), rate
 

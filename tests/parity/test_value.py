@@ -21,7 +21,7 @@ from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, PolicyConf
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.loss import GlobalCounts
 from megatron_grpo.losses.value import MseValueLossFn
-from megatron_grpo.trainer.checkpoint import load_rank, save_rank
+from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import ValueRank
 from megatron_grpo.weights.families import as_value_model, shape_of_folder
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
@@ -84,7 +84,7 @@ def make_engine(layout: Layout, path: Path, *, distributed: bool = True) -> Valu
         model=ModelConfig(path=str(path)), parallel=layout.parallel, precision="float32", optimizer=optimizer
     )
     shape = as_value_model(shape_of_folder(path, reward_models=True))
-    return ValueRank(config, shape, str(path), decay_steps=100)
+    return ValueRank(RankSettings(config=config, shape=shape, folder=str(path), decay_steps=100))
 
 
 def values_on_rank(layout: Layout, paths: list[Path]) -> list[dict[int, Tensor] | None]:
@@ -191,14 +191,14 @@ def save_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, path)
     for _ in range(2):
         engine.train(*train_arguments(layout))
-    save_rank(engine, str(folder))
+    engine.checkpoint.save(str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 
 
 def load_on_rank(layout: Layout, path: Path, folder: Path) -> dict[str, Tensor]:
     engine = make_engine(layout, path)
-    load_rank(engine, str(folder))
+    engine.checkpoint.load(str(folder))
     engine.train(*train_arguments(layout))
     return whole_tensors(engine)
 

@@ -15,45 +15,16 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_grpo.trainer.model.packed_sequences import AttentionCalls, AttentionGroup, PackedSequences
+from megatron_grpo.trainer.model.packed_sequences import AttentionGroup, PackedSequences
 from megatron_grpo.weights.shape import ModelShape
 
 
-class IntoSlots(torch.autograd.Function):
-    """Copies tokens, [tokens, ...], any float type, to slots of rectangles, [slots, ...]: the token of each slot and a
-    slot of each token, both int64. The gradients of slots that repeat a token have to be 0.
+def _taken(tokens: Tensor, index: Tensor) -> Tensor:
+    """Rows of [tokens, ...], any float type, at indices [...], int64: [..., ...].
 
-    A gather whose backward is a gather too; autograd's own is a scatter-add, which is far slower.
+    A look-up as of embeddings, whose backward is much faster than that of indexing.
     """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, slots: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return tokens.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return gradients[0].index_select(0, back), None, None
-
-
-class OutOfSlots(torch.autograd.Function):
-    """Takes each token's value out of its slot, [slots, ...] to [tokens, ...]; no slot is taken twice.
-
-    Backward copies gradients to the gathered slots, and leaves 0 in those that repeat a token.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.slots = len(values)
-        return values.index_select(0, back)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (back,) = ctx.saved_tensors
-        values = gradients[0].new_zeros(ctx.slots, *gradients[0].shape[1:])
-        return values.index_copy_(0, back, gradients[0]), None
+    return F.embedding(index, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -85,84 +56,51 @@ class TorchCoreAttention(torch.nn.Module):
         """Attention of every token to itself and those before it in its sequence; heads of a group share key and value.
 
         Args:
-            query: [length, sequences, heads, head_dim], any float type; packed sequences are one sequence here.
-            key: [length, sequences, groups, head_dim], in the dtype of the query.
-            value: [length, sequences, groups, value_dim], in the dtype of the query.
+            query: [tokens, 1, heads, head_dim], any float type.
+            key: [tokens, 1, groups, head_dim], in the dtype of the query.
+            value: [tokens, 1, groups, value_dim], in the dtype of the query.
             attention_mask: ignored, as are attn_mask_type and attention_bias: attention is always causal, and padding
                 stands to the right, where no real token sees it.
-            packed_seq_params: where the packed sequences lie (`PackedSequences`); None: the sequences are rectangles.
+            packed_seq_params: where the sequences lie (`PackedSequences`).
 
         Returns:
-            [length, sequences, heads * value_dim], the dtype of the query.
+            [tokens, 1, heads * value_dim], the dtype of the query.
         """
-        if packed_seq_params is None:
-            assert self._context is None, "context parallelism needs packed sequences"
-            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-            out = self._attend(q, k, v, self._rectangle_mask(query.shape[0], query.device))
-            return out.permute(2, 0, 1, 3).flatten(2)
-        assert isinstance(packed_seq_params, PackedSequences), "packed sequences without their layout"
+        assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:
             # One message for both. Backward sums the gradients of a key over all ranks' queries and scatters them.
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._context)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         calls = packed_seq_params.calls if self.window is None else packed_seq_params.windowed_calls
         assert calls is not None, "the microbatch was made for a model without windows"
-        out = self._in_calls(query[:, 0], key[:, 0], value[:, 0], calls)
-        return out[:, None].flatten(2)
-
-    def _in_calls(self, query: Tensor, key: Tensor, value: Tensor, calls: AttentionCalls) -> Tensor:
-        """[tokens, heads or groups, head_dim] each, to [tokens of this rank, heads, value_dim]."""
-        if calls.slots is not None and calls.out is not None:
-            query = IntoSlots.apply(query, calls.slots, calls.out)
-            if calls.own_keys:  # repeated slots are visible only to queries whose output is discarded
-                key, value = (IntoSlots.apply(tensor, calls.slots, calls.out) for tensor in (key, value))
-        sizes = [group.queries.numel() for group in calls.groups]
-        queries = query.split(sizes)
-        if calls.own_keys:
-            keys, values = key.split(sizes), value.split(sizes)
-        else:  # a key may be seen by the queries of several parts
-            keys, values = ([tensor[group.keys.flatten()] for group in calls.groups] for tensor in (key, value))
-        parts = [self._group(*each) for each in zip(queries, keys, values, calls.groups, strict=True)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        result: Tensor = out if calls.out is None else OutOfSlots.apply(out, calls.out)
-        return result
+        parts = [self._group(query[:, 0], key[:, 0], value[:, 0], group) for group in calls.groups]
+        return _taken(torch.cat(parts), calls.out)[:, None].flatten(2)
 
     def _group(self, query: Tensor, key: Tensor, value: Tensor, group: AttentionGroup) -> Tensor:
-        """One attention call: [slots, heads or groups, head_dim] each, to [slots of queries, heads, value_dim]."""
-        queries = query.unflatten(0, group.queries.shape).transpose(1, 2)
-        keys, values = (tensor.unflatten(0, group.keys.shape).transpose(1, 2) for tensor in (key, value))
+        """One attention call: [tokens, heads or groups, head_dim] each, to [slots of queries, heads, value_dim].
+
+        Repeated slots are visible only to queries whose output is discarded.
+        """
+        keys, values = (_taken(tensor, group.keys).transpose(1, 2) for tensor in (key, value))
         sees_all = self.window is None or group.keys.shape[1] <= self.window
         mask = None if group.square and sees_all else self._mask(group)
-        return self._attend(queries, keys, values, mask).transpose(1, 2).flatten(0, 1)
-
-    def _mask(self, group: AttentionGroup) -> Tensor:
-        """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
-        ends = group.first[:, None] + torch.arange(group.queries.shape[1], device=group.first.device)
-        return self._seen(ends[..., None], torch.arange(group.keys.shape[1], device=group.first.device))[:, None]
-
-    def _rectangle_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """[length, length], bool: whether a query sees a key; None: simply causal."""
-        if self.window is None:
-            return None
-        positions = torch.arange(length, device=device)
-        return self._seen(positions[:, None], positions)
-
-    def _seen(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions [..., queries, 1] and [keys], int64, to [..., queries, keys], bool: whether a query sees a key."""
-        seen = keys <= queries
-        return seen if self.window is None else seen & (keys > queries - self.window)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[sequences, heads, length, head_dim] each, any float type, to [sequences, heads, queries, value_dim]."""
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        out = F.scaled_dot_product_attention(
+            _taken(query, group.queries).transpose(1, 2),
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, group: AttentionGroup) -> Tensor:
+        """[parts, 1, most queries, most keys], bool: whether a query sees a key."""
+        queries, keys = (torch.arange(slots.shape[1], device=slots.device) for slots in (group.queries, group.keys))
+        position = (group.first[:, None] + queries)[:, None, :, None]  # of each query, the first key's being 0
+        seen = keys <= position
+        return seen if self.window is None else seen & (keys > position - self.window)
 
 
 class LocalOrGlobalSelfAttention(SelfAttention):
@@ -188,39 +126,28 @@ class RotaryAtPositions(torch.nn.Module):
         assert not rotary.rotary_interleaved, "halves of a head are rotated against each other"
         self.rotary = rotary
 
-    def get_rotary_seq_len(self, *given: Any) -> Any:
-        """The argument of `forward`: the positions of packed sequences, else the length that Megatron-Core computes.
+    def get_rotary_seq_len(self, *given: Any) -> Tensor:
+        """The argument of `forward`: positions of the packed sequences, the last of Megatron-Core's arguments."""
+        packed = given[-1]
+        assert isinstance(packed, PackedSequences), "sequences without their layout"
+        return packed.positions
 
-        Args:
-            given: Megatron-Core's arguments; the last is the packed sequences, or None.
-        """
-        *_, packed = given
-        if isinstance(packed, PackedSequences):
-            return packed.positions
-        return self.rotary.get_rotary_seq_len(*given)
-
-    def forward(self, positions: Tensor | int, **_: Any) -> Tensor:
-        """Positions [tokens], int64, or a length (positions from 0), to angles [tokens, 1, 1, head_dim], float32."""
-        if isinstance(positions, int):
-            return self.rotary(positions)
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """Positions [tokens], int64, to angles [tokens, 1, 1, head_dim], float32."""
         frequencies = torch.outer(positions.to(self.rotary.inv_freq.dtype), self.rotary.inv_freq)
         return torch.cat([frequencies, frequencies], dim=-1)[:, None, None]
 
 
-class GlobalAndLocalRotary(torch.nn.Module):
+class GlobalAndLocalRotary(RotaryAtPositions):
     """Two rotary embeddings at once: of layers that see the whole sequence, and of those with a window."""
 
-    def __init__(self, everywhere: RotaryAtPositions, local: RotaryAtPositions) -> None:
-        super().__init__()
-        self.everywhere, self.local = everywhere, local
+    def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
+        super().__init__(everywhere)
+        self.local = RotaryAtPositions(local)
 
-    def get_rotary_seq_len(self, *given: Any) -> Any:
-        """The argument of `forward`, as `RotaryAtPositions` has it."""
-        return self.everywhere.get_rotary_seq_len(*given)
-
-    def forward(self, positions: Tensor | int, **_: Any) -> Tensor:
-        """[tokens], int64, or a length, to angles [2, tokens, 1, 1, head_dim], float32: without and with a window."""
-        return torch.stack([self.everywhere(positions), self.local(positions)])
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """Positions [tokens], int64, to angles [2, tokens, 1, 1, head_dim], float32: without and with a window."""
+        return torch.stack([super().forward(positions), self.local(positions)])
 
 
 def scaled_rope_frequencies(shape: ModelShape) -> Tensor:

@@ -33,7 +33,6 @@ def build_model(
     lora: LoraConfig | None = None,
     fp8: Fp8Config | None = None,
     quantization: QuantizationFormat | None = None,
-    value_head: bool = False,
 ) -> list[DecoderModel]:
     """A rank's shard of the model on the platform's device, weights uninitialised: one chunk, or
     several that microbatches pass in turn (virtual pipeline).
@@ -43,7 +42,7 @@ def build_model(
     sequences (`PackedSequences`) are passed as one sequence, [1, tokens]; with `rows` it returns hidden states.
 
     Args:
-        shape: sizes of the model.
+        shape: sizes of the model; that of a value model has it end in a `ValueHead` (initially zero).
         parallel: the layout that `initialize_parallel` was called with.
         precision: dtype of weights and activations.
         activation_checkpointing: recompute every layer in the backward pass.
@@ -51,7 +50,6 @@ def build_model(
         lora: adapters, the only trained parameters then; None, or a rank of 0: none.
         fp8: FP8 of the linear layers; None: off.
         quantization: format that modelopt rounds the operands of linear layers to; None: they are not rounded.
-        value_head: the model ends in a `ValueHead` (initially zero) instead of the vocabulary (`as_value_model`).
 
     Raises:
         RunError: this rank's device or packages have no FP8, and the configuration asks for it.
@@ -65,7 +63,7 @@ def build_model(
         for chunk in range(number)
     ]
     for chunk in chunks:
-        if value_head and chunk.post_process:
+        if shape.value_head is not None and chunk.post_process:
             chunk.output_layer = ValueHead(config)
     return chunks
 
@@ -106,10 +104,9 @@ def _build_chunk(
     return model
 
 
-def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape) -> RotaryAtPositions | GlobalAndLocalRotary:
-    everywhere = RotaryAtPositions(rotary)
+def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape) -> RotaryAtPositions:
     if shape.local_rope_theta is None:
-        return everywhere
+        return RotaryAtPositions(rotary)
     local = RotaryEmbedding(
         shape.head_dim,
         rotary_percent=1.0,
@@ -117,7 +114,7 @@ def _rotary_at_positions(rotary: RotaryEmbedding, shape: ModelShape) -> RotaryAt
         use_cpu_initialization=current_platform().name == "cpu",
         cp_group=rotary.cp_group,
     )
-    return GlobalAndLocalRotary(everywhere, RotaryAtPositions(local))
+    return GlobalAndLocalRotary(rotary, local)
 
 
 def _scale_embeddings(embedding: torch.nn.Module, scale: float, dtype: torch.dtype) -> None:

@@ -249,7 +249,7 @@ class StepRouting:
         self._name = name
         modules = [module for chunk in chunks for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer
-        self._replays = replays
+        self.replays = replays
         self._rate = config.bias_update_rate
         for router in self.routers:
             router.aux_loss_coeff, router.z_loss_coeff = config.aux_loss_coeff, config.z_loss_coeff
@@ -305,4 +305,4 @@ class StepRouting:
             f"{self._name}_aux_loss": aux,
             f"{self._name}_z_loss": z,
         }
-        return found | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self._replays else {})
+        return found | ({"moe_routing_agreement": agreed / max(compared, 1.0)} if self.replays else {})

@@ -8,11 +8,9 @@ the shared A and its own rows of B, which is a valid adapter of it.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,27 +31,17 @@ from megatron_grpo.trainer.model.layers import fronted, spec_of
 STACKED = "linear_fc1"
 """The module whose weight holds two matrices, one above the other, on every rank: gate and up."""
 
-
 _SPLIT_AXIS = {"lora_a": 1, "lora_b": 0}
 """Dimension along which tensor parallelism splits a matrix, if it does."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSettings:
-    """What an adapter is built from."""
-
-    rank: int
-    scale: float
-    """Factor of what the adapter adds: alpha / rank."""
-    stacked: bool
-    """Whether a rank's rows are those of two matrices, one above the other."""
-
-
-class AdaptedLinear(ABC):
+class AdaptedLinear:
     """An adapter, as the first base class of a linear layer (`layers.fronted`).
 
     The adapter acts in `_forward_impl`, the product with this rank's weight. Gathering the input before it and reducing
-    the output after it stay those of the layer.
+    the output after it stay those of the layer. Where tensor parallelism splits the layer's rows, each rank has all of
+    A and its rows of B. Where it splits the columns, a rank has its columns of A and all of B: the adapter's term is
+    then a partial sum, like the product itself, and the layer's own reduction completes both in one message.
     """
 
     config: Any
@@ -63,19 +51,22 @@ class AdaptedLinear(ABC):
     tp_group: Any
     adapter_on = True
     """False: the layer computes as the base model's."""
-    split: ClassVar[str]
-    """The matrix that is split over tensor-parallel ranks; every rank has all of the other."""
 
-    def __init__(self, *arguments: Any, adapter: AdapterSettings, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, lora: LoraConfig, stacked: bool, **keywords: Any) -> None:
+        """`stacked`: a rank's rows are those of two matrices, one above the other."""
         super().__init__(*arguments, **keywords)
-        self.adapter = adapter
+        self.scale, self.stacked = lora.alpha / lora.rank, stacked
+        self.split = "lora_b" if isinstance(self, ColumnParallelLinear) else "lora_a"
         rows, columns = self.weight.shape
-        for name, shape in (("lora_a", (adapter.rank, columns)), ("lora_b", (rows, adapter.rank))):
+        for name, shape in (("lora_a", (lora.rank, columns)), ("lora_b", (rows, lora.rank))):
             parameter: Any = torch.nn.Parameter(self.weight.new_empty(shape))
             # With these marks Megatron-Core counts a parameter that is not split once in the gradient norm.
             parameter.tensor_model_parallel = name == self.split
             parameter.partition_dim = _SPLIT_AXIS[name] if name == self.split else -1
             parameter.partition_stride = 1
+            if name == "lora_a" and self.split == "lora_b":
+                # Each rank sees only its tokens, so Megatron-Core has to add the gradients of A up.
+                parameter.sequence_parallel = self.config.sequence_parallel
             setattr(self, name, parameter)
 
     @torch.no_grad()
@@ -86,83 +77,46 @@ class AdaptedLinear(ABC):
             name: name of the layer in the whole model; seeds the draw, so that it is the same in every layout.
         """
         parts, here = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
-        whole = _drawn(name, self.adapter.rank, self.lora_a.shape[1] * parts)
+        whole = _drawn(name, len(self.lora_a), self.lora_a.shape[1] * parts)
         self.lora_a.copy_(whole.chunk(parts, dim=1)[here])
         self.lora_b.zero_()
 
     def merged_weight(self) -> Tensor:
         """W + scale * B A of this rank, [rows, columns], in the dtype of W; summed in float32, rounded once."""
         added = self.lora_b.float() @ self.lora_a.float()
-        return (self.weight.float() + self.adapter.scale * added).to(self.weight.dtype)
+        return (self.weight.float() + self.scale * added).to(self.weight.dtype)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; names are Megatron-Core's."""
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output + self._added(input) if self.adapter_on else output
 
-    @abstractmethod
     def _added(self, hidden: Tensor) -> Tensor:
         """The adapter's term of this rank's product, [length, sequences, rows], in the dtype of `hidden`."""
+        low, lora_b = F.linear(hidden, self.lora_a), self.lora_b
+        if self.split == "lora_a":  # each rank's columns give a partial gradient of B, which backward sums
+            lora_b = copy_to_tensor_model_parallel_region(lora_b, group=self.tp_group)
+        elif self.config.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:  # backward sums the gradients that come through each rank's rows of B
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return self.scale * F.linear(low, lora_b)
 
-    def _entries(self, prefix: str, offsets: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The checkpoint's entries of this rank's layer, by name: without, and of, the split matrix."""
-        state: dict[str, Any] = super().sharded_state_dict(prefix, offsets, metadata)  # type: ignore[misc]
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         split = make_sharded_tensors_for_checkpoint(
             {self.split: getattr(self, self.split)},
             prefix,
             {self.split: _SPLIT_AXIS[self.split]},
-            offsets,
+            sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return state, split
-
-
-class AdaptedColumn(AdaptedLinear):
-    """The adapter of a layer whose rows are split: every rank has all of A, and its rows of B."""
-
-    split = "lora_b"
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        # Each rank sees only its tokens, so Megatron-Core has to add the gradients of A up.
-        marked: Any = self.lora_a
-        marked.sequence_parallel = self.config.sequence_parallel
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
-        state, rows = self._entries(prefix, sharded_offsets, metadata)
-        if self.adapter.stacked:  # stored as two matrices, which other layouts split one by one
-            single = (metadata or {}).get("singleton_local_shards", False)
-            rows = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in rows.items()}
-        return state | rows
-
-    def _added(self, hidden: Tensor) -> Tensor:
-        low = F.linear(hidden, self.lora_a)
-        if self.config.sequence_parallel:
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:  # backward sums the gradients that come through each rank's rows of B
-            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return self.adapter.scale * F.linear(low, self.lora_b)
-
-
-class AdaptedRow(AdaptedLinear):
-    """The adapter of a layer whose columns are split: a rank has its columns of A, and all of B.
-
-    Its term is a partial sum, like the product itself, and the layer's own reduction completes both in one message.
-    """
-
-    split = "lora_a"
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The checkpoint's entries of this rank's layer, by name; the signature is Megatron-Core's."""
-        state, columns = self._entries(prefix, sharded_offsets, metadata)
-        return state | columns
-
-    def _added(self, hidden: Tensor) -> Tensor:
-        # Each rank's columns give a partial gradient of B; backward sums them.
-        whole_b = copy_to_tensor_model_parallel_region(self.lora_b, group=self.tp_group)
-        return self.adapter.scale * F.linear(F.linear(hidden, self.lora_a), whole_b)
+        if self.stacked:  # stored as two matrices, which other layouts split one by one
+            single = metadata.get("singleton_local_shards", False)
+            split = {key: apply_swiglu_sharded_factory(one, sharded_offsets, single) for key, one in split.items()}
+        return state | split
 
 
 def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> TransformerBlockSubmodules:
@@ -181,9 +135,8 @@ def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> Transf
             kind, params = spec_of(getattr(place, name))
             if name not in lora.target_modules or issubclass(kind, AdaptedLinear):  # the layers may share one spec
                 continue
-            settings = AdapterSettings(lora.rank, lora.alpha / lora.rank, stacked=name == STACKED)
-            adapted = fronted(AdaptedColumn if issubclass(kind, ColumnParallelLinear) else AdaptedRow, kind)
-            setattr(place, name, ModuleSpec(module=adapted, params={**params, "adapter": settings}))
+            adapter = {"lora": lora, "stacked": name == STACKED}
+            setattr(place, name, ModuleSpec(module=fronted(AdaptedLinear, kind), params={**params, **adapter}))
     return block
 
 

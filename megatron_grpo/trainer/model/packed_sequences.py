@@ -70,12 +70,8 @@ class AttentionCalls:
     """The attention calls of one layer, for all tokens of a microbatch on this rank."""
 
     groups: list[AttentionGroup]
-    slots: Tensor | None
-    """[slots], int64: index of each query in this rank's tokens, group by group; None: the tokens in their order."""
-    out: Tensor | None
-    """[tokens of this rank], int64: slot of each token's query; None: slots are in the order of tokens."""
-    own_keys: bool
-    """Whether keys have the same slots as their queries."""
+    out: Tensor
+    """[tokens of this rank], int64: slot of each token's query, slots counted group by group."""
 
 
 @dataclass
@@ -258,11 +254,7 @@ def attention_calls(layout: PackedLayout, window: int | None = None) -> Attentio
             )
         )
         begin = end
-    own_keys = layout.size == 1 and window is None
-    if done == len(out) and np.array_equal(out, np.arange(done)):
-        return AttentionCalls(groups, None, None, own_keys)
-    slots = torch.cat([group.queries.flatten() for group in groups])
-    return AttentionCalls(groups, slots, torch.from_numpy(out), own_keys)
+    return AttentionCalls(groups, torch.from_numpy(out))
 
 
 def membership(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Membership:

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_grpo.config.schema import AsyncGRPOConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.trainer import group as rank_group
-from megatron_grpo.trainer.group import MegatronPolicy, PolicySettings
+from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.group import MegatronPolicy
 
 
 @pytest.mark.parametrize(
@@ -33,14 +34,11 @@ def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(rank_group.ray, "remote", lambda _: Actor)
     shape: Any = None
-    settings = PolicySettings(
+    settings = RankSettings(
         config=PolicyConfig(model=ModelConfig(path="none"), parallel=ParallelConfig(data=ranks), threads=asked),
         shape=shape,
         folder="none",
-        reference=None,
-        temperature=1.0,
         decay_steps=1,
-        seed=0,
         shares_cores=shared,
     )
     MegatronPolicy(settings, lambda _: {}, startup_timeout_s=1.0)
