@@ -129,11 +129,12 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
 
 def measure_import(shape: ModelShape, parallel: ParallelConfig, folder: str) -> tuple[list[int], int]:
     """Bytes of each parameter of this rank's part of a model, and the most that were held while it was loaded."""
+    from megatron_grpo.config.schema import PolicyConfig
     from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.weights.hf_weights import load_hf_weights
 
     with Peak() as importing:
-        chunks = build_model(shape, parallel, precision="float32")
+        chunks = build_model(PolicyConfig(parallel=parallel, precision="float32"), shape)
         load_hf_weights(chunks, shape, folder)
     return [parameter.nbytes for chunk in chunks for parameter in chunk.parameters()], importing.bytes
 

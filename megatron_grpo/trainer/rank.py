@@ -30,11 +30,9 @@ from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.lora import adapters_off
-from megatron_grpo.trainer.model.megatron_config import transformer_fields
 from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.shape import ModelShape
 
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
@@ -53,7 +51,7 @@ class ModelRank(ABC):
     def __init__(self, settings: RankSettings) -> None:
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
         config, shape = settings.config, settings.shape
-        self.chunks = _build(config, shape)
+        self.chunks = build_model(config, shape)
         load_hf_weights(self.chunks, shape, settings.folder)
         self.reference: list[DecoderModel] | None = None
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
@@ -79,7 +77,7 @@ class ModelRank(ABC):
     def _add_reference(self, reference: ReferenceConfig) -> None:
         """Build a copy of the model that is not trained."""
         config = _reference_config(self.config, reference)
-        self.reference = [chunk.requires_grad_(False) for chunk in _build(config, self.shape)]
+        self.reference = [chunk.requires_grad_(False) for chunk in build_model(config, self.shape)]
         _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
         if reference.offload:
             self._offloaded = OffloadedWeights(self.reference)
@@ -320,20 +318,6 @@ class PolicyRank(ModelRank):
             chunk_tokens=self.config.logprob_chunk_size,
         )
         return logprobs, replace(tokens, entropy=entropy)
-
-
-def _build(config: PolicyConfig, shape: ModelShape) -> list[DecoderModel]:
-    """The chunks of this rank's shard of a model as the configuration says, weights uninitialised."""
-    return build_model(
-        shape,
-        config.parallel,
-        precision=config.precision,
-        activation_checkpointing=config.activation_checkpointing,
-        fields=transformer_fields(config),
-        lora=config.lora,
-        fp8=config.fp8,
-        quantization=config.quantization,
-    )
 
 
 def _reference_config(config: PolicyConfig, reference: ReferenceConfig) -> PolicyConfig:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import LoraConfig, ParallelConfig, QuantizationFormat
+from megatron_grpo.config.schema import LoraConfig, PolicyConfig, QuantizationFormat
 from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
 from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.weights.shape import ModelShape
@@ -55,10 +55,10 @@ def export_checkpoint(
     from megatron_grpo.trainer.model.build import build_model
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
-    parallel = ParallelConfig()
-    initialize_parallel(parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
+    config = PolicyConfig(precision=precision, lora=lora)
+    initialize_parallel(config.parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
     try:
-        chunks = build_model(shape, parallel, precision=precision, lora=lora)
+        chunks = build_model(config, shape)
         if lora.rank and adapters_of is None:
             load_hf_weights(chunks, shape, source)
         with errors_in_one_line(f"{weights} cannot be loaded as {source}"):

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, STATE_FILE, complete
 from megatron_grpo.export import main
 from megatron_grpo.trainer.checkpoint import sharded_weights
@@ -27,7 +28,7 @@ from tests.support.tiny_models import TinyModel
 
 def save_checkpoint(layout: Layout, folder: Path, output: Path) -> None:
     shape = shape_of_folder(folder)
-    chunks = build_model(shape, layout.parallel, precision="float32")
+    chunks = build_model(PolicyConfig(parallel=layout.parallel, precision="float32"), shape)
     load_hf_weights(chunks, shape, folder)
     dist_checkpointing.save({"model": sharded_weights(chunks, None)}, str(output))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_grpo.config.schema import Fp8Config, LoraConfig, LossConfig, ModelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.trainer.actor import RankSettings
@@ -182,12 +182,12 @@ def adapted_on_rank(_: Layout, config: PolicyConfig, model: TinyModel) -> Tensor
 def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel) -> None:
     """What Transformer Engine does with them has not run here."""
     fp8 = Fp8Config(format="hybrid", recipe="blockwise", parameters=True, first_layers_bf16=1, last_layers_bf16=2)
-    config = transformer_config(model.shape, ParallelConfig(), "bfloat16", False, fp8, {})
+    config = transformer_config(PolicyConfig(fp8=fp8), model.shape)
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == ("hybrid", "blockwise", True)
     assert (config.first_last_layers_bf16, config.num_layers_at_start_in_bf16) == (True, 1)
     assert config.num_layers_at_end_in_bf16 == 2
     for off in (Fp8Config(), replace(fp8, simulate=True)):
-        assert transformer_config(model.shape, ParallelConfig(), "bfloat16", False, off, {}).fp8 is None
+        assert transformer_config(PolicyConfig(fp8=off), model.shape).fp8 is None
         require_fp8(off, model.shape)
     with pytest.raises(RunError, match=r"policy\.fp8\.format=hybrid needs a GPU and Transformer Engine"):
         require_fp8(fp8, model.shape)

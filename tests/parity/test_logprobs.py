@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
 from megatron_grpo.weights.families import shape_of_folder
@@ -69,7 +70,9 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
     found = []
     for folder in folders:
         shape = shape_of_folder(folder)
-        (model,) = build_model(shape, layout.parallel, precision=precision, activation_checkpointing=recompute)
+        (model,) = build_model(
+            PolicyConfig(parallel=layout.parallel, precision=precision, activation_checkpointing=recompute), shape
+        )
         load_hf_weights([model], shape, folder)
         logits = megatron_logits(model, microbatches())
         found.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])

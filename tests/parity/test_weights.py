@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_folder import write_hf_folder
@@ -25,7 +26,7 @@ def round_trip(layout: Layout, folders: list[Path], precision: str, gather_bytes
     found = []
     for folder in folders:
         shape = shape_of_folder(folder)
-        chunks = build_model(shape, layout.parallel, precision=precision)
+        chunks = build_model(PolicyConfig(parallel=layout.parallel, precision=precision), shape)
         load_hf_weights(chunks, shape, folder)
         tensors = list(iter_hf_tensors(chunks, shape, gather_bytes))
         found.append((parallel_state.get_tensor_model_parallel_rank() == 0, hf_specs(chunks, shape), tensors))

@@ -150,17 +150,9 @@ class GlobalAndLocalRotary(RotaryAtPositions):
         return torch.stack([super().forward(positions), self.local(positions)])
 
 
-def scaled_rope_frequencies(shape: ModelShape) -> Tensor:
-    """Inverse frequencies of a model whose rotary embeddings are scaled: [head_dim / 2], float32."""
-    return _frequencies_and_factor(shape)[0].float()
-
-
-def rope_factor(shape: ModelShape) -> float:
-    """Factor of the rotated vectors (YaRN); 1 for models without scaled rotary embeddings."""
-    return 1.0 if shape.rope_scaling is None else _frequencies_and_factor(shape)[1]
-
-
-def _frequencies_and_factor(shape: ModelShape) -> tuple[Tensor, float]:
+def scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
+    """Of a model whose rotary embeddings are scaled: inverse frequencies, [head_dim / 2], float32, and the factor of
+    the rotated vectors (YaRN)."""
     # Imported here because it takes seconds and only models with scaled frequencies need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -176,4 +168,4 @@ def _frequencies_and_factor(shape: ModelShape) -> tuple[Tensor, float]:
         rope_parameters={**scaling, "rope_type": rope_type},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    return frequencies, float(factor)
+    return frequencies.float(), float(factor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -18,9 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_grpo.config.schema import Fp8Config, LoraConfig, QuantizationFormat
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, rope_factor
+from megatron_grpo.trainer.model.attention import LocalOrGlobalSelfAttention, TorchCoreAttention, scaled_rope
 from megatron_grpo.trainer.model.experts import DecoderLayer, ExpertRouter
 from megatron_grpo.trainer.model.latent_attention import LatentAttention, LatentAttentionParts
 from megatron_grpo.trainer.model.layers import NormedRowParallelLinear, RMSNorm, with_front
@@ -62,49 +61,33 @@ def _transformer_engine_found() -> bool:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Additions:
-    """What is added to the plain linear layers of a model."""
-
-    lora: LoraConfig
-    fp8: Fp8Config
-    quantization: QuantizationFormat | None
-
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return self.lora.rank > 0 or self.fp8.simulated or self.quantization is not None
-
-
 def layer_spec(
-    config: TransformerConfig, shape: ModelShape, vp_stage: int | None, additions: Additions
+    settings: TransformerConfig, config: PolicyConfig, shape: ModelShape, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec that GPTModel builds the layers of this pipeline stage from, or of one of its chunks.
 
-    With additions, the linear layers and norms are torch's even where Transformer Engine is installed: its linear
-    layers contain the norm before them, which hides the input that an adapter needs. Its attention stays in use.
+    With adapters, simulated FP8 or quantisation, the linear layers and norms are torch's even where Transformer Engine
+    is installed: its linear layers contain the norm before them, which hides the input that an adapter needs. Its
+    attention stays in use.
     """
-    found = uses_transformer_engine(shape, _precision(config))
-    engine = found and not additions
+    found = uses_transformer_engine(shape, config.precision)
+    engine = found and not (config.lora.rank or config.fp8.simulated or config.quantization)
     if shape.experts is None and engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
     dense = _one_layer(shape, None, engine=engine, engine_attention=found)
     with_experts = dense
     if shape.experts is not None:
         with_experts = _one_layer(shape, shape.experts.count, engine=engine, engine_attention=found)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
-    if additions.fp8.simulated:
-        assert additions.fp8.recipe != "delayed", "its scales depend on earlier steps"
-        block = with_front(block, RoundedLinear, fp8=additions.fp8)
-    if additions.quantization is not None:
-        block = with_front(block, QuantizedLinear, quantization=additions.quantization)
-    return with_adapters(block, additions.lora) if additions.lora.rank else block
-
-
-def _precision(config: TransformerConfig) -> Literal["float32", "bfloat16"]:
-    return "float32" if config.params_dtype == torch.float32 else "bfloat16"
+    if config.fp8.simulated:
+        assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
+        block = with_front(block, RoundedLinear, fp8=config.fp8)
+    if config.quantization is not None:
+        block = with_front(block, QuantizedLinear, quantization=config.quantization)
+    return with_adapters(block, config.lora) if config.lora.rank else block
 
 
 @cache
@@ -155,10 +138,9 @@ def _torch_layer(shape: ModelShape, experts: int | None, *, engine_attention: bo
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if shape.latent is not None:
-        scales = {"softmax_scale": shape.softmax_scale, "rope_factor": rope_factor(shape)}
-        parts.self_attention = ModuleSpec(
-            LatentAttention, params={"latent": shape.latent, **scales}, submodules=LatentAttentionParts()
-        )
+        factor = 1.0 if shape.rope_scaling is None else scaled_rope(shape)[1]
+        sizes = {"latent": shape.latent, "softmax_scale": shape.softmax_scale, "rope_factor": factor}
+        parts.self_attention = ModuleSpec(LatentAttention, params=sizes, submodules=LatentAttentionParts())
         return layer
     attention = parts.self_attention.submodules
     attention.core_attention = TorchCoreAttention

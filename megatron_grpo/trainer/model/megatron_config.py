@@ -7,7 +7,7 @@ import importlib.util
 import os
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +24,11 @@ from megatron_grpo.weights.shape import ModelShape
 T = TypeVar("T")
 
 
-def transformer_config(
-    shape: ModelShape,
-    parallel: ParallelConfig,
-    precision: Literal["float32", "bfloat16"],
-    activation_checkpointing: bool,
-    fp8: Fp8Config,
-    fields: Mapping[str, Any],
-) -> TransformerConfig:
-    """Megatron-Core's settings of a decoder without dropout; `fields` are the user's and override the others."""
-    dtype = getattr(torch, precision)
-    engine = uses_transformer_engine(shape, precision)
+def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerConfig:
+    """Megatron-Core's settings of a decoder without dropout; the fields that users pass on override the others."""
+    parallel, dtype = config.parallel, getattr(torch, config.precision)
+    recomputes = config.activation_checkpointing
+    engine = uses_transformer_engine(shape, config.precision)
     ours: dict[str, Any] = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -51,7 +45,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **_parallel_settings(parallel),
-        bf16=precision == "bfloat16",
+        bf16=config.precision == "bfloat16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
@@ -66,9 +60,9 @@ def transformer_config(
         # The default dispatcher refuses variable_seq_lengths, even of a model without experts.
         moe_token_dispatcher_type="alltoall",
         **_expert_settings(shape, engine=engine),
-        recompute_granularity="full" if activation_checkpointing else None,
-        recompute_method="uniform" if activation_checkpointing else None,
-        recompute_num_layers=1 if activation_checkpointing else None,
+        recompute_granularity="full" if recomputes else None,
+        recompute_method="uniform" if recomputes else None,
+        recompute_num_layers=1 if recomputes else None,
         # What not all families share.
         activation_func={"silu": F.silu, "gelu_tanh": gelu_tanh}[shape.activation],
         layernorm_zero_centered_gamma=shape.zero_centered_norms,
@@ -76,10 +70,10 @@ def transformer_config(
         # Megatron-Core counts tokens before and after the query's own, and lists which layers have the window.
         window_size=None if shape.window is None else (shape.window - 1, 0),
         window_attn_skip_freq=[int(windowed) for windowed in shape.windowed] or None,
-        **fp8_settings(fp8),
+        **_fp8_settings(config.fp8),
         **_platform_settings(shape, engine=engine, interleaved=parallel.virtual_pipeline > 1),
     )
-    return made(TransformerConfig, ours, fields)
+    return made(TransformerConfig, ours, transformer_fields(config))
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -163,7 +157,7 @@ def _fuses_accumulation(config: PolicyConfig) -> bool:
     return current_platform().name == "cuda" and extension is not None
 
 
-def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
+def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
     """TransformerConfig's fields for FP8; none when it is off or simulated."""
     if not fp8.on_device:
         return {}
@@ -260,8 +254,6 @@ def _platform_settings(shape: ModelShape, *, engine: bool, interleaved: bool) ->
         # Not used; the default value warns that it is deprecated.
         "cuda_graph_scope": [],
         "persist_layer_norm": False,
-        # Needs a CUDA extension from apex; policy.gradient_accumulation_fusion looks for it.
-        "gradient_accumulation_fusion": False,
         # gloo has no batches of sends and receives; and of two interleaved stages, where both directions have one peer,
         # a batch mixes them up.
         "batch_p2p_comm": cuda and not interleaved,
