@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_grpo_kernels.fused_logprob import FusedLogprobs
 
 CHUNK_NUMBERS = 2**26
 """Default number of logits, or of their gradients, that are held at once: 256 MiB of float32. With fewer, summing a
@@ -74,24 +77,12 @@ class Asked:
     """Whether the weight is trained; with adapters it is frozen, and needs no gradient."""
 
 
-class LogprobKernel(Protocol):
-    """A way to compute the head that never holds [tokens, columns]; given at least one token and one column."""
-
-    def statistics(self, head: Head) -> Statistics:
-        """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
-        ...
-
-    def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None.
-
-        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkedLogprobs:
-    """In torch, chunk by chunk; the logits are computed again in the backward pass (a third more arithmetic)."""
+    """In torch, chunk by chunk; the logits are computed again in the backward pass (a third more arithmetic).
+
+    A head has at least one token and one column.
+    """
 
     chunk_tokens: int | None
     """Tokens of a chunk; None: as many as have `CHUNK_NUMBERS` logits."""
@@ -113,7 +104,10 @@ class ChunkedLogprobs:
         return Statistics(highest, sums)
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None."""
+        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None.
+
+        d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
+        """
         here, index = _targets(head)
         grad_hidden = torch.empty_like(head.hidden)
         grad_weight = None
@@ -192,8 +186,8 @@ def linear_logprobs(
     return both
 
 
-def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> LogprobKernel:
-    """The kernel of this name for hidden states [tokens, hidden], any float type."""
+def _kernel(name: str, hidden: Tensor, chunk_tokens: int | None) -> ChunkedLogprobs | FusedLogprobs:
+    """The kernel of this name for hidden states [tokens, hidden]; neither ever holds [tokens, columns]."""
     if name == "auto":
         name = "fused" if hidden.is_cuda and importlib.util.find_spec("triton") is not None else "chunked"
     if name == "chunked":
@@ -216,7 +210,7 @@ class _LinearLogprobs(torch.autograd.Function):
         columns: int,
         group: dist.ProcessGroup | None,
         scale: float,
-        kernel: LogprobKernel,
+        kernel: ChunkedLogprobs | FusedLogprobs,
     ) -> tuple[Tensor, Tensor]:
         """[tokens, hidden] and [rows, hidden], any float type, with rows [tokens], int64, to [tokens], float32."""
         head = Head(hidden, weight, columns, local, scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -89,12 +89,8 @@ def divergences(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
 def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
     """Share of the samples that importance-weighted averages amount to: (sum w)^2 / (n sum w^2) (Kish 1965).
 
-    Args:
-        mean_weight: mean of the importance weights over all samples.
-        mean_squared_weight: mean of the squared importance weights over all samples.
-
-    Returns:
-        1 when all weights are equal, down to 1/n when one sample has all the weight; 0 without any weight.
+    From means over all samples: 1 when all weights are equal, down to 1/n when one sample has all the weight; 0 without
+    any weight.
     """
     return mean_weight**2 / mean_squared_weight if mean_squared_weight > 0 else 0.0
 
@@ -123,18 +119,9 @@ def inconsistent_sequences(
     return beyond, {"max_seq_mult_prob_error": float(means.max()), "num_masked_seqs": float(beyond.sum())}
 
 
-class SamplingCorrection(NamedTuple):
-    """Weights of the policy-gradient term, constants of the sample."""
-
-    weights: Tensor
-    """[sequences, length], float32, without gradient: factor of each token's policy-gradient term."""
-    out_of_bounds: Tensor
-    """[sequences, length], bool: where a limit changed the weight."""
-
-
 def sampling_correction(
     prev: Tensor, generation: Tensor, mask: Tensor, config: LossConfig, segments: Segments | None = None
-) -> SamplingCorrection:
+) -> tuple[Tensor, Tensor]:
     """Weights w = training probability / sampling probability, limited as configured.
 
     Per token, or with sequence_level_importance_ratios of the whole response (the product over its tokens). Then, with
@@ -152,6 +139,10 @@ def sampling_correction(
         mask: [sequences, length], bool: tokens in the loss.
         config: level, kind and limits of the weights.
         segments: the sequences of a flat microbatch, whose tensors are [tokens]; None: the rows are the sequences.
+
+    Returns:
+        [sequences, length], float32, without gradient: factor of each token's policy-gradient term; and bool: where a
+        limit changed it.
     """
     # Detached: the weight is a constant of the sample; a gradient through it would change the objective.
     log_weights = (prev - generation).detach()
@@ -160,13 +151,13 @@ def sampling_correction(
         weights = bounded_exp(response_sum(log_weights, mask, segments))
     kind = config.truncated_importance_sampling_type
     if kind is None:
-        return SamplingCorrection(weights, torch.zeros_like(mask))
+        return weights, torch.zeros_like(mask)
     low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
     assert high is not None, "a truncation without an upper limit"
     if kind == "tis":
-        return SamplingCorrection(weights.clamp(max=high), weights > high)
+        return weights.clamp(max=high), weights > high
     assert low is not None, "a mask without a lower limit"
     # A geometric mean does not grow with the length of the response, so one pair of limits serves all lengths.
     judged = weights if kind == "icepop" else bounded_exp(response_mean(log_weights, mask, segments))
     out = (judged < low) | (judged > high)
-    return SamplingCorrection(torch.where(out, torch.zeros_like(weights), weights), out)
+    return torch.where(out, torch.zeros_like(weights), weights), out

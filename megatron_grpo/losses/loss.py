@@ -55,11 +55,6 @@ class Segments:
         sums = torch.zeros_like(self.sizes, dtype=values.dtype).index_add_(0, self.of_token, values)
         return (sums if self.join is None else self.join(sums))[self.of_token]
 
-    @property
-    def size_of_token(self) -> Tensor:
-        """[tokens], float32: tokens in the loss of each token's sequence, at least 1."""
-        return self.sizes.clamp(min=1)[self.of_token]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
@@ -191,7 +186,9 @@ def response_mean(values: Tensor, mask: Tensor, segments: Segments | None) -> Te
 def response_size(mask: Tensor, segments: Segments | None) -> Tensor:
     """Tokens in the loss of each token's response, at least 1; [sequences, 1] for rows and [tokens] for segments."""
     # At least 1: a response outside the loss has mean 0, not NaN, which times a mask of 0 would still be NaN.
-    return mask.sum(dim=1, keepdim=True).clamp(min=1) if segments is None else segments.size_of_token
+    if segments is None:
+        return mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return segments.sizes.clamp(min=1)[segments.of_token]
 
 
 def loss_share(

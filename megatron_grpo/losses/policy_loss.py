@@ -51,15 +51,11 @@ class ClippedPGLossFn:
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the policy's loss and metrics; a call of `losses.loss.LossFunction`.
+        """The microbatch's share of the policy's loss and metrics, from the arguments of `losses.loss.LossFunction`.
 
         Args:
-            curr_logprobs: [sequences, length], or flat [tokens], float32, with gradient: under the trained policy.
             tokens: loss_mask, advantages and generation_logprobs; optionally prev_logprobs; reference_logprobs for a KL
-                penalty, entropy (with gradient) for an entropy bonus, positive for imitation. Each in the shape of
-                curr_logprobs.
-            counts: denominators of the whole optimizer step.
-            segments: the sequences of a flat microbatch; None: the rows are the sequences.
+                penalty, entropy (with gradient) for an entropy bonus, positive for imitation.
 
         Returns:
             The microbatch's share of the loss, shape [], and metrics: shares of means over the step's tokens, except
@@ -83,9 +79,9 @@ class ClippedPGLossFn:
         policy = surrogate(curr, old, advantages, mask, config, segments)
         loss, metrics = -policy.objective, policy.metrics(mask, counts)
         if config.use_importance_sampling_correction:
-            correction = sampling_correction(prev, generation, mask, config, segments)
-            loss = loss * correction.weights  # before the KL penalty joins: the weights belong to the surrogate alone
-            metrics["is_oob_ratio"] = token_mean(correction.out_of_bounds, mask, counts)
+            weights, out_of_bounds = sampling_correction(prev, generation, mask, config, segments)
+            loss = loss * weights  # before the KL penalty joins: the weights belong to the surrogate alone
+            metrics["is_oob_ratio"] = token_mean(out_of_bounds, mask, counts)
         if tokens.reference_logprobs is not None:
             kl = self._kl(curr, old, masked(tokens.reference_logprobs, mask))
             metrics["kl_penalty"] = token_mean(kl, mask, counts)

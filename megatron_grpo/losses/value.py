@@ -179,13 +179,10 @@ class MseValueLossFn:
     def __call__(
         self, curr_values: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the value model's loss and metrics; a call of `losses.loss.LossFunction`.
+        """The microbatch's share of the value model's loss and metrics, from the arguments of `LossFunction`.
 
         Args:
-            curr_values: [sequences, length], or flat [tokens], float32, with gradient: the value before each token.
-            tokens: loss_mask, values (before the step) and returns, each in the shape of curr_values; ignored outside
-                the mask.
-            counts: denominators of the whole optimizer step.
+            tokens: loss_mask, values (before the step) and returns; ignored outside the mask.
             segments: unused by a mean over tokens.
 
         Returns:

@@ -240,28 +240,14 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
     Yields:
         (offset, size) of each box, in the order of the range; the elements of each are consecutive in it.
     """
-    if len(shape) == 1:
-        if start < stop:
-            yield (start,), (stop - start,)
-        return
-    row = math.prod(shape[1:])
-    whole, end = -(-start // row), stop // row
-    if whole > end:  # within one row
-        yield from _in_row(shape, end, start, stop)
-        return
-    yield from _in_row(shape, whole - 1, start, whole * row)
-    if whole < end:
-        yield (whole, *(0,) * (len(shape) - 1)), (end - whole, *shape[1:])
-    yield from _in_row(shape, end, end * row, stop)
-
-
-def _in_row(
-    shape: Sequence[int], number: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of a range that lies within row `number`; none if it is empty."""
-    before = number * math.prod(shape[1:])
-    for offset, size in boxes(shape[1:], start - before, stop - before):
-        yield (number, *offset), (1, *size)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    while start < stop:
+        # The largest slices that begin here and fit: of the outermost such dimension, up to that dimension's end.
+        axis = next(a for a, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
+        offset = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
+        slices = min((stop - start) // strides[axis], shape[axis] - offset[axis])
+        yield offset, (*(1,) * axis, slices, *shape[axis + 1 :])
+        start += slices * strides[axis]
 
 
 def _own_state(
@@ -302,13 +288,9 @@ def _own_ranges(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _boxes_of(
     weight: ShardedTensor | ShardedTensorFactory, prefix: str, state: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """The checkpoint's entries of one kind of state of a range of a parameter.
+    """The checkpoint's entries of one kind of state, [stop - start], of a range of a parameter; they share its memory.
 
-    Args:
-        weight: the parameter's entry; a factory if it is stored as several tensors (gate and up projections).
-        prefix: prefix of the state's name in the checkpoint.
-        state: [stop - start]: the state; the boxes share its memory.
-        start, stop: the range of the parameter's elements.
+    The parameter's entry `weight` is a factory if it is stored as several tensors (gate and up projections).
     """
     parts: list[tuple[int, ShardedTensor]]
     if isinstance(weight, ShardedTensorFactory):
@@ -321,27 +303,19 @@ def _boxes_of(
         parts = [(0, weight)]
     for first, part in parts:
         begin, end = max(start, first), min(stop, first + math.prod(part.local_shape))
-        if begin < end:
-            piece = state[begin - start : end - start]
-            yield from _boxes_of_part(part, f"{prefix}.{part.key}", piece, begin - first, end - first)
-
-
-def _boxes_of_part(part: ShardedTensor, key: str, state: Tensor, start: int, stop: int) -> Iterator[ShardedTensor]:
-    """Boxes of the range [start, stop) of a rank's shard of one stored tensor."""
-    shape = (*(1,) * part.prepend_axis_num, *part.local_shape)
-    taken = 0
-    for offset, size in boxes(shape, start, stop):
-        numel = math.prod(size)
-        yield ShardedTensor(
-            key=key,
-            data=state[taken : taken + numel].view(size),
-            dtype=state.dtype,
-            local_shape=size,
-            global_shape=part.global_shape,
-            global_offset=tuple(base + within for base, within in zip(part.global_offset, offset, strict=True)),
-            axis_fragmentations=None,
-            allow_shape_mismatch=part.allow_shape_mismatch,  # the padding of the vocabulary depends on the layout
-            # Data-parallel ranks hold different boxes, so only replicas of the weights count as replicas here.
-            replica_id=(*part.replica_id[:2], 0),
-        )
-        taken += numel
+        taken = begin - start
+        for offset, size in boxes((*(1,) * part.prepend_axis_num, *part.local_shape), begin - first, end - first):
+            numel = math.prod(size)
+            yield ShardedTensor(
+                key=f"{prefix}.{part.key}",
+                data=state[taken : taken + numel].view(size),
+                dtype=state.dtype,
+                local_shape=size,
+                global_shape=part.global_shape,
+                global_offset=tuple(base + within for base, within in zip(part.global_offset, offset, strict=True)),
+                axis_fragmentations=None,
+                allow_shape_mismatch=part.allow_shape_mismatch,  # the padding of the vocabulary depends on the layout
+                # Data-parallel ranks hold different boxes, so only replicas of the weights count as replicas here.
+                replica_id=(*part.replica_id[:2], 0),
+            )
+            taken += numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from megatron_grpo.platform.device import current_platform
 _KEPT = 16
 """Sends that may still be in flight, whose tensors must stay alive."""
 
-_patched = False
 
-
+@cache
 def exchange_shapes_in_order() -> None:
     """Have interleaved pipeline stages exchange shapes in the order of the tensors that follow; idempotent.
 
@@ -35,10 +35,6 @@ def exchange_shapes_in_order() -> None:
     shapes go through the same function as the tensors, `_p2p_ops`, which orders sends and receives by even and odd
     ranks, and only receives are waited for. Sent tensors are kept alive until _KEPT later exchanges.
     """
-    global _patched
-    if _patched:
-        return
-    _patched = True
     original = p2p.P2PCommunicator._communicate_shapes
     in_flight: deque[Any] = deque(maxlen=_KEPT)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,13 +27,14 @@ from megatron_grpo.trainer.actor import RankSettings, StepShare
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
 from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.trainer.model.decoder import DecoderModel, row_logprobs
+from megatron_grpo.trainer.model.decoder import DecoderModel
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
+from megatron_grpo_kernels.logprob import linear_logprobs
 
 Microbatches = list[list[int]]
 """Indices into a rank's TokenBatch, one list per microbatch."""
@@ -308,12 +310,17 @@ class PolicyRank(ModelRank):
 
     def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:
         """[rows, hidden] to log-probabilities, [rows], float32; adds the entropy to the fields."""
-        logprobs, entropy = row_logprobs(
-            model,
-            self.shape.vocab,
-            hidden,
+        group, temperature = parallel_state.get_tensor_model_parallel_group(), self.settings.temperature
+        columns = len(model.head_weight)
+        start = group.rank() * columns
+        logprobs, entropy = linear_logprobs(
+            copy_to_tensor_model_parallel_region(hidden),
+            model.head_weight,
             given(tokens.token_ids),
-            temperature=self.settings.temperature,
+            start=start,
+            columns=max(0, min(columns, self.shape.vocab - start)),
+            group=group if group.size() > 1 else None,
+            scale=1.0 / temperature if temperature > 0 else 1.0,  # greedy sampling is compared at temperature 1
             kernel=self.config.logprob_kernel,
             chunk_tokens=self.config.logprob_chunk_size,
         )

@@ -1,27 +1,21 @@
-"""The decoder of a pipeline stage, which ends in hidden states of chosen tokens, and the two heads on top of it."""
+"""The decoder of a pipeline stage, which ends in hidden states of chosen tokens, and the head of a value model."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo_kernels.logprob import linear_logprobs
 
 
 class DecoderModel(GPTModel):
-    """Megatron-Core's model without its head, which `row_logprobs` or `ValueHead` applies to chosen tokens alone.
+    """Megatron-Core's model without its head, which `PolicyRank` or `ValueHead` applies to chosen tokens alone.
 
     The head is the largest matrix of a small model, and its output the largest tensor of any model. So prompts and
     padding never reach it, and logits of all tokens are never held.
@@ -50,46 +44,6 @@ class DecoderModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         return self.output_layer.weight if weight is None else weight
-
-
-def row_logprobs(
-    model: DecoderModel,
-    vocab: int,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    kernel: Literal["fused", "chunked", "auto"],
-    chunk_tokens: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens after hidden states, and entropies of the distributions that they are drawn from.
-
-    Args:
-        model: the last pipeline stage, which holds the head.
-        vocab: vocabulary entries; the head's further rows are padding.
-        hidden: [rows, hidden], the model's float type.
-        targets: [rows], int64.
-        temperature: logits are divided by it; 0 (greedy sampling) counts as 1.
-        kernel: how the logits are reduced: "fused" in Triton, "chunked" in torch, "auto": fused where it can be.
-        chunk_tokens: tokens whose logits the chunked kernel holds at once; None: its own choice.
-
-    Returns:
-        Both [rows], float32, differentiable.
-    """
-    group = parallel_state.get_tensor_model_parallel_group()
-    columns = model.head_weight.shape[0]
-    start = dist.get_rank(group) * columns
-    return linear_logprobs(
-        copy_to_tensor_model_parallel_region(hidden),
-        model.head_weight,
-        targets,
-        start=start,
-        columns=max(0, min(columns, vocab - start)),
-        group=group if dist.get_world_size(group) > 1 else None,
-        scale=1.0 / temperature if temperature > 0 else 1.0,
-        kernel=kernel,
-        chunk_tokens=chunk_tokens,
-    )
 
 
 class ValueHead(torch.nn.Module):

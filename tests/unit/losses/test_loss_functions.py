@@ -203,7 +203,7 @@ def test_gspo_weighs_a_response_as_the_probability_of_its_text() -> None:
     prev, drawn = (policy[torch.arange(2), texts] for policy in (train, sample))
     mask = torch.ones_like(prev, dtype=torch.bool)
     config = replace(CONFIGS["gspo_corrected"], truncated_importance_sampling_type=None)
-    weights = sampling_correction(prev, drawn, mask, config).weights[:, 0]
+    weights = sampling_correction(prev, drawn, mask, config)[0][:, 0]
     worth = torch.arange(9, dtype=torch.float64)
     torch.testing.assert_close((drawn.sum(1).exp() * weights * worth).sum(), (prev.sum(1).exp() * worth).sum())
 
