@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,17 +13,19 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.config.schema import ParallelConfig
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields, token_places
 from megatron_grpo.losses.loss import Segments
 from megatron_grpo.platform.device import current_platform
+from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.packed_sequences import (
+    Move,
     PackedLayout,
     PackedSequences,
     held_routing,
+    held_source,
     lay_out,
     membership,
-    moved,
     packed_sequences,
 )
 from megatron_grpo.weights.shape import ModelShape
@@ -56,30 +58,26 @@ class Microbatch:
     """[rows], on the host: indices of the predicted tokens in the flat batch; -1: a row whose result is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
 class MicrobatchMaker:
-    """How the batches of a rank become microbatches."""
+    """Makes microbatches of the batches of a rank.
 
-    parallel: ParallelConfig
-    packing: bool
-    """Whether sequences are padded only to what the layout needs, rather than to the longest of the microbatch."""
-    shape: ModelShape
-    """Sizes of the model, which say how its attention looks at sequences."""
-    token_multiple: int = 1
-    """What the tokens of a rank, after sequence parallelism, are to be a multiple of (FP8)."""
-    transformer_engine: bool = False
-    """Whether the model's attention is Transformer Engine's."""
+    Sequences are padded only to what the layout needs with `packing`, else to the longest of the microbatch; the tokens
+    of a rank, after sequence parallelism, are a multiple of what FP8's products take.
+    """
+
+    def __init__(self, config: PolicyConfig, shape: ModelShape) -> None:
+        self._config, self._parallel, self._shape = config, config.parallel, shape
+        self._transformer_engine = uses_transformer_engine(shape, config.precision)
 
     def place(self, lengths: Sequence[int]) -> PackedLayout:
         """Where the tokens of sequences of these lengths stand on this rank."""
-        parallel = self.parallel
-        multiple = parallel.sequence_multiple
+        parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
             lengths,
             rank=parallel_state.get_context_parallel_rank(),
             size=parallel.context,
-            tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self.token_multiple,
-            width=None if self.packing else -(-max(lengths) // multiple) * multiple,
+            tensor_multiple=(parallel.tensor if parallel.sequence else 1) * self._config.fp8.token_multiple,
+            width=None if self._config.packing else -(-max(lengths) // multiple) * multiple,
         )
 
     def make(self, batch: TokenBatch, indices: list[int], asked: Literal["loss_mask", "sampled"]) -> Microbatch:
@@ -109,49 +107,38 @@ class MicrobatchMaker:
         entries["token_ids"] = entries["token_ids"].long()
         if no_rows and "loss_mask" in entries:
             entries["loss_mask"] = torch.zeros(1)
-        ids = torch.zeros(layout.local_tokens, dtype=torch.int64)
-        real = torch.from_numpy(layout.source >= 0)
-        ids[real] = fields.token_ids[torch.from_numpy(layout.source[layout.source >= 0])].long()
+        ids, real = np.zeros(layout.local_tokens, dtype=np.int64), layout.source >= 0
+        ids[real] = fields.token_ids.numpy()[layout.source[real]]
         move = _to_device()
+        sequence = np.repeat(np.arange(len(selected)), selected.lengths)  # of each token
         return Microbatch(
             token_ids=move(ids[None]),
-            sequences=moved(self._packed(layout, fields.routed_experts, real=bool(indices)), move),
-            rows=move(torch.from_numpy(rows)),
-            tokens=TokenFields(**{name: move(value) for name, value in entries.items()}),
-            segments=self._segments(selected, wanted, tokens, move),
+            sequences=self._packed(layout, fields.routed_experts, bool(indices), move),
+            rows=move(rows),
+            tokens=TokenFields(**{name: move(value.numpy()) for name, value in entries.items()}),
+            segments=Segments(
+                of_token=move(sequence[tokens]),
+                sizes=move(np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)),
+                join=joined_over_context if self._parallel.context > 1 else None,
+            ),
             flat=flat,
         )
 
-    def _packed(self, layout: PackedLayout, routed: Tensor | None, *, real: bool) -> PackedSequences:
+    def _packed(self, layout: PackedLayout, routed: Tensor | None, real: bool, move: Move) -> PackedSequences:
         """The layout of the tokens for the layers; `real`: whether they come from the batch.
 
         `routed`, [tokens of the flat sequences, numbers of a token], int8 or int16, are their recorded experts.
         """
         members = held = None
-        if self.shape.experts is not None:
+        if self._shape.experts is not None:
             part, parts = 0, 1
-            if self.parallel.sequence:
-                part, parts = parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor
-            members = membership(layout, part=part, parts=parts, real=real)
+            if self._parallel.sequence:
+                part, parts = parallel_state.get_tensor_model_parallel_rank(), self._parallel.tensor
+            source = held_source(layout, part=part, parts=parts, real=real)
+            members = membership(layout, source, move)
             if routed is not None:
-                held = held_routing(layout, routed, part=part, parts=parts, real=real)
-        return packed_sequences(layout, self.transformer_engine, self.shape.window, members, held)
-
-    def _segments(
-        self,
-        selected: TokenBatch,
-        wanted: NDArray[np.bool_],
-        tokens: NDArray[np.int64],
-        move: Callable[[Tensor], Tensor],
-    ) -> Segments:
-        """The sequences of some tokens, [rows], int64; `wanted` is [tokens of all sequences], bool."""
-        sequence = np.repeat(np.arange(len(selected)), selected.lengths)
-        sizes = np.bincount(sequence[wanted], minlength=len(selected)).astype(np.float32)
-        return Segments(
-            of_token=move(torch.from_numpy(sequence[tokens])),
-            sizes=move(torch.from_numpy(sizes)),
-            join=joined_over_context if self.parallel.context > 1 else None,
-        )
+                held = held_routing(routed.numpy(), source, move)
+        return packed_sequences(layout, self._transformer_engine, self._shape.window, members, held, move)
 
 
 def _nothing(batch: TokenBatch) -> TokenBatch:
@@ -167,9 +154,9 @@ def joined_over_context(values: Tensor) -> Tensor:
     return total
 
 
-def _to_device() -> Callable[[Tensor], Tensor]:
-    """Copies a tensor to the device; from pinned memory, so that the copy runs beside the host."""
+def _to_device() -> Move:
+    """Copies an array to the device; from pinned memory, so that the copy runs beside the host."""
     platform = current_platform()
     if platform.name == "cpu":
-        return lambda tensor: tensor
-    return lambda tensor: tensor.pin_memory().to(platform.device, non_blocking=True)
+        return torch.from_numpy
+    return lambda array: torch.from_numpy(array).pin_memory().to(platform.device, non_blocking=True)

@@ -29,7 +29,6 @@ from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.trainer.model.decoder import DecoderModel
 from megatron_grpo.trainer.model.experts import StepRouting
-from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.lora import adapters_off
 from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
 from megatron_grpo.trainer.optimizer import ModelOptimizer
@@ -62,13 +61,7 @@ class ModelRank(ABC):
         self._offloaded: OffloadedWeights | None = None
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
-        self._maker = MicrobatchMaker(
-            config.parallel,
-            config.packing,
-            shape,
-            config.fp8.token_multiple,
-            uses_transformer_engine(shape, config.precision),
-        )
+        self._maker = MicrobatchMaker(config, shape)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
             replays = config.moe.replay_routing and shape.value_head is None

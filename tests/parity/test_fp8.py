@@ -193,14 +193,16 @@ def test_settings_reach_megatron_and_are_refused_without_a_gpu(model: TinyModel)
         require_fp8(fp8, model.shape)
 
 
-def local_tokens_on_rank(layout: Layout, shape: ModelShape, packing: bool, multiple: int) -> int:
-    return MicrobatchMaker(layout.parallel, packing, shape, multiple).place([5, 9, 7]).local_tokens
+def local_tokens_on_rank(layout: Layout, shape: ModelShape, packing: bool) -> int:
+    fp8 = Fp8Config(format="hybrid", recipe="tensorwise")
+    config = PolicyConfig(parallel=layout.parallel, packing=packing, fp8=fp8)
+    return MicrobatchMaker(config, shape).place([5, 9, 7]).local_tokens
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, sequence=True), Layout(context=2)], ids=str)
 def test_microbatches_have_the_tokens_that_products_take(layout: Layout, model: TinyModel) -> None:
     """Also what sequence parallelism leaves each rank."""
     for packing in (True, False):
-        for tokens in run_on_ranks(layout, local_tokens_on_rank, model.shape, packing, 16):
+        for tokens in run_on_ranks(layout, local_tokens_on_rank, model.shape, packing):
             assert tokens % (16 * (layout.tensor if layout.sequence else 1)) == 0
             assert tokens * layout.context >= 21

@@ -23,8 +23,7 @@ from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSeque
 class RoutingReplay:
     """Chooses the recorded experts of tokens, or else the router's own; called by Megatron-Core's routing.
 
-    Args:
-        record: [tokens, experts of a token], integers: recorded experts; -1 where there are none.
+    `record`, [tokens, experts of a token], integers, are the recorded experts; -1 where there are none.
     """
 
     def __init__(self, record: Tensor) -> None:
@@ -37,17 +36,10 @@ class RoutingReplay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """The experts of each token with their scores, through which the gradient comes back to the router.
+        """The experts of each token, int64, with their scores, through which the gradient comes back to the router.
 
-        Args:
-            scores: [tokens, experts], floating point: what experts are chosen by.
-            topk: experts of a token.
-            num_groups: groups of experts, for `compute`.
-            group_topk: groups of a token, for `compute`.
-            compute: the router's own choice: called with the arguments before it, gives scores and indices.
-
-        Returns:
-            Both [tokens, topk]: scores, in their dtype; numbers of experts, int64.
+        `scores`, [tokens, experts], floating point, are what experts are chosen by. `compute`, the router's own choice,
+        takes the arguments before it; it gives scores and numbers of experts, both [tokens, topk], as this does.
         """
         _, own = compute(scores, topk, num_groups, group_topk)
         self.agreed = (own[:, :, None] == self._record[:, None, :]).sum(dim=(1, 2))
@@ -71,32 +63,28 @@ class ExpertRouter(TopKRouter):
         """Sequences of the optimizer step over all replicas, which both losses are averaged over."""
         self.membership: Membership | None = None
         """Sequence of each token of the microbatch; `DecoderLayer` sets it before every pass."""
-        self.chosen: Tensor | None = None
-        """[experts], float32: this rank's real tokens by chosen expert, in this step."""
-        self.losses: Tensor | None = None
-        """[2], float32: this rank's share of the auxiliary and of the z loss, in this step."""
         self.replays = False
         """Whether tokens are routed to recorded experts."""
         self.record: Tensor | None = None
         """[tokens of this rank, experts of a token], int8 or int16: recorded experts of the microbatch, -1 where there
         are none; `DecoderLayer` sets it before every pass."""
-        self.agreement: Tensor | None = None
-        """[2], float32: recorded experts of this rank's real tokens that the router would have chosen too, and all
-        recorded experts, in this step."""
+        self.clear()
 
     def clear(self) -> None:
         """Reset the counts at the start of a step."""
-        self.chosen = self.losses = self.agreement = None
+        device = current_platform().device
+        self.chosen = torch.zeros(self.num_experts, device=device)
+        """[experts], float32: this rank's real tokens by chosen expert."""
+        self.losses = torch.zeros(2, device=device)
+        """[2], float32: this rank's share of the auxiliary and of the z loss."""
+        self.agreement = torch.zeros(2, device=device)
+        """[2], float32: recorded experts of this rank's real tokens that the router would have chosen too, and all
+        recorded experts."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights of the experts, and which are chosen.
+        """Weights of the experts, 0 for those that are not chosen, and bool: which are chosen; both [tokens, experts].
 
-        Args:
-            logits: [tokens of this rank, 1, experts], float32.
-            padding_mask: unused: `membership` has it.
-
-        Returns:
-            Both [tokens, experts]: the weights, in the dtype of the logits, 0 for experts that are not chosen; bool.
+        The logits are [tokens of this rank, 1, experts], float32; `padding_mask` is unused, since `membership` has it.
         """
         flat = logits.view(-1, self.num_experts)
         config = self.config
@@ -124,12 +112,10 @@ class ExpertRouter(TopKRouter):
     def _count(self, chosen: Tensor, membership: Membership, replay: RoutingReplay | None) -> None:
         """Count chosen experts, [tokens, experts], bool, and how often the router agrees with the record."""
         real = membership.weight > 0
-        counts = (chosen & real[:, None]).sum(dim=0, dtype=torch.float32)  # no indexing, which would wait for the GPU
-        self.chosen = counts if self.chosen is None else self.chosen + counts
+        self.chosen += (chosen & real[:, None]).sum(dim=0)  # no indexing, which would wait for the GPU
         if replay is not None and replay.agreed is not None:
             compared = real & replay.known
-            both = torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk]).float()
-            self.agreement = both if self.agreement is None else self.agreement + both
+            self.agreement += torch.stack([(replay.agreed * compared).sum(), compared.sum() * self.topk])
 
     def _with_losses(self, probs: Tensor, logits: Tensor, membership: Membership) -> Tensor:
         """The weights, [tokens, experts], with the balancing losses attached to their backward pass."""
@@ -138,8 +124,7 @@ class ExpertRouter(TopKRouter):
         level = level * self.aux_loss_coeff / self.sequences_in_step
         squares = logits.float().logsumexp(dim=1).square()
         z_loss = (squares * membership.weight).sum() * self.z_loss_coeff / self.sequences_in_step
-        both = torch.stack([level, z_loss]).detach()
-        self.losses = both if self.losses is None else self.losses + both
+        self.losses += torch.stack([level, z_loss]).detach()
         with_losses: Tensor = MoEAuxLossAutoScaler.apply(probs, level + z_loss)
         return with_losses
 
@@ -274,13 +259,10 @@ class StepRouting:
 
     def counts(self) -> Tensor:
         """Tokens of the step by expert, [layers of this rank, experts], float32; collective over a pipeline stage."""
-        device = current_platform().device
-        rows = [router.chosen for router in self.routers if router.chosen is not None]
-        assert len(rows) in (0, len(self.routers)), "every layer sees every token"
-        experts = self.routers[0].num_experts if self.routers else 1
-        counts = torch.stack(rows) if rows else torch.zeros(len(self.routers), experts, device=device)
-        if self.routers:
-            dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        if not self.routers:
+            return torch.zeros(0, 1, device=current_platform().device)
+        counts = torch.stack([router.chosen for router in self.routers])
+        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return counts
 
     def metrics(self, counts: Tensor) -> dict[str, float]:
@@ -289,14 +271,12 @@ class StepRouting:
         `counts`, [layers of this rank, experts], float32, are those of the method `counts`.
         """
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
-        nothing = counts.new_zeros(2)
-        losses = torch.stack([r.losses for r in self.routers if r.losses is not None] or [nothing]).sum(0)
-        agreement = torch.stack([r.agreement for r in self.routers if r.agreement is not None] or [nothing]).sum(0)
-        over_tokens = torch.cat([losses, agreement])
+        by_layer = [torch.cat([router.losses, router.agreement]) for router in self.routers]
+        over_tokens = torch.stack(by_layer or [counts.new_zeros(4)]).sum(dim=0)
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(over_tokens, group=stage)
         extremes = torch.stack([level.amax(dim=1).sum(), level.amin(dim=1).sum()])
-        sums = torch.cat([extremes, over_tokens, losses.new_tensor([float(len(level))])])
+        sums = torch.cat([extremes, over_tokens, over_tokens.new_tensor([float(len(level))])])
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         highest, lowest, aux, z, agreed, compared, layers = sums.tolist()
         found = {

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ LEAST_FILL = 0.75
 """Sequences share an attention call if the shortest has at least this share of the longest's tokens."""
 
 Ints = NDArray[np.int64]
+Move = Callable[[NDArray[Any]], Tensor]
+"""Puts an array on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,9 @@ def _parts(layout: PackedLayout) -> _Parts:
     )
 
 
-def attention_calls(layout: PackedLayout, window: int | None = None) -> AttentionCalls:
-    """The attention calls of a microbatch on this rank.
-
-    Args:
-        layout: which tokens the rank holds.
-        window: tokens that each token sees, itself included; None: all before it.
-    """
+def attention_calls(layout: PackedLayout, window: int | None, move: Move) -> AttentionCalls:
+    """The attention calls of a microbatch on this rank; `window`: tokens that each token sees, itself included (None:
+    all before it)."""
     parts = _parts(layout) if window is None else _parts(layout).within(window)
     begins, queries, keys = parts.first_query, parts.queries, parts.keys
     # Longest first, so that neighbours have similar lengths and rectangles little padding.
@@ -247,50 +245,41 @@ def attention_calls(layout: PackedLayout, window: int | None = None) -> Attentio
         done += len(members) * most_queries
         groups.append(
             AttentionGroup(
-                queries=torch.from_numpy(query),
-                keys=torch.from_numpy(layout.places[key]),
-                first=torch.from_numpy(keys[members] - queries[members]),
+                queries=move(query),
+                keys=move(layout.places[key]),
+                first=move(keys[members] - queries[members]),
                 square=layout.size == 1 and bool((keys[members] == queries[members]).all()),
             )
         )
         begin = end
-    return AttentionCalls(groups, torch.from_numpy(out))
+    return AttentionCalls(groups, move(out))
 
 
-def membership(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Membership:
-    """The sequence of each of a rank's tokens.
-
-    Args:
-        layout: which tokens the context-parallel rank holds.
-        part: number of the part that this rank holds under sequence parallelism.
-        parts: number of parts.
-        real: False: the microbatch is empty, and all tokens count as padding.
-    """
-    source = held_source(layout, part=part, parts=parts)
-    count = len(layout.lengths)
-    sequence = np.searchsorted(np.cumsum(layout.lengths), source, side="right")
-    sequence = np.where(source < 0, count, sequence)
-    weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32) * real
-    return Membership(torch.from_numpy(sequence), torch.from_numpy(weight.astype(np.float32)), count)
-
-
-def held_source(layout: PackedLayout, *, part: int, parts: int) -> NDArray[np.int64]:
+def held_source(layout: PackedLayout, *, part: int, parts: int, real: bool) -> Ints:
     """[tokens of a part], int64: flat indices of the tokens in one of the `parts` equal parts that sequence parallelism
-    cuts a context-parallel rank's tokens into; -1 on padding."""
+    cuts a context-parallel rank's tokens into; -1 on padding, and everywhere unless the tokens are `real`."""
     each = layout.local_tokens // parts
-    return layout.source[part * each : (part + 1) * each]
+    source = layout.source[part * each : (part + 1) * each]
+    return source if real else np.full_like(source, -1)
 
 
-def held_routing(layout: PackedLayout, routed: Tensor, *, part: int, parts: int, real: bool) -> Tensor:
-    """The recorded experts of a rank's tokens, with the arguments of `membership`.
+def membership(layout: PackedLayout, source: Ints, move: Move = torch.from_numpy) -> Membership:
+    """The sequence of each of a rank's tokens, whose flat indices are `source` (`held_source`)."""
+    count = len(layout.lengths)
+    sequence = np.where(source < 0, count, np.searchsorted(np.cumsum(layout.lengths), source, side="right"))
+    weight = np.append(1.0 / np.maximum(layout.lengths, 1), 0.0)[sequence].astype(np.float32)
+    return Membership(move(sequence), move(weight), count)
 
-    `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16 on the host, becomes [tokens of
-    the part, layers * experts of a token] of the same dtype; -1 on padding.
+
+def held_routing(routed: NDArray[Any], source: Ints, move: Move = torch.from_numpy) -> Tensor:
+    """The recorded experts of a rank's tokens, whose flat indices are `source` (`held_source`).
+
+    `routed`, [tokens of the flat sequences, layers * experts of a token], int8 or int16, becomes [tokens of the part,
+    layers * experts of a token] of the same dtype; -1 on padding.
     """
-    source = torch.from_numpy(held_source(layout, part=part, parts=parts))
-    held = routed[source.clamp(min=0)]
-    held[source < 0 if real else slice(None)] = UNKNOWN
-    return held
+    held = routed[np.maximum(source, 0)]
+    held[source < 0] = UNKNOWN
+    return move(held)
 
 
 def packed_sequences(
@@ -299,6 +288,7 @@ def packed_sequences(
     window: int | None = None,
     members: Membership | None = None,
     routed: Tensor | None = None,
+    move: Move = torch.from_numpy,
 ) -> PackedSequences:
     """The argument of Megatron-Core's layers for a microbatch.
 
@@ -308,9 +298,12 @@ def packed_sequences(
         window: tokens that each token sees in layers with a window, itself included; None: no layer has one.
         members: sequence of each token; None: the model has no experts.
         routed: recorded experts, as `PackedSequences.routed`.
+        move: puts an array on the device.
     """
     if transformer_engine:
-        ends = torch.from_numpy(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
+        # One tensor: Transformer Engine compares cu_seqlens_q with cu_seqlens_q_padded by identity, and takes two equal
+        # tensors for sequences with padding between them, which excludes FlashAttention.
+        ends = move(np.concatenate([[0], np.cumsum(layout.widths)]).astype(np.int32))
         longest = int(layout.widths.max())
         return PackedSequences(
             qkv_format="thd",
@@ -325,32 +318,9 @@ def packed_sequences(
         )
     return PackedSequences(
         qkv_format="sbhd",
-        positions=torch.from_numpy(layout.positions),
-        calls=attention_calls(layout),
-        windowed_calls=None if window is None else attention_calls(layout, window),
+        positions=move(layout.positions),
+        calls=attention_calls(layout, None, move),
+        windowed_calls=None if window is None else attention_calls(layout, window, move),
         membership=members,
         routed=routed,
     )
-
-
-def moved(value: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor] | None = None) -> Any:
-    """A copy of packed sequences, or of a part of them, with every tensor passed through `move` (to a device) once.
-
-    Fields that are one tensor stay one: Transformer Engine compares `cu_seqlens_q` with `cu_seqlens_q_padded` by
-    identity, and takes two equal tensors for sequences with padding between them, which excludes FlashAttention.
-
-    Args:
-        value: packed sequences, or a part of them.
-        move: copies a tensor.
-        known: copies made so far, by the id of the original; None: none.
-    """
-    known = {} if known is None else known
-    if isinstance(value, Tensor):
-        if id(value) not in known:
-            known[id(value)] = move(value)
-        return known[id(value)]
-    if isinstance(value, list):
-        return [moved(one, move, known) for one in value]
-    if isinstance(value, (PackedSequences, AttentionCalls, AttentionGroup, Membership)):
-        return type(value)(**{one.name: moved(getattr(value, one.name), move, known) for one in fields(value)})
-    return value

@@ -17,7 +17,7 @@ from megatron_grpo.trainer import offload, rank
 from megatron_grpo.trainer.model import layer_spec, megatron_config
 from megatron_grpo.trainer.model.layer_spec import uses_transformer_engine
 from megatron_grpo.trainer.model.megatron_config import transformer_fields
-from megatron_grpo.trainer.model.packed_sequences import lay_out, moved, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import lay_out, packed_sequences
 from megatron_grpo.weights.families import shape_of_config
 from tests.support.config_problems import SMALL
 
@@ -57,9 +57,8 @@ def test_transformer_engine_without_its_extension_for_torch_is_not_used(packages
 
 
 def test_boundaries_that_are_one_tensor_stay_one_on_the_device() -> None:
-    sequences = packed_sequences(lay_out([3, 5], rank=0, size=1), transformer_engine=True)
-    copy = moved(sequences, lambda tensor: tensor.clone())
-    assert copy.cu_seqlens_q is not sequences.cu_seqlens_q
+    layout = lay_out([3, 5], rank=0, size=1)
+    copy = packed_sequences(layout, transformer_engine=True, move=lambda array: torch.from_numpy(array).clone())
     assert copy.cu_seqlens_q.tolist() == [0, 3, 8]
     for other in (copy.cu_seqlens_kv, copy.cu_seqlens_q_padded, copy.cu_seqlens_kv_padded):
         assert other is copy.cu_seqlens_q

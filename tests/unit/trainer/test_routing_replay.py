@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_grpo.trainer.model.experts import RoutingReplay
-from megatron_grpo.trainer.model.packed_sequences import held_routing, lay_out, moved, packed_sequences
+from megatron_grpo.trainer.model.packed_sequences import held_routing, held_source, lay_out
 
 LENGTHS = [3, 5, 1]
 EXPERTS, TOP_K = 6, 2
@@ -102,22 +102,14 @@ def test_every_token_finds_its_record_on_the_rank_that_holds_it(size: int, parts
     seen = []
     for rank in range(size):
         layout = lay_out(LENGTHS, rank=rank, size=size, tensor_multiple=4)
-        held = [held_routing(layout, routed, part=part, parts=parts, real=True) for part in range(parts)]
+        sources = [held_source(layout, part=part, parts=parts, real=True) for part in range(parts)]
+        held = [held_routing(routed.numpy(), source) for source in sources]
         assert [len(one) for one in held] == [layout.local_tokens // parts] * parts
         for row, source in zip(torch.cat(held).tolist(), layout.source.tolist(), strict=True):
             assert row == ([-1] * 4 if source < 0 else routed[source].tolist())
             seen.append(source)
-        nothing = held_routing(layout, routed, part=0, parts=parts, real=False)
+        nothing = held_routing(routed.numpy(), held_source(layout, part=0, parts=parts, real=False))
         assert (nothing == -1).all()
         assert nothing.dtype == torch.int16
     assert sorted(source for source in seen if source >= 0) == list(range(total))
     assert -1 in seen, "padding"
-
-
-@pytest.mark.parametrize("transformer_engine", [False, True])
-def test_the_record_is_moved_with_the_sequences(transformer_engine: bool) -> None:
-    routed = torch.ones(9, 4, dtype=torch.int8)
-    sequences = packed_sequences(lay_out(LENGTHS), transformer_engine, routed=routed)
-    assert sequences.routed is routed
-    assert moved(sequences, lambda tensor: tensor.to("meta")).routed.device.type == "meta"
-    assert packed_sequences(lay_out(LENGTHS), transformer_engine).routed is None
