@@ -10,8 +10,6 @@ library is best; the block costs a write and two reads beside them. Not yet time
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,18 +22,11 @@ PROGRAMS = 1024
 tokens the vocabulary is split too. The number is the same for all devices, and so are the sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """The logits that a program has in registers: tokens and columns; `width` products are summed at a time."""
+_Tile = dict[str, int]
+"""The logits that a program has in registers, TOKENS x COLUMNS; WIDTH products are summed at a time."""
 
-    tokens: int
-    columns: int
-    width: int
-    warps: int
-    stages: int
-
-
-_HALF, _SINGLE = _Tile(128, 128, 64, warps=8, stages=3), _Tile(64, 64, 32, warps=4, stages=3)
+HALF: _Tile = {"TOKENS": 128, "COLUMNS": 128, "WIDTH": 64, "num_warps": 8, "num_stages": 3}
+SINGLE: _Tile = {"TOKENS": 64, "COLUMNS": 64, "WIDTH": 32, "num_warps": 4, "num_stages": 3}
 """Tiles for 16-bit numbers (tensor cores), and for float32."""
 
 
@@ -47,7 +38,7 @@ class FusedLogprobs:
         hidden, real, tile = _checked(head)
         tokens, token_tiles, column_tiles = len(hidden), *_tiles(len(hidden), head.columns, tile)
         splits = min(column_tiles, triton.cdiv(PROGRAMS, token_tiles))
-        columns_of_split = triton.cdiv(column_tiles, splits) * tile.columns
+        columns_of_split = triton.cdiv(column_tiles, splits) * tile["COLUMNS"]
         splits = triton.cdiv(head.columns, columns_of_split)  # each has a column at least
         highest = torch.empty(splits, tokens, dtype=torch.float32, device=hidden.device)
         sums = torch.empty(3, splits, tokens, dtype=torch.float32, device=hidden.device)
@@ -74,7 +65,7 @@ class FusedLogprobs:
         tokens, dtype = len(hidden), hidden.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(head.weight) if asked.of_weight else None
-        size = max(1, CHUNK_NUMBERS // tokens // tile.columns) * tile.columns
+        size = max(1, CHUNK_NUMBERS // tokens // tile["COLUMNS"]) * tile["COLUMNS"]
         for first in range(0, head.columns, size):
             block = real[first : first + size]
             grad = torch.empty(tokens, len(block), dtype=dtype, device=hidden.device)
@@ -118,26 +109,19 @@ def _checked(head: Head) -> tuple[Tensor, Tensor, _Tile]:
             f"the fused kernel was given hidden states in {hidden.dtype} and a weight in {weight.dtype}, and takes "
             "both in the same of float32, bfloat16 and float16; use policy.logprob_kernel=chunked"
         )
-    return hidden.contiguous(), head.real.contiguous(), _SINGLE if hidden.dtype == torch.float32 else _HALF
+    return hidden.contiguous(), head.real.contiguous(), SINGLE if hidden.dtype == torch.float32 else HALF
 
 
 def _tiles(tokens: int, columns: int, tile: _Tile) -> tuple[int, int]:
     """Number of tiles over [tokens, columns], in each direction."""
-    return triton.cdiv(tokens, tile.tokens), triton.cdiv(columns, tile.columns)
+    return triton.cdiv(tokens, tile["TOKENS"]), triton.cdiv(columns, tile["COLUMNS"])
 
 
 def _settings(tile: _Tile, hidden: Tensor) -> dict[str, int | bool]:
     """Compile-time constants of both kernels."""
-    return {
-        "TOKENS": tile.tokens,
-        "COLUMNS": tile.columns,
-        "WIDTH": tile.width,
-        "EVEN": hidden.shape[1] % tile.width == 0,
-        # The interpreter stores bfloat16 as integers, and would multiply these.
-        "WIDEN": triton.knobs.runtime.interpret and hidden.dtype == torch.bfloat16,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    # The interpreter stores bfloat16 as integers, and would multiply these.
+    widens = triton.knobs.runtime.interpret and hidden.dtype == torch.bfloat16
+    return {**tile, "EVEN": hidden.shape[1] % tile["WIDTH"] == 0, "WIDEN": widens}
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -43,13 +43,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def errors_in_one_line(what: str) -> Iterator[None]:
-    """Turn errors of reading or writing a distributed checkpoint into one line.
+    """Turn an error of reading or writing a distributed checkpoint into a RunError of one line.
 
-    Args:
-        what: beginning of the line: which folder cannot be loaded, or written.
-
-    Raises:
-        RunError: with the error's first line; the original is its cause.
+    The line begins with `what`: which folder cannot be loaded, or written. The error is its cause.
     """
     try:
         yield
@@ -260,11 +256,8 @@ def _adapters_text(adapters: dict[str, Any] | None) -> str:
 def sharded_weights(chunks: Sequence[GPTModel], metadata: dict[str, Any] | None) -> dict[str, Any]:
     """The checkpoint's entries of a rank's weights, by number of the chunk; of a model with adapters only these.
 
-    Names in the checkpoint are those of the whole model, so that another layout can load it.
-
-    Args:
-        chunks: the rank's shard of the model.
-        metadata: the checkpoint's metadata, to which Megatron-Core adds process groups; None: it has none.
+    Names in the checkpoint are those of the whole model, so that another layout can load it. Megatron-Core adds process
+    groups to the checkpoint's `metadata`.
     """
     whole = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
     if not any(_is_adapters(name) for weights in whole.values() for name in weights):

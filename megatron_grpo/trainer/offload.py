@@ -45,11 +45,7 @@ class DeviceMemory:
         self._without_weights = False
 
     def require_weights(self) -> None:
-        """Check that the weights are on the device.
-
-        Raises:
-            RuntimeError: they are in host memory.
-        """
+        """Raise a RuntimeError if the weights are in host memory."""
         if self._without_weights:
             raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
 
@@ -172,9 +168,6 @@ class OffloadedWeights:
     """The frozen weights of a model in host memory, pinned if there is a GPU.
 
     Outside of `on_device` the parameters are the host copies, and are changed there; nothing is copied back.
-
-    Args:
-        chunks: the model, whose parameters are moved to host memory.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:

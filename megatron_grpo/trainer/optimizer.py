@@ -219,10 +219,7 @@ def shard_by_boxes(optimizer: Any) -> None:
     with the model. Here every rank writes its own range. A range of a tensor's elements in memory order is not one box
     of the tensor, but a few: the end of its first row, the whole rows between, the beginning of its last row, and so on
     within a row (`boxes`). Boxes become sharded tensors under the parameter's name, which loading reads and
-    concatenates in the same order in whatever layout it runs.
-
-    Args:
-        optimizer: from get_megatron_optimizer; optimizers that are not distributed are left as they are.
+    concatenates in the same order in whatever layout it runs. Other optimizers are left as they are.
     """
     for one in optimizer.chained_optimizers:
         if isinstance(one, DistributedOptimizer):
@@ -231,14 +228,9 @@ def shard_by_boxes(optimizer: Any) -> None:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A range of a tensor's elements as boxes of the tensor.
+    """(offset, size) of the boxes of a tensor that a range of its elements in memory order consists of.
 
-    Args:
-        shape: shape of the tensor, of at least one dimension.
-        start, stop: the range, in the order in which elements lie in memory.
-
-    Yields:
-        (offset, size) of each box, in the order of the range; the elements of each are consecutive in it.
+    They come in the order of the range, and the elements of each are consecutive in it.
     """
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:

@@ -114,10 +114,8 @@ class ModelRank(ABC):
     def stored_entries(self, loss_fn: LossFunction | None) -> tuple[str, ...]:
         """Names of the batch fields that this rank's pipeline stage reads, so that nothing else travels to it.
 
-        Token ids go to the first and the last stage, recorded experts to every stage with routers.
-
-        Args:
-            loss_fn: loss function of an optimizer step; None: the pass only computes outputs.
+        Token ids go to the first and the last stage, recorded experts to every stage with routers. Without a loss
+        function the pass only computes outputs.
         """
         replayed = self.routing is not None and self.routing.replays and self.routing.routers
         routed = ("routed_experts",) if replayed else ()
@@ -271,19 +269,11 @@ class PolicyRank(ModelRank):
     """
 
     def logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token of `batch` under the current weights.
-
-        Returns:
-            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
-        """
+        """Log-probability of every token under the current weights, as `_forward_tokens` returns it."""
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """Log-probability of every token of `batch` under the frozen reference policy.
-
-        Returns:
-            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
-        """
+        """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it."""
         assert self.settings.reference is not None, "the reference policy was not loaded"
         if self.reference is None:
             with adapters_off(self.chunks):
@@ -346,11 +336,7 @@ class ValueRank(ModelRank):
     routing_name = "value_moe"
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
-        """The value before every token of `batch` under the current weights.
-
-        Returns:
-            [sum(lengths)], float32, on the host of the output rank; None elsewhere.
-        """
+        """The value before every token under the current weights, as `_forward_tokens` returns it."""
         return self._forward_tokens(self.whole_chunks(), batch, microbatches)
 
     def _outputs(self, model: DecoderModel, hidden: Tensor, tokens: TokenFields) -> tuple[Tensor, TokenFields]:

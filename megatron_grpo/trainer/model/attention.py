@@ -55,16 +55,9 @@ class TorchCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention of every token to itself and those before it in its sequence; heads of a group share key and value.
 
-        Args:
-            query: [tokens, 1, heads, head_dim], any float type.
-            key: [tokens, 1, groups, head_dim], in the dtype of the query.
-            value: [tokens, 1, groups, value_dim], in the dtype of the query.
-            attention_mask: ignored, as are attn_mask_type and attention_bias: attention is always causal, and padding
-                stands to the right, where no real token sees it.
-            packed_seq_params: where the sequences lie (`PackedSequences`).
-
-        Returns:
-            [tokens, 1, heads * value_dim], the dtype of the query.
+        The query is [tokens, 1, heads, head_dim], any float type; of its dtype are key, [tokens, 1, groups, head_dim],
+        value, [tokens, 1, groups, value_dim], and the result, [tokens, 1, heads * value_dim]. Masks and biases are
+        ignored: attention is always causal, and padding stands to the right, where no real token sees it.
         """
         assert isinstance(packed_seq_params, PackedSequences), "sequences without their layout"
         if self._context is not None:

@@ -137,15 +137,8 @@ def load_level(
     f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i the mean of its
     normalised score. f has no gradient, so ranks that share a sequence only have to sum f.
 
-    Args:
-        logits: [tokens, experts], float32.
-        members: which sequences the tokens belong to.
-        top_k: experts of a token.
-        sigmoid: whether scores are sigmoids of the logits, rather than their softmax.
-        join: [sequences + 1, experts] of this rank's part to the sum over all parts.
-
-    Returns:
-        [], float32; 1 for each sequence whose tokens chose all experts equally often.
+    A sequence whose tokens chose all experts equally often adds 1. Logits are [tokens, experts], float32; scores are
+    their sigmoids or their softmax. `join` takes [sequences + 1, experts] of this rank to the sum over all parts.
     """
     scores = logits.softmax(dim=1)
     if sigmoid:
@@ -221,13 +214,9 @@ def mark_experts(model: torch.nn.Module) -> None:
 
 
 class StepRouting:
-    """The routers of a rank's shard during optimizer steps: counts, bias updates and metrics.
+    """The routers of a rank's shard during optimizer steps: counts, bias updates, and metrics with `name` as prefix.
 
-    Args:
-        chunks: the rank's shard of a model with experts.
-        config: how the load of experts is balanced.
-        name: prefix of the names of metrics.
-        replays: whether tokens are routed to the experts that the engine recorded.
+    With `replays` tokens are routed to the experts that the engine recorded.
     """
 
     def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:

@@ -54,15 +54,8 @@ class LatentAttention(MegatronModule):
     """Queries, keys and values of all heads, made of short vectors, and one rotated key that all heads share.
 
     Parameters have the names that Megatron-Core's own module gives them. That one splits the projections to the short
-    vectors in its torch layers, and loses part of their gradients.
-
-    Args:
-        config: Megatron-Core's settings.
-        submodules: what it is built of.
-        layer_number: number of the layer in the whole model, from 1.
-        latent: sizes of the attention's short vectors and heads.
-        softmax_scale: factor of the product of a query and a key.
-        rope_factor: factor of the rotated parts (YaRN).
+    vectors in its torch layers, and loses part of their gradients. `softmax_scale` is the factor of the product of a
+    query and a key, `rope_factor` that of the rotated parts (YaRN).
     """
 
     def __init__(
@@ -112,16 +105,10 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of every token to those before it in its sequence.
+        """Attention of every token to those before it in its sequence: [length, 1, hidden], any float type, to the same
+        and no bias; with sequence parallelism they are this rank's tokens.
 
-        Args:
-            hidden_states: [length, sequences, hidden], any float type; with sequence parallelism this rank's tokens.
-            attention_mask: ignored by the core attention.
-            rotary_pos_emb: [length, 1, 1, rope_dim], float32: angles of all tokens.
-            packed_seq_params: where packed sequences lie.
-
-        Returns:
-            [length, sequences, hidden] as it came, and no bias.
+        The angles of all tokens are [length, 1, 1, rope_dim], float32; the core attention ignores the mask.
         """
         latent = self.latent
         queries = self._queries(hidden_states).unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))

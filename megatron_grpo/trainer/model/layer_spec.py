@@ -81,7 +81,12 @@ def layer_spec(
     first = get_transformer_layer_offset(settings, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(settings, vp_stage=vp_stage))
     specs = [with_experts if shape.has_experts(layer) else dense for layer in layers]
-    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_output_norm(engine=engine))
+    norm: type[torch.nn.Module] = RMSNorm
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm  # lazy: the package may be missing
+
+        norm = TENorm
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     if config.fp8.simulated:
         assert config.fp8.recipe != "delayed", "its scales depend on earlier steps"
         block = with_front(block, RoundedLinear, fp8=config.fp8)
@@ -106,15 +111,6 @@ def keep_empty_states() -> None:
         return split(self, state) if state.numel() else [state] * self.num_gemms
 
     layer._split_extra_state = split_unless_empty
-
-
-def _output_norm(*, engine: bool) -> type[torch.nn.Module]:
-    if not engine:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm  # lazy: the package may be missing
-
-    norm: type[torch.nn.Module] = TENorm
-    return norm
 
 
 def _one_layer(shape: ModelShape, experts: int | None, *, engine: bool, engine_attention: bool) -> ModuleSpec:

@@ -61,12 +61,10 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 def with_front(block: TransformerBlockSubmodules, front: type, **arguments: Any) -> TransformerBlockSubmodules:
-    """Give every linear layer of a stage's spec, which is changed, a class as its first base class.
+    """Give every linear layer of a stage's spec of torch modules, which is changed, `front` as its first base class.
 
-    Args:
-        block: the spec; its layers are torch modules.
-        front: the class; overrides what it wants to and leaves the rest to the layer's own class, the next base.
-        arguments: keyword arguments of the front's constructor, besides those of the layer.
+    The front overrides methods of the layer's own class, the next base; `arguments` are keyword arguments of its
+    constructor, besides those of the layer.
     """
     for layer in block.layer_specs:
         _put_in_front(layer.submodules, front, arguments)
@@ -89,12 +87,8 @@ def _put_in_front(parts: Any, front: type, arguments: dict[str, Any]) -> None:
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         kind, params = spec_of(part)
-        if _is_linear(kind):
+        if isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
             if not issubclass(kind, front):  # the layers may share one spec
                 setattr(parts, field.name, ModuleSpec(module=fronted(front, kind), params={**params, **arguments}))
         elif isinstance(part, ModuleSpec):
             _put_in_front(part.submodules, front, arguments)
-
-
-def _is_linear(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))

@@ -73,12 +73,13 @@ class AdaptedLinear:
     def draw(self, name: str) -> None:
         """A: uniform within 1 / sqrt(columns) of the whole matrix, as a linear layer of torch; B: zero.
 
-        Args:
-            name: name of the layer in the whole model; seeds the draw, so that it is the same in every layout.
+        The layer's `name` in the whole model seeds the draw, so that it is the same in every layout.
         """
         parts, here = (self.tp_group.size(), self.tp_group.rank()) if self.split == "lora_a" else (1, 0)
-        whole = _drawn(name, len(self.lora_a), self.lora_a.shape[1] * parts)
-        self.lora_a.copy_(whole.chunk(parts, dim=1)[here])
+        rows, columns = len(self.lora_a), self.lora_a.shape[1] * parts
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        drawn = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed))
+        self.lora_a.copy_(((2 * drawn - 1) / columns**0.5).chunk(parts, dim=1)[here])
         self.lora_b.zero_()
 
     def merged_weight(self) -> Tensor:
@@ -120,12 +121,7 @@ class AdaptedLinear:
 
 
 def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> TransformerBlockSubmodules:
-    """Put adapters on the target modules of a stage's spec, which is changed.
-
-    Args:
-        block: the spec; its layers are torch modules. Experts get no adapters.
-        lora: the adapters' settings; its rank is above 0.
-    """
+    """Put adapters on the target modules of a stage's spec of torch modules, which is changed; none on experts."""
     for layer in block.layer_specs:
         parts = layer.submodules
         places = {"linear_qkv": parts.self_attention.submodules, "linear_proj": parts.self_attention.submodules}
@@ -141,11 +137,7 @@ def with_adapters(block: TransformerBlockSubmodules, lora: LoraConfig) -> Transf
 
 
 def train_adapters_alone(chunk: Any) -> None:
-    """Freeze every parameter but the adapters', and draw the first values of these.
-
-    Args:
-        chunk: a GPTModel with adapters in its layers.
-    """
+    """Freeze every parameter of a model but the adapters', and draw the first values of these."""
     chunk.requires_grad_(False)
     for name, layer in _adapted_layers(chunk):
         layer.draw(name)
@@ -158,11 +150,7 @@ def train_adapters_alone(chunk: Any) -> None:
 
 @contextmanager
 def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
-    """The base model in the body: the same weights without their adapters.
-
-    Args:
-        chunks: a rank's shard of a model with adapters.
-    """
+    """Have a model with adapters compute as its base model in the body."""
     layers = [layer for chunk in chunks for _, layer in _adapted_layers(chunk)]
     assert layers, "the model has no adapters"
     for layer in layers:
@@ -185,10 +173,3 @@ def _adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
 def _carry_gradients(_module: Any, _given: Any, embedded: Tensor) -> Tensor:
     """Embeddings, [length, sequences, hidden], any float type: as they are, but backward reaches them."""
     return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
-
-
-def _drawn(name: str, rows: int, columns: int) -> Tensor:
-    """[rows, columns], float32, on the host: uniform within 1 / sqrt(columns), decided by the name."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.rand(rows, columns, generator=generator) - 1) / columns**0.5

@@ -77,11 +77,7 @@ def transformer_config(config: PolicyConfig, shape: ModelShape) -> TransformerCo
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Fields that users pass on and the installed Megatron-Core does not have, or has with another type.
-
-    Args:
-        sections: the fields by section of the configuration: policy.megatron, policy.ddp, policy.megatron_optimizer.
-    """
+    """Fields, by section of the configuration, that the installed Megatron-Core lacks or has with another type."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
@@ -115,16 +111,10 @@ def transformer_fields(config: PolicyConfig) -> dict[str, Any]:
 
 
 def made(kind: type[T], ours: Mapping[str, Any], passed: Mapping[str, Any]) -> T:
-    """One of Megatron-Core's configuration objects.
+    """One of Megatron-Core's configuration objects; a ValueError if it refuses the combination of fields.
 
-    Args:
-        kind: class of the configuration object.
-        ours: fields that the run sets.
-        passed: fields that the user sets, names and types checked; they override ours. Dtypes and members of
-            enumerations are written by name.
-
-    Raises:
-        ValueError: Megatron-Core refuses the combination.
+    The user's fields, names and types checked, override ours; their dtypes and members of enumerations are written by
+    name.
     """
     hints = typing.get_type_hints(kind)
     try:
@@ -174,11 +164,7 @@ def _fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def require_fp8(fp8: Fp8Config, shape: ModelShape) -> None:
-    """Refuse FP8 on a rank that cannot compute in it; does nothing when it is off or simulated.
-
-    Raises:
-        RunError: there is no GPU or no Transformer Engine, or the GPU is too old for the recipe.
-    """
+    """Raise a RunError if this rank has no GPU or Transformer Engine for FP8, or its GPU is too old for the recipe."""
     if not fp8.on_device:
         return
     what = f"policy.fp8.format={fp8.format}"

@@ -29,12 +29,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def round_tensor(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Values at one scale for the whole matrix, 448 / max |x| (Transformer Engine's current scaling).
 
-    Args:
-        values: [...], any float type: this rank's part of the matrix.
-        group: ranks that hold the other parts; None: there are none.
-
-    Returns:
-        [...], the dtype of the values.
+    This rank's part of the matrix is [...], any float type, as is the result; `group` are the ranks with the others.
     """
     largest = values.abs().amax().float()
     if group is not None and group.size() > 1:
@@ -49,14 +44,8 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
     This is Transformer Engine's block scaling (blocks of 1 x 128 in activations, 128 x 128 in weights), and, in blocks
     of 1 x 32, that of MXFP8 (OCP Microscaling 1.0, its scale rounded so that nothing overflows).
 
-    Args:
-        values: [..., columns of the matrix], any float type; whole blocks in the last dimension and, where `rows` is
-            above 1, in the one before.
-        rows: rows of a block.
-        columns: columns of a block.
-
-    Returns:
-        As the values, in shape and dtype.
+    Values are [..., columns of the matrix], any float type, as is the result: whole blocks of rows x columns in the
+    last dimension and, where `rows` is above 1, in the one before.
     """
     height, width = values.numel() // values.shape[-1], values.shape[-1]
     assert height % rows == 0, f"{height} rows are no whole blocks of {rows}"
@@ -86,23 +75,19 @@ class RoundedLinear:
     def _forward_impl(self, input: Tensor, weight: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         """[length, sequences, columns] to [length, sequences, rows], any float type; the names are Megatron-Core's."""
         if self.fp8_on:
-            input = _StraightThrough.apply(input, self._input(input))
-            weight = _StraightThrough.apply(weight, self._weight(weight))
+            # Other ranks hold other tokens, or other columns, of the same input.
+            of_input = parallel_state.get_tensor_and_context_parallel_group()
+            input = _StraightThrough.apply(input, self._rounded(input, 1, of_input))
+            weight = _StraightThrough.apply(weight, self._rounded(weight, 128, self.tp_group))
         output: Tensor = super()._forward_impl(input, weight, *arguments, **keywords)  # type: ignore[misc]
         return output
 
     @torch.no_grad()
-    def _input(self, values: Tensor) -> Tensor:
+    def _rounded(self, values: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+        """An operand whose blocks have so many rows in block scaling; `group` are the ranks with other parts of it."""
         if self._recipe == "tensorwise":
-            # Other ranks hold other tokens or other columns of the same matrix.
-            return round_tensor(values, parallel_state.get_tensor_and_context_parallel_group())
-        return round_blocks(values, 1, 32 if self._recipe == "mxfp8" else 128)
-
-    @torch.no_grad()
-    def _weight(self, values: Tensor) -> Tensor:
-        if self._recipe == "tensorwise":
-            return round_tensor(values, self.tp_group)
-        return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, 128, 128)
+            return round_tensor(values, group)
+        return round_blocks(values, 1, 32) if self._recipe == "mxfp8" else round_blocks(values, rows, 128)
 
 
 def keep_outer_layers(chunk: Any, layers: int, fp8: Fp8Config) -> None:
@@ -159,13 +144,7 @@ NUM_BITS = {"int8": 8, "fp8": (4, 3)}
 
 
 def _quantizer(quantization: QuantizationFormat, axis: int | tuple[int, ...], group: dist.ProcessGroup | None) -> Any:
-    """A quantiser with a scale for each index of `axis`.
-
-    Args:
-        quantization: format to round to.
-        axis: dimensions that have a scale for each index.
-        group: ranks that together have all columns; None: this rank has them.
-    """
+    """A quantiser with a scale for each index of the dimensions `axis`; all columns are on the ranks of `group`."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig  # lazy: optional, and takes seconds
 
     # Dynamic scales put every number within range, so there is nothing to clip in the backward pass either.

@@ -44,16 +44,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_fused_logprobs(dtype: str, even: bool, capability: int) -> None:
-    tile = fused_logprob._SINGLE if dtype == "fp32" else fused_logprob._HALF
-    settings = {
-        "TOKENS": tile.tokens,
-        "COLUMNS": tile.columns,
-        "WIDTH": tile.width,
-        "EVEN": even,
-        "WIDEN": False,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    tile = fused_logprob.SINGLE if dtype == "fp32" else fused_logprob.HALF
+    settings = {**tile, "EVEN": even, "WIDEN": False}
     numbers = dict.fromkeys(("tokens", "all_columns", "width", "columns_of_split"), INDEX) | {"scale": "fp32"}
     inputs = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "local": "*i64"} | numbers
     reduce = inputs | {"highest": FLOAT32, "sums": FLOAT32}
