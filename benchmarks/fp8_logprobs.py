@@ -91,7 +91,7 @@ def main() -> None:
     for name, default in {"sequences": 8, "tokens": 128, "layers": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
+    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=600)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder) / "model", options.layers)
         ids = sampled(model, options.sequences, options.tokens)

@@ -95,7 +95,7 @@ def measure_rank(rank: int, layout: dict[str, Any], folder: str, port: int, resu
     torch.set_num_threads(1)
     parallel = ParallelConfig(**layout)
     store = reach_store("127.0.0.1", port, 60.0)
-    initialize_parallel(parallel, rank=rank, world_size=2, store=store, seed=0, timeout_s=300.0)
+    initialize_parallel(parallel, rank=rank, store=store, seed=0, timeout_s=300.0)
     shape = shape_of_config(json.loads(Path(folder, "config.json").read_text()))
     measure_import(shape, parallel, folder)  # what is allocated once, at the first time, belongs to nobody's import
     sizes, importing = measure_import(shape, parallel, folder)

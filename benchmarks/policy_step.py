@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("skewed", "even"), default="skewed")
     parser.add_argument("--model", choices=("addition", "calculator"), help="instead of one of the sizes above")
     options = parser.parse_args()
-    initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
+    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=0, timeout_s=600)
     config = Qwen3Config(**(PREPARED_MODELS[options.model] if options.model else sizes_of(options)))
     batch = make_batch(options.sequences, options.longest, config.vocab_size, even=options.lengths == "even")
     with tempfile.TemporaryDirectory() as place:

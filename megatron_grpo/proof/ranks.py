@@ -241,7 +241,6 @@ def _serve(task: Task, rank: int, port: int, connection: Connection) -> None:
         initialize_parallel(
             task.parallel,
             rank=rank,
-            world_size=task.parallel.world_size,
             store=reach_store("127.0.0.1", port, task.timeout_s),
             seed=task.seed,
             timeout_s=task.timeout_s,

@@ -84,12 +84,11 @@ class StepShare:
 class RankActor:
     """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
 
-    def __init__(self, name: str, rank: int, world_size: int, threads: int) -> None:
+    def __init__(self, name: str, rank: int, threads: int) -> None:
         begin_process_log(name)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, in `import_packages`
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts (`initialize_parallel`)
-        self.name = name
-        self.rank, self.world_size, self.threads = rank, world_size, threads
+        self.name, self.rank, self.threads = name, rank, threads
         self._imports_s = 0.0
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -141,7 +140,6 @@ class RankActor:
         initialize_parallel(
             settings.config.parallel,
             rank=self.rank,
-            world_size=self.world_size,
             store=reach_store(*store_address, settings.config.timeout_s),
             seed=settings.seed,
             timeout_s=settings.config.timeout_s,

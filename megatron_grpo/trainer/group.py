@@ -101,7 +101,7 @@ class RankGroup:
         threads = settings.config.threads or max(1, cores // world)
         actor_class = ray.remote(RankActor)
         self.actors = [
-            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, world, threads)
+            actor_class.options(**actor_options(rank)).remote(f"{self.label} rank {rank}", rank, threads)
             for rank in range(world)
         ]
         self._places: list[RankPlace] = []

@@ -164,27 +164,25 @@ def _finish_copies() -> None:
         torch.cuda.synchronize()
 
 
-class OffloadedWeights:
-    """The frozen weights of a model in host memory, pinned if there is a GPU.
+def move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
+    """Move a frozen model's parameters to host memory, pinned if there is a GPU."""
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        host = parameter.data.cpu()
+        parameter.data = host.pin_memory() if current_platform().name == "cuda" else host
 
-    Outside of `on_device` the parameters are the host copies, and are changed there; nothing is copied back.
+
+@contextmanager
+def on_device(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Have a model whose parameters are in host memory on the platform's device in the body.
+
+    Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
     """
-
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        for parameter in self._parameters:
-            host = parameter.data.cpu()
-            parameter.data = host.pin_memory() if current_platform().name == "cuda" else host
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Have the weights on the platform's device within the body."""
-        device = current_platform().device
-        hosted = [parameter.data for parameter in self._parameters]
-        try:
-            for parameter in self._parameters:
-                parameter.data = parameter.data.to(device, non_blocking=True)
-            yield
-        finally:
-            for parameter, host in zip(self._parameters, hosted, strict=True):
-                parameter.data = host
+    device = current_platform().device
+    hosted = [(parameter, parameter.data) for chunk in chunks for parameter in chunk.parameters()]
+    try:
+        for parameter, host in hosted:
+            parameter.data = host.to(device, non_blocking=True)
+        yield
+    finally:
+        for parameter, host in hosted:
+            parameter.data = host

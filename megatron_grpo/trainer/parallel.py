@@ -79,7 +79,6 @@ def initialize_parallel(
     parallel: ParallelConfig,
     *,
     rank: int,
-    world_size: int,
     store: Store,
     seed: int,
     timeout_s: float,
@@ -87,12 +86,11 @@ def initialize_parallel(
     """Join the other ranks, form the tensor, context, expert, data and pipeline groups, and seed the random states.
 
     Args:
-        parallel: their sizes multiply to world_size.
+        parallel: their sizes, whose product is the number of ranks.
         rank: number of the calling process; tensor-parallel neighbours have consecutive numbers.
         store: rendezvous of the ranks.
         timeout_s: deadline of the start-up and of every later collective.
     """
-    assert parallel.world_size == world_size, f"a layout of {parallel.world_size} ranks was started with {world_size}"
     if current_platform().name == "cpu":
         from megatron_grpo.cpu.megatron import apply_patches
 
@@ -108,7 +106,7 @@ def initialize_parallel(
         platform.backend,
         store=store,
         rank=rank,
-        world_size=world_size,
+        world_size=parallel.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(

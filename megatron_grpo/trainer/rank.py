@@ -26,11 +26,10 @@ from megatron_grpo.platform.device import current_platform
 from megatron_grpo.trainer.actor import RankSettings, StepShare
 from megatron_grpo.trainer.checkpoint import RankCheckpoint
 from megatron_grpo.trainer.microbatch import Microbatch, MicrobatchMaker, joined_over_context
-from megatron_grpo.trainer.model.build import build_model
-from megatron_grpo.trainer.model.decoder import DecoderModel
+from megatron_grpo.trainer.model.build import DecoderModel, build_model
 from megatron_grpo.trainer.model.experts import StepRouting
 from megatron_grpo.trainer.model.lora import adapters_off
-from megatron_grpo.trainer.offload import DeviceMemory, OffloadedWeights
+from megatron_grpo.trainer.offload import DeviceMemory, move_to_host, on_device
 from megatron_grpo.trainer.optimizer import ModelOptimizer
 from megatron_grpo.weights.hf_weights import load_hf_weights
 from megatron_grpo_kernels.logprob import linear_logprobs
@@ -58,7 +57,6 @@ class ModelRank(ABC):
         """The chunks of a policy's frozen reference; a checkpoint holds them only once they have moved."""
         self.reference_moved = False
         """Whether the reference policy differs from the model that the run started from."""
-        self._offloaded: OffloadedWeights | None = None
         if settings.reference is not None and not config.lora.rank:  # else it is the policy without its adapters
             self._add_reference(settings.reference)
         self._maker = MicrobatchMaker(config, shape)
@@ -75,7 +73,7 @@ class ModelRank(ABC):
         self.reference = [chunk.requires_grad_(False) for chunk in build_model(config, self.shape)]
         _copy_weights(self.chunks, self.reference)  # faster than reading from disk again
         if reference.offload:
-            self._offloaded = OffloadedWeights(self.reference)
+            move_to_host(self.reference)
 
     def whole_chunks(self) -> list[DecoderModel]:
         """The chunks with up-to-date weights; collective over data-parallel ranks.
@@ -274,11 +272,12 @@ class PolicyRank(ModelRank):
 
     def reference_logprobs(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """Log-probability of every token under the frozen reference policy, as `_forward_tokens` returns it."""
-        assert self.settings.reference is not None, "the reference policy was not loaded"
+        reference = self.settings.reference
+        assert reference is not None, "the reference policy was not loaded"
         if self.reference is None:
             with adapters_off(self.chunks):
                 return self._forward_tokens(self.whole_chunks(), batch, microbatches)
-        with nullcontext() if self._offloaded is None else self._offloaded.on_device():
+        with on_device(self.reference) if reference.offload else nullcontext():
             return self._forward_tokens(self.reference, batch, microbatches)
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ def export_checkpoint(
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
     config = PolicyConfig(precision=precision, lora=lora)
-    initialize_parallel(config.parallel, rank=0, world_size=1, store=HashStore(), seed=0, timeout_s=600)
+    initialize_parallel(config.parallel, rank=0, store=HashStore(), seed=0, timeout_s=600)
     try:
         chunks = build_model(config, shape)
         if lora.rank and adapters_of is None:

@@ -38,6 +38,6 @@ def one_rank() -> Iterator[None]:
     from megatron_grpo.config.schema import ParallelConfig
     from megatron_grpo.trainer.parallel import destroy_parallel, initialize_parallel
 
-    initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60)
+    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=1, timeout_s=60)
     yield
     destroy_parallel()

@@ -181,7 +181,6 @@ def _serve(number: int, connection: Connection) -> None:
                 initialize_parallel(
                     layout.parallel,
                     rank=number,
-                    world_size=layout.ranks,
                     store=reach_store("127.0.0.1", port, START_TIMEOUT_S),
                     seed=SEED,
                     timeout_s=START_TIMEOUT_S,

@@ -21,7 +21,7 @@ from tests.support.tiny_models import TinyModel
 
 def gradients_with_the_fused_head(models: list[TinyModel]) -> list[tuple[dict[str, Tensor], float]]:
     """As `gradients_on_rank`, on a rank of this process."""
-    initialize_parallel(ParallelConfig(), rank=0, world_size=1, store=HashStore(), seed=1, timeout_s=60)
+    initialize_parallel(ParallelConfig(), rank=0, store=HashStore(), seed=1, timeout_s=60)
     try:
         return gradients_on_rank(Layout(), models, settings={"logprob_kernel": "fused"})
     finally:

@@ -32,12 +32,14 @@ def microbatches() -> list[Tensor]:
     return [torch.randint(0, VOCAB, (2, length), generator=generator) for length in LENGTHS]
 
 
-def megatron_logits(model: GPTModel, batches: list[Tensor]) -> list[Tensor]:
+def megatron_logits(model: GPTModel, batches: list[Tensor], window: int | None) -> list[Tensor]:
     """Full logits of every microbatch, on the last pipeline stage; [] elsewhere."""
 
     def forward_step(data: Iterator[Tensor], module: GPTModel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         token_ids = next(data)
-        packed = packed_sequences(lay_out([token_ids.shape[1]] * len(token_ids)), transformer_engine=False)
+        packed = packed_sequences(
+            lay_out([token_ids.shape[1]] * len(token_ids)), transformer_engine=False, window=window
+        )
         output = module(token_ids.view(1, -1), None, None, packed_seq_params=packed)
 
         def finish(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +76,7 @@ def logprobs_on_rank(layout: Layout, folders: list[Path], precision: str, recomp
             PolicyConfig(parallel=layout.parallel, precision=precision, activation_checkpointing=recompute), shape
         )
         load_hf_weights([model], shape, folder)
-        logits = megatron_logits(model, microbatches())
+        logits = megatron_logits(model, microbatches(), shape.window)
         found.append([logprobs_of_logits(x.cpu(), ids) for x, ids in zip(logits, microbatches(), strict=False)])
     return found
 

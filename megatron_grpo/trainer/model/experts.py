@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_grpo.config.schema import MoeConfig
 from megatron_grpo.platform.device import current_platform
-from megatron_grpo.trainer.model.decoder import DecoderModel
 from megatron_grpo.trainer.model.packed_sequences import Membership, PackedSequences
 
 
@@ -219,7 +218,7 @@ class StepRouting:
     With `replays` tokens are routed to the experts that the engine recorded.
     """
 
-    def __init__(self, chunks: Sequence[DecoderModel], config: MoeConfig, name: str, *, replays: bool) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: MoeConfig, name: str, *, replays: bool) -> None:
         self._name = name
         modules = [module for chunk in chunks for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, ExpertRouter)]  # layer by layer

@@ -87,7 +87,8 @@ def _put_in_front(parts: Any, front: type, arguments: dict[str, Any]) -> None:
     for field in fields(parts) if is_dataclass(parts) else ():
         part = getattr(parts, field.name)
         kind, params = spec_of(part)
-        if isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear)):
+        is_linear = isinstance(kind, type) and issubclass(kind, (ColumnParallelLinear, RowParallelLinear))
+        if is_linear:
             if not issubclass(kind, front):  # the layers may share one spec
                 setattr(parts, field.name, ModuleSpec(module=fronted(front, kind), params={**params, **arguments}))
         elif isinstance(part, ModuleSpec):

@@ -28,7 +28,7 @@ def test_half_of_the_cores_are_left_to_engines_that_sample_meanwhile(
             return cls
 
         @classmethod
-        def remote(cls, _name: str, _rank: int, _world: int, count: int) -> None:
+        def remote(cls, _name: str, _rank: int, count: int) -> None:
             threads.append(count)
 
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
