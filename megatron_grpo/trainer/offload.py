@@ -50,7 +50,7 @@ class DeviceMemory:
             raise RuntimeError("the weights are in host memory, because engines have the device: it is not their turn")
 
     @torch.no_grad()
-    def give_up(self, *, weights: bool) -> None:
+    def give_up(self, weights: bool) -> None:
         """Move the optimizer's state to host memory and drop gradients; collective over data-parallel ranks.
 
         Storages that are empty already stay so.
