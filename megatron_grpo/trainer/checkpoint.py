@@ -53,7 +53,7 @@ def errors_in_one_line(what: str) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         first: BaseException = error
-        if isinstance(error, CheckpointException):  # its text is the tracebacks of all ranks
+        if isinstance(error, CheckpointException) and error.failures:  # its text is the tracebacks of all ranks
             first = next(iter(error.failures.values()))[0]
         line = str(first).strip().partition("\n")[0]
         raise RunError(f"{what}: {type(first).__name__}: {line}") from error
