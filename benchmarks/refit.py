@@ -67,8 +67,9 @@ def main() -> None:
     for mode, one in measured.items():
         raw = links
         if mode == "broadcast":
-            raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, one.reports[-1].bytes_sent, repeats)
-        results[mode] = _result(options, mode, one, raw[options.warmup :], packed[options.warmup :], summary)
+            whole = one.reports[-1].bytes_sent // summary.receiving.ranks
+            raw = raw_broadcasts(options.policy_pipeline, engine.ranks_per_engine, whole, repeats)
+        results[mode] = _result(options, one, raw[options.warmup :], packed[options.warmup :], summary)
     mode, *beside = results
     result = {
         **header("refit"),
@@ -94,7 +95,6 @@ class Measured:
 
 def _result(
     options: argparse.Namespace,
-    mode: str,
     measured: Measured,
     raw: list[float],
     packed: list[float],
@@ -102,10 +102,9 @@ def _result(
 ) -> dict[str, Any]:
     last = measured.reports[-1]
     seconds = [report.seconds for report in measured.reports[options.warmup :]]
-    received = last.bytes_sent * (summary.receiving.ranks if mode == "broadcast" else 1)
     return {
         "bytes": last.bytes_sent,
-        "received_over_owned": round(received / summary.bytes, 4),
+        "received_over_owned": round(last.bytes_sent / summary.bytes, 4),
         "tensors": last.tensors,
         "buckets": last.buckets,
         "refit_ms": _summary(seconds),

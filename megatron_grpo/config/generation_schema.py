@@ -222,7 +222,7 @@ class RefitConfig(Section):
 
     mode: RefitMode = "reshard"
     """reshard: every rank of an engine gets the slices that it keeps, from the ranks of the policy that have them.
-    broadcast: each pipeline stage gathers whole tensors and sends them to all, and every rank cuts out its share.
+    broadcast: every rank of an engine gets whole tensors, and cuts out its share with vLLM's own loaders.
     files: each pipeline stage writes the tensors that have changed into a folder, and every rank reads them there; for
     engines that share no network with the policy."""
 

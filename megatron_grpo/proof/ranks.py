@@ -29,8 +29,6 @@ from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
 
-_GATHER_BYTES = 2**28
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -142,7 +140,7 @@ def _loss(shares: list[dict[str, Tensor]]) -> float:
 
 def _whole(rank: PolicyRank) -> dict[str, Tensor]:
     """The weights, under the names and in the shapes of transformers."""
-    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape, _GATHER_BYTES)
+    tensors: Iterator[tuple[str, Any]] = iter_hf_tensors(rank.whole_chunks(), rank.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

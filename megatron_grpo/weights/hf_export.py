@@ -19,8 +19,6 @@ from megatron_grpo.weights.hf_folder import new_folder, write_hf_folder
 from megatron_grpo.weights.hf_weights import bound_entries, iter_hf_tensors, load_hf_weights, split_parameter
 from megatron_grpo.weights.shape import ModelShape
 
-_GATHER_BYTES = 2**30
-
 
 def export_checkpoint(
     weights: Path,
@@ -69,7 +67,7 @@ def export_checkpoint(
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
-            tensors = iter_hf_tensors(chunks, shape, _GATHER_BYTES)
+            tensors = iter_hf_tensors(chunks, shape)
             whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
             if quantization is None:
                 write_hf_folder(whole, source, output)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,6 @@ from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, group_rows, is_per_layer
 from megatron_grpo.weights.hf_folder import HFFolderReader
 from megatron_grpo.weights.shape import ModelShape
-
-if TYPE_CHECKING:
-    from megatron_grpo.trainer.rank import PolicyRank
 
 
 def merge_slices(entry: WeightEntry, parts: list[Tensor], model: ModelShape, rows: int) -> Tensor:
@@ -197,62 +193,32 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
             quantised._high_precision_init_val = merged.to(quantised.dtype)
 
 
-def hf_specs(chunks: Sequence[Any], shape: ModelShape) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype without "torch." and shape of all that `iter_hf_tensors` yields on this pipeline stage, in its order;
-    needs no communication."""
-    return [
-        (part.name, str(bound.parameter.dtype).removeprefix("torch."), part.shape)
-        for bound in _exported(chunks, shape)
-        for number in _sharing(chunks[0], shape, bound.entry).expert_numbers(bound)
-        for part in bound.entry.slices(shape, bound.layer, 0, 1, number)
-    ]
-
-
 @torch.no_grad()
-def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape, gather_bytes: int) -> Iterator[tuple[str, Tensor | None]]:
+def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
     """Full Hugging Face tensors [...] of a pipeline stage; collective over the ranks of the stage.
 
-    Local shards of consecutive parameters are packed, so that one collective moves up to `gather_bytes` (or a single
-    parameter that is larger). Replicated parameters are not sent at all. Of ranks that hold equal weights only the
-    first take part.
+    Replicated parameters are not sent at all. Of ranks that hold equal weights only the first take part.
 
     Args:
         chunks: the rank's unwrapped Megatron GPTModels.
         shape: sizes of the whole model.
-        gather_bytes: most bytes of a collective.
 
     Yields:
-        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of `hf_specs`. Tensors
+        (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the table. Tensors
         are contiguous, in the parameter's dtype, and may share memory with the model.
     """
-    for bucket in _buckets(chunks[0], _exported(chunks, shape), shape, gather_bytes):
-        yield from _bucket_tensors(chunks[0], bucket, shape)
-
-
-@contextmanager
-def gathered(rank: PolicyRank, gather_bytes: int) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
-    """`iter_hf_tensors` of a rank's model, to its end: gathering is collective, so one that fails goes on with it."""
-    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape, gather_bytes)
-    try:
-        yield tensors
-    finally:
-        for _ in tensors:
-            pass
-
-
-def _bucket_tensors(model: Any, bucket: list[BoundEntry], shape: ModelShape) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensors of one bucket of parameters; its shards are freed before the next bucket is gathered."""
-    sharing = _sharing(model, shape, bucket[0].entry)
-    shards = _gather_bucket(bucket, sharing.group) if sharing.first_replica else []
-    size = sharing.tensor_size
-    for position, bound in enumerate(bucket):
+    for bound in bound_entries(chunks, shape):
+        if bound.entry.copy:
+            continue
+        sharing = _sharing(chunks[0], shape, bound.entry)
+        shards = _gather(bound, sharing.group) if sharing.first_replica else []
         for part, number in enumerate(sharing.expert_numbers(bound)):
             names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
-            if not shards:
+            if shards:
+                own = shards[part * sharing.tensor_size : (part + 1) * sharing.tensor_size]
+                yield from zip(names, _full_tensors(bound, own, shape), strict=True)
+            else:
                 yield from ((name, None) for name in names)
-                continue
-            own = [shard[position] for shard in shards[part * size : (part + 1) * size]]
-            yield from zip(names, _full_tensors(bound, own, shape), strict=True)
 
 
 def _experts_of_rank(model: Any, shape: ModelShape) -> int:
@@ -268,54 +234,14 @@ def _sharing(model: Any, shape: ModelShape, entry: WeightEntry) -> _Sharing:
     return _Sharing(groups.tp, groups.tp.rank(), groups.tp.size(), 1, groups.dp_cp.rank() == 0)
 
 
-def _exported(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
-    return [bound for bound in bound_entries(chunks, shape) if not bound.entry.copy]
-
-
-def _buckets(model: Any, entries: list[BoundEntry], shape: ModelShape, gather_bytes: int) -> Iterator[list[BoundEntry]]:
-    """Consecutive entries of one group and dtype whose gathered shards fit into `gather_bytes`."""
-    bucket: list[BoundEntry] = []
-    used = 0
-    for bound in entries:
-        cost = bound.parameter.nbytes * _sharing(model, shape, bound.entry).group.size() if _is_split(bound) else 0
-        if bucket and (
-            used + cost > gather_bytes
-            or bound.parameter.dtype != bucket[0].parameter.dtype
-            or bound.entry.per_expert != bucket[0].entry.per_expert
-        ):
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(bound)
-        used += cost
-    if bucket:
-        yield bucket
-
-
-def _is_split(bound: BoundEntry) -> bool:
-    """Whether the ranks of the group hold different parts: of one matrix, or different experts."""
-    return bound.entry.axis is not None or bound.entry.per_expert
-
-
-def _gather_bucket(bucket: list[BoundEntry], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """By rank of a group, its parameters [...] in a bucket, all of one dtype; empty on ranks other than 0."""
-    own = [bound.weight() for bound in bucket]
-    split = [position for position, bound in enumerate(bucket) if _is_split(bound)]
-    if group.size() == 1:
-        return [own]
-    if not split:
-        return [own] * group.size() if group.rank() == 0 else []
-    packed = torch.cat([own[position].reshape(-1) for position in split])
-    if group.rank() != 0:
-        dist.gather(packed, group=group, group_dst=0)
-        return []
-    received = [torch.empty_like(packed) for _ in range(group.size())]
-    dist.gather(packed, received, group=group, group_dst=0)
-    shards = [list(own) for _ in received]
-    for shard, flat in zip(shards, received, strict=True):
-        pieces = flat.split([own[position].numel() for position in split])
-        for position, piece in zip(split, pieces, strict=True):
-            shard[position] = piece.view_as(own[position])
-    return shards
+def _gather(bound: BoundEntry, group: dist.ProcessGroup) -> list[Tensor]:
+    """A parameter of every rank of a group, [...] each; empty on ranks other than 0."""
+    own, first = bound.weight().contiguous(), group.rank() == 0
+    if group.size() == 1 or (bound.entry.axis is None and not bound.entry.per_expert):
+        return [own] * group.size() if first else []
+    received = [torch.empty_like(own) for _ in range(group.size())] if first else []
+    dist.gather(own, received or None, group=group, group_dst=0)
+    return received
 
 
 def _full_tensors(bound: BoundEntry, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:

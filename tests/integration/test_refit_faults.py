@@ -21,9 +21,8 @@ from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import load_hf_weights
-from megatron_grpo.weights.refit.broadcast import BroadcastTransport
 from megatron_grpo.weights.refit.reshard import ReshardTransport
-from megatron_grpo.weights.refit.transport import SETTLE_S, GroupTransport, PolicyLostError, RefitError
+from megatron_grpo.weights.refit.transport import SETTLE_S, PolicyLostError, RefitError
 from tests.integration.test_refit import assert_serves, start_policy
 from tests.integration.vllm_helpers import Oracle, engines, generate, make_model, request, worker_pids
 
@@ -42,7 +41,7 @@ KILL_RANK, STALL_RANK = "kill a rank", "stall a rank"
 DROP, FLIP = "drop a message", "flip a bit"
 
 
-class BeforeCommit(GroupTransport):
+class FaultyReshard(ReshardTransport):
     """Calls something between the last message and the commit, once."""
 
     before_commit: Callable[[], Any] | None = None
@@ -52,17 +51,6 @@ class BeforeCommit(GroupTransport):
         if call is not None:
             call()
         super()._commit(version, engines, deadline)
-
-
-class FaultyReshard(BeforeCommit, ReshardTransport):
-    """Slices, with a fault."""
-
-
-class FaultyBroadcast(BeforeCommit, BroadcastTransport):
-    """Whole tensors, with a fault."""
-
-
-Transport = FaultyReshard | FaultyBroadcast
 
 
 @dataclass
@@ -152,12 +140,6 @@ def test_an_engine_that_dies_or_hangs_is_replaced(fault: str, moment: str, scene
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER,), (FIRST, MIDDLE)))
-def test_so_it_is_in_a_broadcast(fault: str, moment: str, scene: Scene) -> None:
-    _assert_replaced(FaultyBroadcast(scene.policy, scene.generation, REFIT), scene, fault, moment)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("generation", [2], indirect=True)
 @pytest.mark.parametrize(("fault", "moment"), cases((KILL_WORKER, STALL_WORKER), (MIDDLE,)))
 def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Scene) -> None:
@@ -168,12 +150,6 @@ def test_so_it_is_with_engines_of_two_stages(fault: str, moment: str, scene: Sce
 @pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP)))
 def test_a_message_that_is_lost_or_damaged_is_sent_again(fault: str, moment: str, scene: Scene) -> None:
     _assert_sent_again(FaultyReshard(scene.policy, scene.generation, REFIT), scene, fault, moment)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "moment"), cases((DROP, FLIP), (FIRST, LAST)))
-def test_so_it_is_again_in_a_broadcast(fault: str, moment: str, scene: Scene) -> None:
-    _assert_sent_again(FaultyBroadcast(scene.policy, scene.generation, REFIT), scene, fault, moment)
 
 
 @pytest.mark.slow
@@ -193,7 +169,7 @@ def test_a_rank_that_dies_or_hangs_is_one_error(fault: str, moment: str, doomed:
         doomed.assert_serves(version)
         version += 1
     else:
-        ray.get(doomed.policy.submit(_inject, "reshard", moment, (ranks[FAULTY_RANK], number), None))
+        ray.get(doomed.policy.submit(_inject, moment, (ranks[FAULTY_RANK], number), None))
     began = time.monotonic()
     with pytest.raises(PolicyLostError) as raised:
         transport.publish(version)
@@ -245,7 +221,7 @@ def test_an_engine_that_dies_between_refits_gets_the_weights_that_were_published
     scene.assert_serves(version)
 
 
-def _assert_replaced(transport: Transport, scene: Scene, fault: str, moment: str) -> None:
+def _assert_replaced(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
     transport.connect()
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)
@@ -254,11 +230,11 @@ def _assert_replaced(transport: Transport, scene: Scene, fault: str, moment: str
     if moment == LAST:
         transport.before_commit = lambda: os.kill(*target)
     else:
-        ray.get(scene.policy.submit(_inject, transport.mode, moment, target, None))
+        ray.get(scene.policy.submit(_inject, moment, target, None))
     began = time.monotonic()
     report = transport.publish(version)
     seconds = time.monotonic() - began
-    print(f"{transport.mode}, {fault}, {moment}: {seconds:.1f} s; {report.replaced}")
+    print(f"{fault}, {moment}: {seconds:.1f} s; {report.replaced}")
     scene.assert_serves(version)
     assert [new - old for new, old in zip(scene.generation.restarts, restarts, strict=True)] == [1, 0]
     (told,) = report.replaced
@@ -268,21 +244,17 @@ def _assert_replaced(transport: Transport, scene: Scene, fault: str, moment: str
     assert not [pid for pid, started in before if _lives(pid, started)], "something is left of the old engine"
 
 
-def _assert_sent_again(transport: Transport, scene: Scene, fault: str, moment: str) -> None:
+def _assert_sent_again(transport: FaultyReshard, scene: Scene, fault: str, moment: str) -> None:
     transport.connect()
     transport.publish(scene.learn())
     version, restarts = scene.learn(), list(scene.generation.restarts)
-    ray.get(scene.policy.submit(_inject, transport.mode, moment, None, fault))
+    ray.get(scene.policy.submit(_inject, moment, None, fault))
     began = time.monotonic()
     report = transport.publish(version)
     seconds = time.monotonic() - began
-    print(f"{transport.mode}, {fault}, {moment}: {seconds:.1f} s")
+    print(f"{fault}, {moment}: {seconds:.1f} s")
     scene.assert_serves(version)
     assert report.retries == 1
-    if transport.mode == "broadcast" and (fault, moment) == (DROP, FIRST):
-        assert len(report.replaced) == 2, "gloo ends a process to which another size comes than it waits for"
-        assert seconds < RESTART_S
-        return
     assert report.replaced == ()
     assert scene.generation.restarts == restarts
     assert seconds < (DEADLINE_S + SETTLE_S if fault == DROP else 0.0) + 15
@@ -315,19 +287,17 @@ class _Done:
         return True
 
 
-def _inject(_: Any, mode: str, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
+def _inject(_: Any, moment: str, target: tuple[int, int] | None, what: str | None) -> None:
     """On a rank of the policy: when its message of the moment is due, signal a process, or lose or change the message.
 
     Args:
-        mode: of the refit.
         moment: one of MOMENTS; of messages, the last one stands for what comes after it.
         target: a process and a signal for it.
         what: DROP or FLIP.
     """
     import torch
 
-    rank = torch.distributed.get_rank()
-    if rank != (FAULTY_RANK if mode == "reshard" else 0):
+    if torch.distributed.get_rank() != FAULTY_RANK:
         return
 
     def fault(buffer: Any) -> bool:
@@ -338,53 +308,16 @@ def _inject(_: Any, mode: str, moment: str, target: tuple[int, int] | None, what
             buffer[3] ^= 1
         return what != DROP
 
-    if mode == "reshard":
-        _in_links(moment, fault)
-    else:
-        _in_group(moment, fault)
-
-
-def _number(moment: str, messages: int) -> int:
-    return {FIRST: 0, MIDDLE: messages // 2, LAST: messages - 1}[moment]
-
-
-def _in_links(moment: str, fault: Callable[[Any], bool]) -> None:
     from megatron_grpo.weights.refit import reshard as sender
 
     assert sender._sender is not None
     links = sender._sender._links
-    begin = links.begin
+    begin, last = links.begin, len(links.messages) - 1
+    due = {FIRST: 0, MIDDLE: (last + 1) // 2, LAST: last}[moment]
 
     def faulty(number: int) -> Any:
-        if number == _number(moment, len(links.messages)) and not fault(links.buffer(number)):
+        if number == due and not fault(links.buffer(number)):
             return [_Done()]
         return begin(number)
 
     links.begin = faulty  # type: ignore[method-assign]
-
-
-class _FaultyGroup:
-    """A sender's group, of which it has the only reference: without it, the group is gone.
-
-    Args:
-        group: the real one.
-        number: the message that the fault happens to, counted from 0.
-        fault: called with that message's buffer; whether the message is to be sent.
-    """
-
-    def __init__(self, group: Any, number: int, fault: Callable[[Any], bool]) -> None:
-        self._group, self._number, self._fault, self._numbers = group, number, fault, count()
-
-    def broadcast(self, buffer: Any, root: int) -> Any:
-        if next(self._numbers) == self._number and not self._fault(buffer):
-            return _Done()
-        return self._group.broadcast(buffer, root)
-
-
-def _in_group(moment: str, fault: Callable[[Any], bool]) -> None:
-    from megatron_grpo.weights.refit import broadcast as sender
-
-    links = sender._links
-    assert links is not None
-    ((stage, group),) = links._groups.items()
-    links._groups[stage] = _FaultyGroup(group, _number(moment, len(links.sizes)), fault)  # a sender only broadcasts

@@ -39,7 +39,7 @@ def make_engine(layout: Layout, model: TinyModel, *, offload: bool = False) -> P
 
 def reference_tensors(engine: PolicyRank) -> dict[str, Tensor]:
     assert engine.reference is not None
-    tensors = iter_hf_tensors(engine.reference, engine.shape, 2**20)
+    tensors = iter_hf_tensors(engine.reference, engine.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

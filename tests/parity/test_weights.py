@@ -14,48 +14,45 @@ from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.trainer.model.build import build_model
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_folder import write_hf_folder
-from megatron_grpo.weights.hf_weights import hf_specs, iter_hf_tensors, load_hf_weights
+from megatron_grpo.weights.hf_weights import iter_hf_tensors, load_hf_weights
 from tests.parity.ranks import LAYOUTS, Layout, run_on_ranks
 from tests.support.tiny_models import TinyModel
 
-Given = tuple[bool, list[tuple[str, str, tuple[int, ...]]], list[tuple[str, Tensor | None]]]
-"""(whether this is tensor-parallel rank 0, what was announced, what came)."""
+Given = tuple[bool, list[tuple[str, Tensor | None]]]
+"""(whether this is tensor-parallel rank 0, what came)."""
 
 
-def round_trip(layout: Layout, folders: list[Path], precision: str, gather_bytes: int) -> list[Given]:
+def round_trip(layout: Layout, folders: list[Path], precision: str) -> list[Given]:
     found = []
     for folder in folders:
         shape = shape_of_folder(folder)
         chunks = build_model(PolicyConfig(parallel=layout.parallel, precision=precision), shape)
         load_hf_weights(chunks, shape, folder)
-        tensors = list(iter_hf_tensors(chunks, shape, gather_bytes))
-        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, hf_specs(chunks, shape), tensors))
+        tensors = list(iter_hf_tensors(chunks, shape))
+        found.append((parallel_state.get_tensor_model_parallel_rank() == 0, tensors))
     return found
 
 
 def full_tensors(by_rank: list[list[Given]], position: int) -> dict[str, Tensor]:
-    """All tensors of one model, from the ranks that gave them; every rank must have kept to what it announced."""
+    """All tensors of one model, from the ranks that gave them."""
     full: dict[str, Tensor] = {}
     for rank in by_rank:
-        first, specs, tensors = rank[position]
-        assert [name for name, _, _ in specs] == [name for name, _ in tensors]
+        first, tensors = rank[position]
         if not first:
             assert all(tensor is None for _, tensor in tensors)
             continue
-        for spec, (name, tensor) in zip(specs, tensors, strict=True):
-            assert spec == (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors:
+            assert tensor is not None
             assert tensor.is_contiguous()
             assert name not in full, f"two stages gave {name}"
             full[name] = tensor
     return full
 
 
-# 6000 bytes: several parameters to a bucket, and some parameters larger than one.
-@pytest.mark.parametrize("gather_bytes", [1, 6000, 2**30])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_round_trip_is_exact(layout: Layout, gather_bytes: int, tiny_models: dict[str, TinyModel]) -> None:
+def test_round_trip_is_exact(layout: Layout, tiny_models: dict[str, TinyModel]) -> None:
     folders = [model.path for model in tiny_models.values()]
-    by_rank = run_on_ranks(layout, round_trip, folders, "float32", gather_bytes)
+    by_rank = run_on_ranks(layout, round_trip, folders, "float32")
     for position, model in enumerate(tiny_models.values()):
         actual, expected = full_tensors(by_rank, position), model.tensors()
         assert actual.keys() == expected.keys()
@@ -65,7 +62,7 @@ def test_round_trip_is_exact(layout: Layout, gather_bytes: int, tiny_models: dic
 
 def test_bfloat16_weights_are_the_rounded_ones(tiny_models: dict[str, TinyModel]) -> None:
     model = tiny_models["qwen2_tied"]
-    by_rank = run_on_ranks(Layout(tensor=2, pipeline=2), round_trip, [model.path], "bfloat16", 2**20)
+    by_rank = run_on_ranks(Layout(tensor=2, pipeline=2), round_trip, [model.path], "bfloat16")
     for name, tensor in full_tensors(by_rank, 0).items():
         assert torch.equal(tensor, model.tensors()[name].bfloat16()), name
 

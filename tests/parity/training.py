@@ -59,7 +59,7 @@ def rank_share(batch: TokenBatch, layout: Layout) -> tuple[TokenBatch, list[list
 
 def whole_tensors(engine: PolicyRank | ValueRank) -> dict[str, Tensor]:
     """This rank's part of the weights, under the names and in the shapes of transformers."""
-    tensors = iter_hf_tensors(engine.whole_chunks(), engine.shape, 2**20)
+    tensors = iter_hf_tensors(engine.whole_chunks(), engine.shape)
     return {name: tensor.clone().cpu() for name, tensor in tensors if tensor is not None}
 
 

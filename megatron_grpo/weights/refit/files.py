@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.hf_weights import gathered
+from megatron_grpo.weights.hf_weights import iter_hf_tensors
 from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
 from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
@@ -219,8 +219,12 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
     from torch.distributed import get_rank
 
     assert _writer is not None, "connect_writer() comes first"
-    with gathered(rank, _writer.bucket_bytes) as tensors:
+    tensors = iter_hf_tensors(rank.whole_chunks(), rank.shape)
+    try:
         return _writer.write(tensors, part, get_rank(), whole=whole)
+    finally:
+        for _ in tensors:  # gathering is collective: a rank that cannot write goes on with it
+            pass
 
 
 @dataclass(frozen=True, slots=True)

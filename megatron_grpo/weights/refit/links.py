@@ -1,14 +1,11 @@
-"""Runs on ranks of the policy and in engines' workers: messages between two ranks, and their order (the driver's part).
-
-`Links` hides how a message travels. Another communicator would replace `_move` and `join` here and nothing else.
-"""
+"""Messages between ranks of the policy and workers of engines: the driver plans their order, and `Links` move them on
+both sides. Another communicator would replace `Links._move` and `groups.join` and nothing else."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,28 +14,15 @@ from torch import Tensor
 from torch.distributed import Store, Work
 
 from megatron_grpo.weights.families.family import WeightEntry
-from megatron_grpo.weights.refit.buckets import BUFFERS, TRAILER_BYTES, Channel
-from megatron_grpo.weights.refit.groups import Group, Rendezvous, join
+from megatron_grpo.weights.refit.checksums import TRAILER_BYTES, checksum_problem, write_checksum
+from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, leave_on_failure
 from megatron_grpo.weights.refit.ipc import SharedMemory, shared_memory_on
-from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces
+from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces, tensor_name
 
 
-@dataclass(frozen=True, slots=True)
-class PeerMessage:
-    """Pieces that go from one rank of the policy to one engine rank in one transfer."""
-
-    source: int
-    target: int
-    pieces: Pieces
-    """In their order in the message."""
-
-
-def split_messages(scheduled: Pieces) -> list[PeerMessage]:
-    """The messages of one rank, in the order of their turns; `scheduled` holds the rank's rows of `schedule`'s
-    result."""
-    cuts = np.flatnonzero(_changes(scheduled["turn"]))[1:]
-    parts = np.split(scheduled, cuts) if len(scheduled) else []
-    return [PeerMessage(int(part["source"][0]), int(part["target"][0]), part) for part in parts]
+def split_messages(scheduled: Pieces) -> list[Pieces]:
+    """The pieces of each message of one rank, by turn; `scheduled` holds the rank's rows of `schedule`'s result."""
+    return np.split(scheduled, np.flatnonzero(_changes(scheduled["turn"]))[1:]) if len(scheduled) else []
 
 
 def schedule(pieces: Pieces, bucket_bytes: int) -> Pieces:
@@ -88,6 +72,9 @@ def _changes(values: np.ndarray) -> np.ndarray:
 Side = Literal["source", "target"]
 """source: ranks of the policy; target: ranks of the engines."""
 
+BUFFERS = 2
+"""Buffers of a rank: one is filled or read while the other one is being sent or received."""
+
 
 def write_plan(
     store: Store, scheduled: Pieces, sources: int, targets: int, dtypes: Sequence[str], shared_memory: bool
@@ -112,12 +99,12 @@ def write_plan(
             store.set(f"{side}/{rank}", packed)
 
 
-class Links(Channel):
+class Links:
     """One rank's end of all its links.
 
-    Between processes of one machine that compute on its CPUs, or on the same GPUs, messages go through shared memory:
-    the engine's rank reads the buffer of the policy's rank. What is sent through the group is a notice with the number
-    of the buffer, and the same notice back when the buffer has been read.
+    Between processes of one machine that compute on its CPUs, or on the same GPUs, messages are handed over in shared
+    memory: the engine's rank reads the buffer of the policy's rank. What is sent through the group is a notice with the
+    number of the buffer, and the same notice back when the buffer has been read.
 
     Args:
         rendezvous: address and size of the group.
@@ -132,126 +119,178 @@ class Links(Channel):
     ) -> None:
         store = rendezvous.store()
         plan = json.loads(store.get("plan"))
-        self._side, self._entries, self._sources = side, entries, plan["sources"]
+        sources = plan["sources"]
+        self._sends, self._rank, self._entries = side == "source", rank, entries
         self.dtypes = [getattr(torch, name) for name in plan["dtypes"]]
-        """Of what is sent, by row of the model's table."""
+        """Types of what is sent, by row of the model's table."""
         self.messages = split_messages(np.frombuffer(store.get(f"{side}/{rank}"), dtype=PIECE))
         """The rank's, by turn."""
-        laid = [packed_pieces(message.pieces, self.dtypes) for message in self.messages]
+        self._peers = [int(pieces["target" if self._sends else "source"][0]) for pieces in self.messages]
+        """The rank at the other end, by message."""
+        laid = [packed_pieces(pieces, self.dtypes) for pieces in self.messages]
         self.packed_pieces: list[list[PackedPiece]] = [one for one, _ in laid]
         """Positions of the pieces, by message."""
         self.sizes = [size + TRAILER_BYTES for _, size in laid]
+        """Bytes of each message."""
         nbytes = BUFFERS * aligned(max(self.sizes, default=0))
-        kind = shared_memory_on(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
-        self._memory = kind
+        self._memory = shared_memory_on(device, in_hosts=plan["shared_memory"], on_gpus=rendezvous.same_gpus)
         """The kind of shared memory that links may use; None: none."""
-        self._sent_from = device if kind is None else torch.device("cpu")
+        self._sent_from = device if self._memory is None else torch.device("cpu")
         """Device of what goes through the group; notices are on the CPU."""
-        member = rank + (self._sources if side == "target" else 0)
-        members = self._sources + rendezvous.receivers
-        self._group: Group | None = join(rendezvous, "reshard", member, members, self._sent_from)
-        shared = kind(nbytes) if kind is not None and side == "source" else None
-        """The rank's buffers, if targets on this machine may read them."""
-        self._sharing: set[tuple[int, int]] = set()
-        """Links that use shared memory."""
-        self._mapped: dict[int, Tensor] = {}
-        """Shared memory of each source that uses it."""
+        member = rank if self._sends else sources + rank
+        self._first_peer = sources if self._sends else 0
+        """Number in the group of the first rank of the other side."""
+        self._group: Group | None = join(rendezvous, "reshard", member, sources + rendezvous.receivers, self._sent_from)
+        offered = self._memory(nbytes) if self._memory is not None and self._sends else None
+        self._shared: dict[int, Tensor] = {}
+        """Memory of the source, by peer whose messages are handed over in it."""
         self._notices, self._answers = torch.arange(BUFFERS), torch.arange(BUFFERS)
         """Of pending messages in shared memory: the number of the buffer, and what comes back to its source."""
-        self._connect(store, shared)
-        needs = any((message.source, message.target) not in self._sharing for message in self.messages)
-        own = torch.empty(nbytes, dtype=torch.uint8, device=device) if needs and shared is None else None
-        self._own = own if shared is None else shared.tensor
-        """[BUFFERS * bytes], uint8: the rank's buffers; None on a target that reads all messages in shared memory."""
+        self._connect(store, offered)
+        if offered is not None:
+            self._own: Tensor | None = offered.tensor
+            """[BUFFERS * bytes], uint8: the rank's buffers; None on a target to which all messages are handed over."""
+        else:
+            needed = not self._shared.keys() >= set(self._peers)
+            self._own = torch.empty(nbytes, dtype=torch.uint8, device=device) if needed else None
+
+    def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        """Send one version: a message is filled while the previous one is being sent.
+
+        Args:
+            fill: writes the payload of the message of a number.
+            version: number of the weights, written behind each payload.
+
+        Raises:
+            RuntimeError: a receiver stopped receiving, or the links failed before.
+        """
+        with leave_on_failure(self.close):
+            self._send(fill, version)
+
+    def _send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
+        under_way: dict[int, list[Work]] = {}
+        for number in range(len(self.messages)):
+            if number >= BUFFERS:
+                self._wait(number - BUFFERS, under_way)
+            buffer = self.buffer(number)
+            fill(number, buffer)
+            write_checksum(buffer, version)
+            under_way[number] = self.begin(number)
+        for number in list(under_way):
+            self._wait(number, under_way)
+
+    def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
+        """Receive one version: a message is loaded while the next one arrives.
+
+        Args:
+            load: takes the payload out of the message of a number; not called any more after the first broken checksum.
+            version: number that the messages should have.
+
+        Raises:
+            ValueError: a checksum was broken. Raised after the last message, so that nobody else is kept waiting.
+            RuntimeError: a sender stopped sending, or the links failed before.
+        """
+        with leave_on_failure(self.close):
+            broken = self._receive(load, version)
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    def _receive(self, load: Callable[[int, Tensor], None], version: int) -> list[str]:
+        under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
+        broken: list[str] = []
+        for number, pieces in enumerate(self.messages):
+            self._wait(number, under_way)
+            buffer = self.buffer(number)
+            problem = checksum_problem(buffer, version)
+            if problem is not None:
+                first = tensor_name(self._entries, pieces[0])
+                broken.append(f"message {number} from {self._peer(number)}: {problem}; it begins with {first}")
+            if not broken:
+                load(number, buffer)
+            if self._memory is not None and self._peers[number] in self._shared:
+                self._memory.settle()  # it has been read
+                self._move(self._peers[number], self._notices[number % BUFFERS], sends=True).wait()
+            if number + BUFFERS < len(self.messages):  # into the buffer that is free now
+                under_way[number + BUFFERS] = self.begin(number + BUFFERS)
+        return broken
 
     def buffer(self, number: int) -> Tensor:
-        message = self.messages[number]
-        if self._side == "target" and (message.source, message.target) in self._sharing:
-            memory, half = self._mapped[message.source], int(self._notices[number % BUFFERS])
-        else:
-            assert self._own is not None, "messages outside shared memory have buffers"
-            memory, half = self._own, number % BUFFERS
+        """[bytes with the trailer], uint8: the message of this number; on a target once it has arrived."""
+        memory, half = self._own, number % BUFFERS
+        if not self._sends and self._peers[number] in self._shared:
+            memory, half = self._shared[self._peers[number]], int(self._notices[half])
+        assert memory is not None, "messages outside shared memory have buffers"
         return memory.view(BUFFERS, -1)[half, : self.sizes[number]]
 
     def begin(self, number: int) -> list[Work]:
-        message, sends = self.messages[number], self._side == "source"
-        if (message.source, message.target) not in self._sharing:
-            return [self._move(message, self.buffer(number), sends=sends)]
-        notice, answer = self._notices[number % BUFFERS], self._answers[number % BUFFERS]
-        if not sends:
-            return [self._move(message, notice, sends=False)]
-        assert self._memory is not None, "the link uses shared memory"
+        """Start sending the message of this number, or receiving it."""
+        peer = self._peers[number]
+        if self._memory is None or peer not in self._shared:
+            return [self._move(peer, self.buffer(number), sends=self._sends)]
+        notice = self._notices[number % BUFFERS]
+        if not self._sends:
+            return [self._move(peer, notice, sends=False)]
         self._memory.settle()  # the message is in it
-        return [self._move(message, notice, sends=True), self._move(message, answer, sends=False)]
-
-    def emptied(self, number: int) -> None:
-        message = self.messages[number]
-        if self._memory is not None and (message.source, message.target) in self._sharing:
-            self._memory.settle()  # it has been read
-            self._move(message, self._notices[number % BUFFERS], sends=True).wait()
-
-    def broken(self, number: int, problem: str) -> str:
-        return f"message {number} from {self._peer(number)}: {problem}; it begins with {self._first(number)}"
-
-    def gone(self, number: int) -> str:
-        way = "reach" if self._side == "source" else "come from"
-        which = f"message {number} of {len(self.messages)}, which begins with {self._first(number)},"
-        return f"{which} did not {way} {self._peer(number)}"
-
-    def _first(self, number: int) -> str:
-        first = self.messages[number].pieces[0]
-        name = self._entries[first["entry"]].hf[first["tensor"]].name
-        return name.format(layer=first["layer"], expert=first["expert"])
-
-    def _peer(self, number: int) -> str:
-        message = self.messages[number]
-        return f"generation worker {message.target}" if self._side == "source" else f"policy rank {message.source}"
+        answer = self._answers[number % BUFFERS]
+        return [self._move(peer, notice, sends=True), self._move(peer, answer, sends=False)]
 
     def close(self) -> None:
+        """Leave the group: others that wait for this process fail at once."""
         self._group = None
 
-    def _move(self, message: PeerMessage, data: Tensor, *, sends: bool) -> Work:
-        """Start sending numbers, [...], to the other end of a message's link, or receiving them."""
+    def _wait(self, number: int, under_way: dict[int, list[Work]]) -> None:
+        try:
+            for work in under_way.pop(number):
+                work.wait()
+        except RuntimeError as error:
+            first = tensor_name(self._entries, self.messages[number][0])
+            way = "reach" if self._sends else "come from"
+            which = f"message {number} of {len(self.messages)}, which begins with {first},"
+            raise RuntimeError(f"{which} did not {way} {self._peer(number)}: {error}") from error
+
+    def _peer(self, number: int) -> str:
+        return f"{'generation worker' if self._sends else 'policy rank'} {self._peers[number]}"
+
+    def _move(self, peer: int, data: Tensor, *, sends: bool) -> Work:
+        """Start sending numbers, [...], to a peer, or receiving them."""
         if self._group is None:
             raise RuntimeError("the links of this rank failed before and were not made anew")
-        peer = self._sources + message.target if self._side == "source" else message.source
         begin = self._group.send if sends else self._group.recv
-        work: Work = begin([data.reshape(-1).view(torch.uint8)], peer, 0)
+        work: Work = begin([data.reshape(-1).view(torch.uint8)], self._first_peer + peer, 0)
         return work
 
-    def _connect(self, store: Store, shared: SharedMemory | None) -> None:
-        """Send a notice over every link and back, so that a broken link is noticed now and not in a refit.
+    def _connect(self, store: Store, offered: SharedMemory | None) -> None:
+        """Send a notice over every link and back, so that a broken link is noticed now and not in a refit; a source
+        offers its memory, and hears in the notice whether its target can map that.
 
         Raises:
             RuntimeError: a peer did not respond, or is not the peer of the plan.
         """
-        firsts: dict[tuple[int, int], int] = {}
-        for number, message in enumerate(self.messages):
-            firsts.setdefault((message.source, message.target), number)
-        for link, number in firsts.items():
+        for peer in dict.fromkeys(self._peers):
+            link = [self._rank, peer] if self._sends else [peer, self._rank]
             notice = torch.tensor([*link, 0], device=self._sent_from)
             try:
-                self._greet(self.messages[number], notice, store, shared)
+                memory = self._greet(peer, notice, store, offered)
             except RuntimeError as error:
-                raise RuntimeError(f"no link to {self._peer(number)}: {error}") from error
-            *found, is_shared = notice.tolist()
-            if tuple(found) != link:
-                raise RuntimeError(f"the link to {self._peer(number)} leads elsewhere: {tuple(found)}")
-            if is_shared:
-                self._sharing.add(link)
+                raise RuntimeError(f"no link to {self._peer(self._peers.index(peer))}: {error}") from error
+            if notice[:2].tolist() != link:
+                name = self._peer(self._peers.index(peer))
+                raise RuntimeError(f"the link to {name} leads elsewhere: {tuple(notice[:2].tolist())}")
+            if memory is not None:
+                self._shared[peer] = memory
 
-    def _greet(self, message: PeerMessage, notice: Tensor, store: Store, shared: SharedMemory | None) -> None:
-        """A source offers its memory, and hears in the notice, [3], whether that can be mapped there."""
-        key = f"memory/{message.source}/{message.target}"
-        if self._side == "source":
-            store.set(key, json.dumps(None if shared is None else shared.address()))
-            self._move(message, notice, sends=True).wait()
-            self._move(message, notice, sends=False).wait()
-            return
-        self._move(message, notice, sends=False).wait()
+    def _greet(self, peer: int, notice: Tensor, store: Store, offered: SharedMemory | None) -> Tensor | None:
+        """Exchange a notice, [3], with a peer; the memory in which messages are handed over, or None."""
+        source, target = notice[:2].tolist()
+        key = f"memory/{source}/{target}"
+        if self._sends:
+            store.set(key, json.dumps(None if offered is None else offered.address()))
+            self._move(peer, notice, sends=True).wait()
+            self._move(peer, notice, sends=False).wait()
+            return offered.tensor if offered is not None and notice[2] else None
+        self._move(peer, notice, sends=False).wait()
         address = json.loads(store.get(key))
         memory = self._memory.seen(address) if self._memory is not None and address is not None else None
-        if memory is not None:
-            self._mapped[message.source] = memory
         notice[2] = int(memory is not None)
-        self._move(message, notice, sends=True).wait()
+        self._move(peer, notice, sends=True).wait()
+        return memory

@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_grpo.weights.families import weight_entries
 from megatron_grpo.weights.families.family import WeightEntry, WeightSlice, global_entries, is_per_layer
 from megatron_grpo.weights.layouts import BLOCK, RankShard, destinations, in_fp8_blocks
-from megatron_grpo.weights.refit.buckets import ALIGN_BYTES
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
@@ -32,6 +31,8 @@ FP8 = "float8_e4m3fn"
 """Numbers of this type are followed by a float32 scale for each block."""
 _SIZES = {"float32": 4, "bfloat16": 2, FP8: 1}
 _SCALE_BYTES = 4
+_ALIGN_BYTES = 16
+"""Every piece begins at a multiple of this, so that a slice of the message can be viewed in any type."""
 
 
 def wire_dtypes(shape: ModelShape, precision: str, fp8_blocks: bool) -> list[str]:
@@ -109,8 +110,8 @@ def packed_pieces(pieces: Any, dtypes: Sequence[torch.dtype]) -> tuple[list[Pack
 
 
 def aligned(sizes: Any) -> Any:
-    """Bytes of pieces with padding: views in wider types must begin at multiples of ALIGN_BYTES."""
-    return -(-sizes // ALIGN_BYTES) * ALIGN_BYTES
+    """Bytes of pieces with the padding behind them."""
+    return -(-sizes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 PIECE = np.dtype(
@@ -131,6 +132,12 @@ PIECE = np.dtype(
 
 Pieces = NDArray[Any]
 """[pieces], PIECE."""
+
+
+def tensor_name(entries: Sequence[WeightEntry], piece: Any) -> str:
+    """Name of the Hugging Face tensor that a piece is cut from."""
+    name = entries[piece["entry"]].hf[piece["tensor"]].name
+    return name.format(layer=piece["layer"], expert=piece["expert"])
 
 
 class Box(NamedTuple):

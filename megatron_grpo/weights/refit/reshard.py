@@ -3,28 +3,30 @@ the slices, and `ReshardReceiver` in an engine's worker."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import ray
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitMode
-from megatron_grpo.platform.device import current_platform
+from megatron_grpo.platform.device import current_platform, open_store
 from megatron_grpo.weights.families import shape_of_folder, weight_entries
 from megatron_grpo.weights.families.family import WeightSlice
 from megatron_grpo.weights.hf_weights import BoundEntry, bound_entries, split_parameter
-from megatron_grpo.weights.layouts import engine_shards, training_shards
+from megatron_grpo.weights.layouts import RankShard, engine_shards, training_shards
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.links import Links, schedule, write_plan
 from megatron_grpo.weights.refit.model_writer import ModelWriter
 from megatron_grpo.weights.refit.plan import box_of, plan_pieces, wire_dtypes
-from megatron_grpo.weights.refit.transport import GroupTransport, SentCounts
+from megatron_grpo.weights.refit.transport import TransferReport, WeightTransport
 
 if TYPE_CHECKING:
     from megatron_grpo.trainer.rank import PolicyRank
-    from megatron_grpo.weights.layouts import RankShard
 
 
 _Key = tuple[int, int, int]
@@ -48,14 +50,14 @@ class ShardSender:
     def __init__(self, rank: PolicyRank, shard: RankShard, links: Links) -> None:
         self._rank, self._shard, self._links = rank, shard, links
         self._entries = weight_entries(rank.shape)
-        self._cuts = [[self._cut(piece) for piece in message.pieces] for message in links.messages]
+        self._cuts = [[self._cut(piece) for piece in pieces] for pieces in links.messages]
         self._bound: dict[_Key, BoundEntry] = {}
         """The parameters that the model has now."""
         self._key: _Key | None = None
         self._tensors: list[Tensor] = []
 
-    def send(self, version: int) -> SentCounts:
-        """Send one version: a message is packed while the previous one is being sent.
+    def send(self, version: int) -> tuple[int, int, int]:
+        """Send one version; the numbers of bytes, with padding and checksums, of pieces and of messages.
 
         Raises:
             RuntimeError: a receiver stopped receiving.
@@ -122,31 +124,63 @@ def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankSh
 
 
 @torch.no_grad()
-def send_shards(rank: PolicyRank, version: int) -> SentCounts:
-    """Send this rank's part of the plan."""
+def send_shards(rank: PolicyRank, version: int) -> tuple[int, int, int]:
+    """Send this rank's part of the plan (`ShardSender.send`)."""
     assert _sender is not None, "connect_shards() comes first"
     return _sender.send(version)
 
 
-class ReshardTransport(GroupTransport):
+class ReshardTransport(WeightTransport):
     """Every engine rank receives the slices that it keeps, from ranks of the policy that hold them."""
 
     mode: ClassVar[RefitMode] = "reshard"
 
-    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
-        settings, layout = self._policy.settings, self._generation.parallel
+    def _engine_shards(self) -> list[RankShard]:
+        """What each rank of an engine receives."""
+        return engine_shards(self._generation.parallel, self._policy.settings.shape)
+
+    def _connect(self, engines: tuple[int, ...]) -> None:
+        """Connect the policy and these engines, and no others."""
+        self._linked = ()
+        ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
+        self._store = open_store(node_address(), self._timeout_s)
+        *first, receivers = accumulate((ranks[engine] for engine in engines), initial=0)
+        rendezvous = Rendezvous(
+            host=self._store.host,
+            port=self._store.port,
+            receivers=receivers,
+            timeout_s=self._timeout_s,
+            same_gpus=self._generation.colocated,
+        )
+        shards = self._write_plan(self._store, receivers)
+        sends = self._policy.submit(connect_shards, rendezvous, shards)
+        arguments = [(self.mode, asdict(rendezvous), offset) for offset in first]
+        receives = self._generation.submit_each("connect_weights", arguments, engines)
+        deadline = time.monotonic() + self._timeout_s
+        self._complete(sends, dict(zip(engines, receives, strict=True)), deadline, "connecting the refit")
+        self._linked = engines
+
+    def _write_plan(self, store: Store, receivers: int) -> list[RankShard]:
+        """Write the messages of all ranks into the store; the shards of the policy's ranks."""
+        settings, config = self._policy.settings, self._config
         shards = training_shards(settings.config.parallel, settings.shape)
-        engine = engine_shards(layout, settings.shape)
-        dtypes = wire_dtypes(settings.shape, settings.config.precision, self._config.fp8_blocks)
+        engine = self._engine_shards()
+        dtypes = wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
         limit, same_devices = self._bucket_bytes // 2, self._generation.colocated
-        engines = rendezvous.receivers // len(engine)
+        engines = receivers // len(engine)
         pieces = plan_pieces(settings.shape, shards, engine, engines, dtypes, limit, same_devices=same_devices)
         scheduled = schedule(pieces, self._bucket_bytes)
-        write_plan(store, scheduled, len(shards), rendezvous.receivers, dtypes, self._config.shared_memory)
-        return self._policy.submit(connect_shards, rendezvous, shards)
+        write_plan(store, scheduled, len(shards), receivers, dtypes, config.shared_memory)
+        return shards
 
-    def _send(self, version: int) -> list[ray.ObjectRef]:
-        return self._policy.submit(send_shards, version)
+    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
+        deadline = time.monotonic() + self._timeout_s
+        receives = self._on_engines("receive_weights", version, engines)
+        sends = self._policy.submit(send_shards, version)
+        counts = self._complete(sends, receives, deadline, f"refit of version {version}")
+        self._commit(version, engines, deadline)
+        nbytes, tensors, buckets = map(sum, zip(*counts, strict=True))
+        return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets, seconds=0.0)
 
 
 class ReshardReceiver:
@@ -168,10 +202,9 @@ class ReshardReceiver:
         )
         self._links = Links(rendezvous, "target", number, worker.device, weight_entries(shape))
         shard = engine_shards(layout, shape)[parallel.rank]
-        messages = [message.pieces for message in self._links.messages]
         scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        self._writer = ModelWriter(worker.model_runner.get_model(), model_config.dtype, shape, shard, messages, scaled)
-
+        model, messages = worker.model_runner.get_model(), self._links.messages
+        self._writer = ModelWriter(model, model_config.dtype, shape, shard, messages, scaled)
         self.abandon = self._writer.abandon
 
     def receive(self, version: int) -> None:

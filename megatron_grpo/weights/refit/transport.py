@@ -14,23 +14,19 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 from megatron_grpo.cluster.futures import explain, gather, is_lost, listed, lost_among
 from megatron_grpo.cluster.overdue import report_hanging
-from megatron_grpo.cluster.ray_cluster import node_address
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
-from megatron_grpo.platform.device import open_store
 from megatron_grpo.sampler.engine_group import ENGINE_NAME, VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
-from megatron_grpo.weights.refit.groups import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -62,22 +58,19 @@ class AttemptError(Exception):
         self.lost = lost
 
 
-SentCounts = tuple[int, int, int]
-"""What one rank of the policy sent for one version: bytes, with padding and checksums; tensors, whole ones or slices of
-them; and buckets."""
-
-
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     """One completed refit."""
 
     version: int
     bytes_sent: int
-    """Payload, counted once however many workers received it from one sender."""
+    """Payload with padding and checksums."""
     tensors: int
+    """Whole tensors, or slices of them."""
     buckets: int
+    """Messages, or files."""
     seconds: float
-    """Of all attempts."""
+    """Time of all attempts."""
     retries: int = 0
     """Attempts that failed before."""
     replaced: tuple[str, ...] = ()
@@ -220,47 +213,6 @@ class WeightTransport(ABC):
             # The store closes with its last reference, and a process that looks for a lost engine in it fails at once.
             self._store = None
             raise AttemptError(str(error), lost_engines(sends, receives, str(error))) from error
-
-
-class GroupTransport(WeightTransport):
-    """Transfers over process groups whose members are ranks of the policy and workers of engines."""
-
-    @abstractmethod
-    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
-        """Write the receivers' plan into the store, and let every rank of the policy join its groups."""
-
-    @abstractmethod
-    def _send(self, version: int) -> list[ray.ObjectRef]:
-        """Let every rank of the policy send; SentCounts of each, or None."""
-
-    def _connect(self, engines: tuple[int, ...]) -> None:
-        """Connect the policy and these engines, and no others."""
-        self._linked = ()
-        ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
-        self._store = open_store(node_address(), self._timeout_s)
-        *first, receivers = accumulate((ranks[engine] for engine in engines), initial=0)
-        rendezvous = Rendezvous(
-            host=self._store.host,
-            port=self._store.port,
-            receivers=receivers,
-            timeout_s=self._timeout_s,
-            same_gpus=self._generation.colocated,
-        )
-        sends = self._connect_senders(self._store, rendezvous)
-        arguments = [(self.mode, asdict(rendezvous), offset) for offset in first]
-        receives = self._generation.submit_each("connect_weights", arguments, engines)
-        deadline = time.monotonic() + self._timeout_s
-        self._complete(sends, dict(zip(engines, receives, strict=True)), deadline, "connecting the refit")
-        self._linked = engines
-
-    def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:
-        deadline = time.monotonic() + self._timeout_s
-        receives = self._on_engines("receive_weights", version, engines)
-        sends = self._send(version)
-        results = self._complete(sends, receives, deadline, f"refit of version {version}")
-        self._commit(version, engines, deadline)
-        nbytes, tensors, buckets = map(sum, zip(*filter(None, results), strict=True))
-        return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets, seconds=0.0)
 
 
 def lost_engines(sends: Sequence[ray.ObjectRef], receives: Mapping[int, ray.ObjectRef], failure: str) -> dict[int, str]:

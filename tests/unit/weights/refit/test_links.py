@@ -14,10 +14,9 @@ from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.platform.device import open_store
 from megatron_grpo.weights.families import shape_of_config, weight_entries
 from megatron_grpo.weights.layouts import engine_shards, training_shards
-from megatron_grpo.weights.refit.buckets import BUFFERS
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.ipc import HostMemory
-from megatron_grpo.weights.refit.links import Links, Side, schedule, write_plan
+from megatron_grpo.weights.refit.links import BUFFERS, Links, Side, schedule, write_plan
 from megatron_grpo.weights.refit.plan import plan_pieces
 from tests.support.refit_models import DENSE
 
@@ -60,9 +59,10 @@ def test_what_is_packed_arrives_and_buffers_are_used_again_when_they_are_empty(
             run = {m: pool.submit(_send if m[0] == "source" else _receive, one) for m, one in ranks.items()}
             came = {member[1]: one.result() for member, one in run.items() if member[0] == "target"}
         for target, messages in came.items():
-            for number, (message, content) in enumerate(zip(ranks["target", target].messages, messages, strict=True)):
-                earlier = [m.source for m in ranks["target", target].messages[:number]].count(message.source)
-                assert torch.equal(content, _content(message.source, target, earlier, len(content)))
+            for number, content in enumerate(messages):
+                source = ranks["target", target]._peers[number]
+                earlier = ranks["target", target]._peers[:number].count(source)
+                assert torch.equal(content, _content(source, target, earlier, len(content)))
     for target in range(TARGETS):
         assert (ranks["target", target]._own is None) == (way == "handed over"), "who is handed all needs no buffers"
 
@@ -89,9 +89,9 @@ def _content(source: int, target: int, number: int, nbytes: int) -> Tensor:
 
 def _send(links: Links) -> None:
     def fill(number: int, buffer: Tensor) -> None:
-        message = links.messages[number]
-        earlier = [m.target for m in links.messages[:number]].count(message.target)
-        buffer[:-16] = _content(message.source, message.target, earlier, len(buffer) - 16)
+        target = links._peers[number]
+        earlier = links._peers[:number].count(target)
+        buffer[:-16] = _content(links._rank, target, earlier, len(buffer) - 16)
 
     links.send(fill, VERSION)
 

@@ -119,7 +119,8 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     assert sorted(map(str, scheduled[list(PLANNED)].tolist())) == sorted(map(str, pieces[list(PLANNED)].tolist()))
     queues = {
         (side, rank): [
-            (message.source, message.target) for message in split_messages(scheduled[scheduled[side] == rank])
+            (int(pieces["source"][0]), int(pieces["target"][0]))
+            for pieces in split_messages(scheduled[scheduled[side] == rank])
         ]
         for side in ("source", "target")
         for rank in set(scheduled[side].tolist())
@@ -138,7 +139,7 @@ def test_no_circle_of_ranks_that_wait_for_each_other(case: Any) -> None:
     for message in (
         m for rank in set(scheduled["source"]) for m in split_messages(scheduled[scheduled["source"] == rank])
     ):
-        assert aligned(message.pieces["bytes"]).sum() <= bucket or len(message.pieces) <= 2
+        assert aligned(message["bytes"]).sum() <= bucket or len(message) <= 2
 
 
 PLANNED = ("source", "target", "entry", "tensor", "layer", "expert", "rows", "columns", "bytes")
@@ -307,11 +308,11 @@ def test_matrices_in_fp8_come_with_the_scales_of_their_blocks(
         read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         rounded = set()
         for message in split_messages(scheduled[scheduled["target"] == target]):
-            laid, size = packed_pieces(message.pieces, kinds)
+            laid, size = packed_pieces(message, kinds)
             buffer = torch.zeros(size, dtype=torch.uint8)
-            for piece, parcel in zip(message.pieces, laid, strict=True):
+            for piece, parcel in zip(message, laid, strict=True):
                 parcel.pack(buffer, sent_piece(piece, sources[piece["source"]], shape))
-            for piece, parcel in zip(message.pieces, laid, strict=True):
+            for piece, parcel in zip(message, laid, strict=True):
                 values = parcel.numbers(buffer).float()
                 scales = parcel.scales(buffer)
                 if scales is not None:

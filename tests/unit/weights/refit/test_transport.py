@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-import ray
-from torch.distributed import Store
 
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.sampler.arguments import EngineEndpoint
-from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.transport import (
     AttemptError,
-    GroupTransport,
     PolicyLostError,
     RefitError,
     TransferReport,
+    WeightTransport,
 )
 
 BAD = AttemptError("a bit was flipped", {})
@@ -45,7 +42,7 @@ class FakeGeneration:
         self.replaced.append(list(lost))
 
 
-class Scripted(GroupTransport):
+class Scripted(WeightTransport):
     """Each attempt takes the next of `outcomes`: an error, or None for one that works; so do links."""
 
     mode: ClassVar[RefitMode] = "reshard"
@@ -55,12 +52,6 @@ class Scripted(GroupTransport):
         super().__init__(faked, faked, RefitConfig(retries=retries))
         self.outcomes = list(outcomes)
         self.log: list[tuple[Any, ...]] = []
-
-    def _connect_senders(self, store: Store, rendezvous: Rendezvous) -> list[ray.ObjectRef]:
-        raise NotImplementedError
-
-    def _send(self, version: int) -> list[ray.ObjectRef]:
-        raise NotImplementedError
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         self._linked = engines

@@ -1,0 +1,72 @@
+"""Version and checksum behind the payload of a message, computed on the device that holds it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+TRAILER_BYTES = 16
+"""Bytes behind the payload: version and checksum, int64 each."""
+
+CHUNK_WORDS = 1 << 20
+"""Words that a checksum multiplies at a time: 8 MiB, so that the products need little memory beside the message."""
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 divided by the golden ratio, as int64: spreads position over all bits (Knuth, TAOCP vol. 3, 6.4)."""
+
+
+def write_checksum(buffer: Tensor, version: int) -> None:
+    """Write version and checksum behind the payload.
+
+    Args:
+        buffer: [bytes with the trailer], uint8, payload filled in.
+        version: number of the weights that the payload is part of.
+    """
+    words = buffer.view(torch.int64)
+    words[-2] = version
+    words[-1] = checksum(words[:-1])
+
+
+def checksum_problem(buffer: Tensor, version: int) -> str | None:
+    """The problem of a received message; None: it is intact.
+
+    Args:
+        buffer: [bytes with the trailer], uint8, as it was received.
+        version: number of the weights that the message should hold.
+    """
+    # Three numbers in one transfer from the device, which waits for it once instead of three times.
+    words = buffer.view(torch.int64)
+    found, expected, sent_version = torch.stack([checksum(words[:-1]), words[-1], words[-2]]).tolist()
+    if found != expected:
+        return f"checksum {found & (2**64 - 1):016x} differs from the sender's {expected & (2**64 - 1):016x}"
+    if sent_version != version:
+        return f"holds version {sent_version}, not {version}"
+    return None
+
+
+def checksum(words: Tensor) -> Tensor:
+    """Position-weighted sum modulo 2^64: chunk by chunk, h <- h * GOLDEN + sum_i words[i] * weight[i].
+
+    Weights are odd, so a change of any single word always shows; different everywhere in a chunk, so exchanged words do
+    too, but for rare differences in high bits alone.
+
+    Args:
+        words: [n], int64, on any device.
+
+    Returns:
+        [], int64, on the device of the words.
+    """
+    # In chunks, so that one table of weights serves every size. int64 wraps round: the sum is modulo 2^64, exact in any
+    # order of summation, and so equal on every device.
+    weights = _weights(words.device)
+    total = words.new_zeros(())
+    for chunk in words.split(CHUNK_WORDS):
+        total = total * GOLDEN + (chunk * weights[: chunk.numel()]).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """[CHUNK_WORDS], int64: odd weights, different at every position of a chunk."""
+    return torch.arange(1, CHUNK_WORDS + 1, device=device) * GOLDEN | 1
