@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.weights.families import weight_entries
-from megatron_grpo.weights.families.family import Dim, HFTensor, WeightEntry, WeightSlice, is_per_layer
+from megatron_grpo.weights.families.family import HFTensor, WeightEntry, WeightSlice, is_per_layer
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -123,19 +123,6 @@ def engine_shards(parallel: GenerationParallelConfig, shape: ModelShape) -> list
 VOCABULARY_MULTIPLE = 64
 """vLLM pads vocabularies to a multiple of this."""
 
-_SPLIT: tuple[Dim, ...] = (
-    "vocab",
-    "ffn",
-    "heads",
-    "kv_heads",
-    "expert_ffn",
-    "shared_ffn",
-    "latent_queries",
-    "latent_keys_values",
-    "latent_values",
-)
-"""Dimensions that tensor parallelism splits; a tensor has at most one of them."""
-
 _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 """Matrices that vLLM joins when queries are compressed too (multi-latent attention)."""
 
@@ -166,7 +153,7 @@ def destinations(
         layer: number of the layer, from 0, one of the rank's.
         expert: number of the expert in the layer, from 0, one of the rank's.
     """
-    parts = [_part(tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
+    parts = [_part(entry, tensor, model, shard.part(entry), layer, expert) for tensor in entry.hf]
     rows = [one.local_shape[0] for one in parts]
     found = []
     for position, one in enumerate(parts):
@@ -179,9 +166,8 @@ def destinations(
     return found
 
 
-def _part(tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int) -> WeightSlice:
-    shape, name = tensor.shape(model), tensor.name.format(layer=layer, expert=expert)
-    axis = next((axis for axis, dim in enumerate(tensor.dims) if dim in _SPLIT), None)
+def _part(entry: WeightEntry, tensor: HFTensor, model: ModelShape, part: Split, layer: int, expert: int) -> WeightSlice:
+    shape, name, axis = tensor.shape(model), tensor.name.format(layer=layer, expert=expert), entry.axis
     if axis is None:
         return WeightSlice(name, shape, None, 0, 0)
     total = shape[axis]

@@ -13,11 +13,11 @@ from megatron_grpo.weights.families.family import HFTensor, WeightEntry
 from megatron_grpo.weights.shape import ModelShape, read_config_json, section
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
-_INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,), axis=0, merge="vocab")
-_NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),), axis=None)
+_INPUT = WeightEntry(("embedding.word_embeddings.weight",), (_EMBEDDING,))
+_NORM = WeightEntry(("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", ("hidden",)),))
 _OUTPUT_LAYER = ("output_layer.weight",)
 _SCORE = HFTensor("score.weight", ("score", "hidden"))
-_BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), axis=None, zero_if_absent=True)
+_BIAS = WeightEntry(("output_layer.bias",), (HFTensor("score.bias", ("score",)),), zero_if_absent=True)
 """ForTokenClassification has one, ForSequenceClassification has not."""
 
 
@@ -44,13 +44,13 @@ _REWARD_HEADS = ("ForSequenceClassification", "ForTokenClassification")
 def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """The weight map of a model, in the order in which tensors are exported."""
     if shape.value_head is not None:
-        head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), axis=None, zero_if_absent=shape.value_head == "fresh")
+        head = WeightEntry(_OUTPUT_LAYER, (_SCORE,), zero_if_absent=shape.value_head == "fresh")
         outputs = [head, _BIAS]
     else:
         # Tied to the embedding it has weights of its own only on a last stage that is not the first.
         tied = shape.tied_embeddings
         tensor = _EMBEDDING if tied else HFTensor("lm_head.weight", ("vocab", "hidden"))
-        outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), axis=0, merge="vocab", copy=tied)]
+        outputs = [WeightEntry(_OUTPUT_LAYER, (tensor,), copy=tied)]
     return (_INPUT, *FAMILIES[shape.family].layers(shape), _NORM, *outputs)
 
 

@@ -13,48 +13,30 @@ from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer,
 from megatron_grpo.weights.families.llama import MLP, causal_pairs, read_dense
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
 
-_INPUT_NORM = (in_layer("input_layernorm.weight", ("input_layernorm.weight", ("hidden",))),)
-_QUERY = (
-    in_layer("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight", ("latent_queries", "hidden")), axis=0),
-)
+_INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
+_QUERY = (in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight [latent_queries, hidden]"),)
 _COMPRESSED_QUERY = (
     # Every rank holds the whole compressed query.
-    in_layer("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight", ("query_rank", "hidden"))),
-    in_layer("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight", ("query_rank",))),
-    in_layer(
-        "self_attention.linear_q_up_proj.weight",
-        ("self_attn.q_b_proj.weight", ("latent_queries", "query_rank")),
-        axis=0,
-    ),
+    in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight [query_rank, hidden]"),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight [query_rank]"),
+    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight [latent_queries, query_rank]"),
 )
 _KEYS_AND_VALUES = (
-    in_layer(
-        "self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight", ("compressed", "hidden"))
-    ),
-    in_layer("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight", ("latent",))),
-    in_layer(
-        "self_attention.linear_kv_up_proj.weight",
-        ("self_attn.kv_b_proj.weight", ("latent_keys_values", "latent")),
-        axis=0,
-    ),
-    in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "latent_values")), axis=1),
+    in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight [compressed, hidden]"),
+    in_layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight [latent]"),
+    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight [latent_keys_values, latent]"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, latent_values]"),
 )
 
 EXPERTS = QWEN_EXPERTS + only_in(
     "experts",
-    in_layer("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias", ("experts",))),
+    in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]"),
     in_layer(
         "mlp.shared_experts.linear_fc1.weight",
-        ("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
-        ("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
-        axis=0,
-        merge="gate_up",
+        "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
+        "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
     ),
-    in_layer(
-        "mlp.shared_experts.linear_fc2.weight",
-        ("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),
-        axis=1,
-    ),
+    in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight [hidden, shared_ffn]"),
 )
 
 

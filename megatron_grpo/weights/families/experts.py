@@ -29,16 +29,10 @@ def expert_layer(block: str, gate: str, up: str, down: str) -> tuple[WeightEntry
     expert = block + "experts.{expert}."
     return only_in(
         "experts",
-        in_layer("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", ("hidden",))),
-        in_layer("mlp.router.weight", (block + "gate.weight", ("experts", "hidden"))),
-        in_layer(
-            _FC1,
-            (f"{expert}{gate}.weight", ("expert_ffn", "hidden")),
-            (f"{expert}{up}.weight", ("expert_ffn", "hidden")),
-            axis=0,
-            merge="gate_up",
-        ),
-        in_layer(_FC2, (f"{expert}{down}.weight", ("hidden", "expert_ffn")), axis=1),
+        in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]"),
+        in_layer("mlp.router.weight", f"{block}gate.weight [experts, hidden]"),
+        in_layer(_FC1, f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
+        in_layer(_FC2, f"{expert}{down}.weight [hidden, expert_ffn]"),
     )
 
 

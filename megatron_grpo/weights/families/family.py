@@ -30,6 +30,19 @@ Dim = str
 With latent attention, "latent" is the rank of keys and values, "compressed" that with the rotated key beside it,
 and the other "latent_..." are what all heads take or give."""
 
+_SPLIT = {
+    "vocab",
+    "ffn",
+    "heads",
+    "kv_heads",
+    "expert_ffn",
+    "shared_ffn",
+    "latent_queries",
+    "latent_keys_values",
+    "latent_values",
+}
+"""Dimensions that tensor parallelism splits; a tensor has at most one of them."""
+
 Merge = Literal["plain", "qkv", "gate_up", "vocab"]
 """How slices of several tensors become one parameter:
 plain: the parameter is the slice;
@@ -78,15 +91,24 @@ class WeightEntry:
     """Names of the parameter, with `{layer}` and, of a parameter of each expert, `{expert}`: several when Transformer
     Engine's layer spec and the torch one differ."""
     hf: tuple[HFTensor, ...]
-    axis: int | None
-    """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
-    merge: Merge = "plain"
+    """Its tensors: one; gate and up; or query, key and value."""
     copy: bool = False
     """A second copy of tensors that another entry stands for (tied embeddings): loaded, but not exported."""
     zero_if_absent: bool = False
     """A folder without these tensors is complete: they are new, and start at zero."""
     layers: Literal["all", "dense", "experts"] = "all"
     """Which layers have the parameter: those with one feed-forward network, or those with experts."""
+
+    @property
+    def axis(self) -> int | None:
+        """Dimension that tensor parallelism splits in each of the tensors; None: every rank holds all of them."""
+        return next((axis for axis, dim in enumerate(self.hf[0].dims) if dim in _SPLIT), None)
+
+    @property
+    def merge(self) -> Merge:
+        """How slices of the tensors become the parameter."""
+        several: dict[int, Merge] = {2: "gate_up", 3: "qkv"}
+        return several.get(len(self.hf), "vocab" if "vocab" in self.hf[0].dims else "plain")
 
     @property
     def per_expert(self) -> bool:
@@ -130,26 +152,18 @@ class WeightEntry:
         return rank * (total // size), (rank + 1) * (total // size)
 
 
-def in_layer(
-    megatron: str | tuple[str, ...],
-    *hf: tuple[str, tuple[Dim, ...]],
-    axis: int | None = None,
-    merge: Merge = "plain",
-) -> WeightEntry:
+def in_layer(megatron: str | tuple[str, ...], *hf: str) -> WeightEntry:
     """The entry of a parameter of each layer.
 
     Args:
         megatron: its name in the layer, behind "decoder.layers.{layer}."; several for several layer specs.
-        hf: name in the layer, behind "model.layers.{layer}.", and dimensions of each of its tensors.
-        axis: as in `WeightEntry`.
-        merge: as in `WeightEntry`.
+        hf: each of its tensors: name in the layer, behind "model.layers.{layer}.", and dimensions in brackets.
     """
     names = (megatron,) if isinstance(megatron, str) else megatron
+    tensors = (text.removesuffix("]").split(" [") for text in hf)
     return WeightEntry(
         tuple(f"decoder.layers.{{layer}}.{name}" for name in names),
-        tuple(HFTensor(f"model.layers.{{layer}}.{name}", dims) for name, dims in hf),
-        axis=axis,
-        merge=merge,
+        tuple(HFTensor(f"model.layers.{{layer}}.{name}", tuple(dims.split(", "))) for name, dims in tensors),
     )
 
 

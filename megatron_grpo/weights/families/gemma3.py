@@ -29,9 +29,9 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 # Llama's norm before the feed-forward network is post_attention_layernorm; Gemma's is pre_feedforward_layernorm.
 _NORMS = (
-    in_layer("self_attention.linear_proj.post_norm.weight", ("post_attention_layernorm.weight", ("hidden",))),
-    in_layer("pre_mlp_layernorm.weight", ("pre_feedforward_layernorm.weight", ("hidden",))),
-    in_layer("mlp.linear_fc2.post_norm.weight", ("post_feedforward_layernorm.weight", ("hidden",))),
+    in_layer("self_attention.linear_proj.post_norm.weight", "post_attention_layernorm.weight [hidden]"),
+    in_layer("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight [hidden]"),
+    in_layer("mlp.linear_fc2.post_norm.weight", "post_feedforward_layernorm.weight [hidden]"),
 )
 _MATRICES = tuple(entry for entry in MLP if entry.axis is not None)
 

@@ -19,48 +19,38 @@ _ROPE_FACTORS = {
 ATTENTION = (
     in_layer(
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("input_layernorm.weight", ("hidden",)),
+        "input_layernorm.weight [hidden]",
     ),
     in_layer(
         "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", ("heads", "hidden")),
-        ("self_attn.k_proj.weight", ("kv_heads", "hidden")),
-        ("self_attn.v_proj.weight", ("kv_heads", "hidden")),
-        axis=0,
-        merge="qkv",
+        "self_attn.q_proj.weight [heads, hidden]",
+        "self_attn.k_proj.weight [kv_heads, hidden]",
+        "self_attn.v_proj.weight [kv_heads, hidden]",
     ),
-    in_layer("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", ("hidden", "heads")), axis=1),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight [hidden, heads]"),
 )
 
 _QKV_BIAS = (
     in_layer(
         "self_attention.linear_qkv.bias",
-        ("self_attn.q_proj.bias", ("heads",)),
-        ("self_attn.k_proj.bias", ("kv_heads",)),
-        ("self_attn.v_proj.bias", ("kv_heads",)),
-        axis=0,
-        merge="qkv",
+        "self_attn.q_proj.bias [heads]",
+        "self_attn.k_proj.bias [kv_heads]",
+        "self_attn.v_proj.bias [kv_heads]",
     ),
 )
 
 QK_NORM = (
-    in_layer("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight", ("head_dim",))),
-    in_layer("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight", ("head_dim",))),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight [head_dim]"),
+    in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head_dim]"),
 )
 
 MLP = (
     in_layer(
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        ("post_attention_layernorm.weight", ("hidden",)),
+        "post_attention_layernorm.weight [hidden]",
     ),
-    in_layer(
-        "mlp.linear_fc1.weight",
-        ("mlp.gate_proj.weight", ("ffn", "hidden")),
-        ("mlp.up_proj.weight", ("ffn", "hidden")),
-        axis=0,
-        merge="gate_up",
-    ),
-    in_layer("mlp.linear_fc2.weight", ("mlp.down_proj.weight", ("hidden", "ffn")), axis=1),
+    in_layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]"),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]"),
 )
 
 
