@@ -67,8 +67,8 @@ def cpu_arguments(settings: VllmSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(settings.config.engine.kv_cache_gib * 2**30),
         "worker_cls": "megatron_grpo.cpu.vllm_worker.PipelineCPUWorker",
     }
-    if settings.routed is not None:  # vLLM's own record needs a GPU
-        arguments["additional_config"] = {RECORD_ROUTING: True}
+    if settings.routed is not None:  # vLLM's own record needs a GPU; ours is of tokens that pass the model
+        arguments |= {"additional_config": {RECORD_ROUTING: True}, "enable_prefix_caching": False}
     return arguments
 
 

@@ -13,7 +13,7 @@ from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.config.policy_schema import ParallelConfig
 from megatron_grpo.weights.families import shape_of_folder, weight_entries
 from megatron_grpo.weights.layouts import RankShard, training_shards
-from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
+from megatron_grpo.weights.refit.engine_layers import ModelReload
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.links import Links
 from megatron_grpo.weights.refit.plan import tensor_name
@@ -39,11 +39,9 @@ class BroadcastReceiver:
     """
 
     def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
-        model_config = worker.vllm_config.model_config
-        self._model = worker.model_runner.get_model()
-        self._loading = TensorwiseLoading(self._model, model_config.dtype)
-        self.abandon = self._loading.abandon
-        self._shape = shape_of_folder(model_config.model)
+        self._reload = ModelReload(worker)
+        self.abandon = self._reload.abandon
+        self._shape = shape_of_folder(worker.vllm_config.model_config.model)
         self._entries = weight_entries(self._shape)
         self._links = Links(rendezvous, "target", number, worker.device, self._entries)
         self._begun: dict[str, Tensor] = {}
@@ -59,15 +57,15 @@ class BroadcastReceiver:
             RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
         self._begun.clear()
-        self._loading.begin()
+        self._reload.begin()
         self._links.receive(self._load, version)
         assert not self._begun, "every piece has come"
-        self._loading.finish()
+        self._reload.finish()
 
     def _load(self, number: int, message: Tensor) -> None:
         complete = list(self._complete(number, message))
         if complete:
-            self._model.load_weights(complete)
+            self._reload.load(complete)
 
     def _complete(self, number: int, message: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the tensors that a message, [bytes], uint8, completes."""

@@ -1,55 +1,72 @@
-"""Runs in an engine's worker: lets one layer of vLLM's model be loaded again after vLLM has converted its weights.
+"""Runs in an engine's worker: lets layers of vLLM's model be loaded again after vLLM has converted their weights.
 
 vLLM converts the weights of many layers when it has loaded them: to blocks of FP8, to the layout of a kernel for
 experts, to packed copies on a CPU. A refit brings the weights as a checkpoint has them (*plain* weights here). So a
 layer is given plain parameters again, they are filled, vLLM converts them, and the result is copied into the memory
-that the layer had before, which CUDA graphs have captured. The steps are those of vLLM's own layerwise reloading,
-called one by one: vLLM's `initialize_layerwise_reload` keeps references to all tensors of a layer until the last one
-has come, and the tensors of a refit are views of a receive buffer that the next bucket overwrites; of experts it would
-keep those of all ranks.
+that the layer had before, which CUDA graphs have captured. Whole tensors go through vLLM's own layerwise reloading
+(`ModelReload`). For slices its steps are called one by one (`RebuiltLayer`), because vLLM has no loaders for them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
 
 
-class TensorwiseLoading:
-    """Reloads a whole model through vLLM's `load_weights`, one tensor at a time, in any order.
+class ModelReload:
+    """Loads whole tensors into a worker's model, in any order, with vLLM's loaders and its layerwise reloading, which
+    keeps the tensors of a converted layer until all of them have come.
 
     Args:
-        model: vLLM's.
-        dtype: of its activations.
+        worker: vLLM's, with a model.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
-        self._layers = [_LoadedLayer(layer) for layer in model.modules() if is_derived(layer)]
+    def __init__(self, worker: Any) -> None:
+        self._model = worker.model_runner.get_model()
+        self._config = worker.vllm_config.model_config
+        self._layers = [layer for layer in self._model.modules() if is_derived(layer)]
+        self._kernels: list[tuple[Any, Any]] = []
+        """(quant_method, its kernel before the reload) of experts on a CPU."""
 
     def begin(self) -> None:
-        """Let the weight loaders of converted layers write to plain weights."""
+        """Let the weight loaders of converted layers collect plain weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
         for layer in self._layers:
-            layer.begin()
+            self._kernels.append((layer.quant_method, forget_kernel(layer)))
+            initialize_layerwise_reload(layer)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors, (name in the checkpoint, [...]), which must not be written to afterwards."""
+        self._model.load_weights(tensors)
 
     def finish(self) -> None:
-        """Convert the layers that are still open, so that the model computes with what was loaded."""
+        """Convert the layers that are still incomplete (padding is never sent); the model computes with what came."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
         for layer in self._layers:
-            layer.finish()
-        finish_model(self._model, self._dtype)
+            finalize_layerwise_reload(layer, self._config)
+        self._restore_kernels()
+        finish_model(self._model, self._config.dtype)
 
     def abandon(self) -> None:
         """Restore the previous weights of incomplete layers."""
         for layer in self._layers:
-            layer.abandon()
+            RebuiltLayer(layer).abandon()
+        self._restore_kernels()
+
+    def _restore_kernels(self) -> None:
+        """Restore the kernels of layers of which nothing came."""
+        for method, kernel in self._kernels:
+            if kernel is not None and method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._kernels.clear()
 
 
 def is_derived(layer: torch.nn.Module) -> bool:
@@ -102,7 +119,7 @@ class RebuiltLayer:
         layer = self._layer
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
-        _forget_packed(layer)
+        forget_kernel(layer)
         self._convert()
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
@@ -197,84 +214,18 @@ def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
             attention.process_weights_after_loading(dtype)
         elif on_cpu and isinstance(layer, ParallelLMHead):
             # A head multiplies by a packed copy of its weight, and one that is tied to the embedding is never loaded.
-            _forget_packed(layer)
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _forget_packed(layer: torch.nn.Module) -> None:
-    """Delete a layer's packed copies, which vLLM makes on a CPU, so that they are made of the new weights.
+def forget_kernel(layer: torch.nn.Module) -> Any:
+    """Delete the kernel of a layer of experts on a CPU and return it; None: there is none.
 
     vLLM packs the weights of experts only when it creates the layer's kernel, and skips that while there is a kernel.
     On a GPU kernels stay: captured CUDA graphs read the tensors that they hold.
     """
-    if current_platform().name == "cuda":
-        return
-    for module in layer.modules():
-        if hasattr(module, "cpu_linear"):
-            del module.cpu_linear
-        method = getattr(module, "quant_method", None)
-        if method is not None and getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-class _LoadedLayer(RebuiltLayer):
-    """A layer that is converted as soon as vLLM's weight loaders have filled all of its plain weights."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__(layer)
-        self._loaders: list[tuple[Any, Callable[..., Any]]] = []
-        """(parameter, its own loader) while the layer is open."""
-        self._missing = self._loaded = 0
-
-    def begin(self) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-        from vllm.model_executor.model_loader.reload.utils import get_layer_size, get_layer_tensors
-
-        tensors = get_layer_tensors(self.strip())
-        self._missing, self._loaded = get_layer_size(self._layer), 0
-        for name, tensor in tensors.items():
-            if name not in SKIP_LOAD_TENSORS:
-                loader = _get_original_loader(tensor)
-                self._loaders.append((tensor, loader))
-                tensor.weight_loader = self._counting(name, loader)
-
-    def finish(self) -> None:
-        """Convert a layer with padding, which is never sent; restore a layer for which nothing came."""
-        if self._loaders and self._loaded:
-            self.close()
-        self.abandon()
-
-    def close(self) -> None:
-        self._restore_loaders()
-        super().close()
-
-    def abandon(self) -> None:
-        self._restore_loaders()
-        super().abandon()
-
-    def _counting(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
-        """A loader that writes to the materialized parameter instead of the one on meta, and counts the numbers."""
-        from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
-
-        signature = inspect.signature(loader)
-
-        @wraps(loader, assigned=("__doc__", "__annotations__"))
-        def load(*args: Any, **kwargs: Any) -> Any:
-            if not self._loaders:  # the layer is complete: the tensor belongs to an expert of another rank
-                return loader(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments["param"] = getattr(self.open(), name)
-            count, result = get_numel_loaded(loader, bound)
-            self._missing -= count
-            self._loaded += count
-            if not self._missing:
-                self.close()
-            return result
-
-        return load
-
-    def _restore_loaders(self) -> None:
-        for tensor, loader in self._loaders:
-            tensor.weight_loader = loader
-        self._loaders.clear()
+    method: Any = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    if current_platform().name == "cuda" or kernel is None:
+        return None
+    method.moe_kernel = None
+    return kernel

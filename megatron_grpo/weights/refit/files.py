@@ -32,7 +32,7 @@ from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.trainer.group import MegatronPolicy
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
-from megatron_grpo.weights.refit.engine_layers import TensorwiseLoading
+from megatron_grpo.weights.refit.engine_layers import ModelReload
 from megatron_grpo.weights.refit.transport import AttemptError, TransferReport, WeightTransport
 
 if TYPE_CHECKING:
@@ -249,9 +249,8 @@ class FilesReceiver:
     """
 
     def __init__(self, worker: Any, shared: SharedFolder, number: int) -> None:
-        self._model = worker.model_runner.get_model()
-        self._loading = TensorwiseLoading(self._model, worker.vllm_config.model_config.dtype)
-        self.abandon = self._loading.abandon
+        self._reload = ModelReload(worker)
+        self.abandon = self._reload.abandon
         self._folder, self._session = Path(shared.folder), shared.session
         self._held: dict[str, str] = {}
         """Digest of each tensor that the model certainly holds."""
@@ -277,9 +276,9 @@ class FilesReceiver:
         if not self._wanted:
             return
         held, self._held = self._held, {}  # empty while loading: a failure leaves unknown contents
-        self._loading.begin()
-        self._model.load_weights(self._tensors())
-        self._loading.finish()
+        self._reload.begin()
+        self._reload.load(self._tensors())
+        self._reload.finish()
         self._held = held | {name: one.digest for name, one in self._wanted.items()}
 
     def _read_manifest(self) -> Manifest:

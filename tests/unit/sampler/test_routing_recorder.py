@@ -1,4 +1,4 @@
-"""What a CPU engine's worker records of made-up forward passes: prefix cache, preemption, requests in any order."""
+"""What a CPU engine's worker records of made-up forward passes: preemption, requests in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.sampler import arguments as routed_experts
 from megatron_grpo.sampler.arguments import chosen_experts
 
-BLOCK = 4
 LAYERS = (0, 2)
 
 
@@ -27,32 +26,15 @@ class Pass:
 
     tokens: dict[str, list[int]]
     """By request, in the order of the pass."""
-    new: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    """Tokens that the cache has, and blocks."""
-    old: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    """Tokens that were computed, and further blocks."""
-    resumed: set[str] = field(default_factory=set)
-    finished: set[str] = field(default_factory=set)
+    old: dict[str, int] = field(default_factory=dict)
+    """Tokens of earlier requests that were computed."""
 
     @property
     def scheduled(self) -> Any:
         """As vLLM's SchedulerOutput."""
-        new = [
-            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(blocks,))
-            for name, (computed, blocks) in self.new.items()
-        ]
-        cached = SimpleNamespace(
-            req_ids=list(self.old),
-            new_block_ids=[(blocks,) if blocks else None for _, blocks in self.old.values()],
-            num_computed_tokens=[computed for computed, _ in self.old.values()],
-            resumed_req_ids=self.resumed,
-        )
-        return SimpleNamespace(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=cached,
-            finished_req_ids=self.finished,
-            num_scheduled_tokens={name: len(tokens) for name, tokens in self.tokens.items()},
-        )
+        cached = SimpleNamespace(req_ids=list(self.old), num_computed_tokens=list(self.old.values()))
+        counts = {name: len(tokens) for name, tokens in self.tokens.items()}
+        return SimpleNamespace(scheduled_cached_reqs=cached, num_scheduled_tokens=counts)
 
 
 def experts_of(tokens: list[int], layer: int) -> list[list[int]]:
@@ -65,7 +47,7 @@ def run(recorder: RoutingRecorder, one: Pass) -> None:
     flat = [token for tokens in one.tokens.values() for token in tokens]
     for layer in LAYERS:
         recorder._capture(layer, torch.tensor([*experts_of(flat, layer), [-7, -7]]))
-    recorder.end_step(one.scheduled, ["gone", *one.tokens], BLOCK)
+    recorder.end_step(one.scheduled, ["gone", *one.tokens])
 
 
 def expect(recorder: RoutingRecorder, name: str, tokens: list[int]) -> None:
@@ -83,42 +65,19 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> RoutingRecorder:
 
 
 def test_passes_are_shared_out_over_requests(recorder: RoutingRecorder) -> None:
-    run(recorder, Pass({"x.1-ab": [1, 2, 3], "x.11-cd": [9]}, new={"x.1-ab": (0, [5]), "x.11-cd": (0, [6])}))
-    run(recorder, Pass({"x.11-cd": [8], "x.1-ab": [4]}, old={"x.1-ab": (3, []), "x.11-cd": (1, [])}))
-    run(recorder, Pass({"x.11-cd": [7]}, old={"x.11-cd": (2, [])}, finished={"x.1-ab"}))
+    run(recorder, Pass({"x.1-ab": [1, 2, 3], "x.11-cd": [9]}))
+    run(recorder, Pass({"x.11-cd": [8], "x.1-ab": [4]}, old={"x.1-ab": 3, "x.11-cd": 1}))
+    run(recorder, Pass({"x.11-cd": [7]}, old={"x.11-cd": 2}))
     expect(recorder, "x.1", [1, 2, 3, 4])
     expect(recorder, "x.11", [9, 8, 7])
     assert recorder.take("never ran") == {}
 
 
-def test_tokens_from_the_prefix_cache_have_the_experts_of_when_they_passed(recorder: RoutingRecorder) -> None:
-    first = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    # The second request finds in the cache what the first puts there in the same pass.
-    run(recorder, Pass({"a-0": first, "b-0": [20]}, new={"a-0": (0, [3, 1, 7]), "b-0": (8, [3, 1, 2])}))
-    run(recorder, Pass({"c-0": [30, 31]}, new={"c-0": (4, [3, 9])}, finished={"a-0", "b-0"}))
-    # Block 3 is somebody else's now.
-    run(recorder, Pass({"d-0": [40, 41, 42, 43]}, new={"d-0": (0, [3])}))
-    run(recorder, Pass({"e-0": [50]}, new={"e-0": (4, [3, 8])}))
-    expect(recorder, "a", first)
-    expect(recorder, "b", [*first[:8], 20])
-    expect(recorder, "c", [*first[:4], 30, 31])
-    expect(recorder, "d", [40, 41, 42, 43])
-    expect(recorder, "e", [40, 41, 42, 43, 50])
-
-
-def test_blocks_fill_over_many_passes(recorder: RoutingRecorder) -> None:
-    run(recorder, Pass({"a-0": [1, 2]}, new={"a-0": (0, [3])}))
-    run(recorder, Pass({"a-0": [3]}, old={"a-0": (2, [])}))
-    run(recorder, Pass({"a-0": [4, 5]}, old={"a-0": (3, [6])}))
-    run(recorder, Pass({"b-0": [9]}, new={"b-0": (4, [3, 1])}))
-    expect(recorder, "b", [1, 2, 3, 4, 9])
-
-
 def test_a_preempted_request_begins_anew(recorder: RoutingRecorder) -> None:
-    run(recorder, Pass({"a-0": [1, 2, 3, 4, 5]}, new={"a-0": (0, [3, 5])}))
-    run(recorder, Pass({"b-0": [6]}, new={"b-0": (0, [5])}))
-    run(recorder, Pass({"a-0": [15, 16]}, old={"a-0": (4, [3, 9])}, resumed={"a-0"}))
-    expect(recorder, "a", [1, 2, 3, 4, 15, 16])
+    run(recorder, Pass({"a-0": [1, 2, 3, 4]}))
+    run(recorder, Pass({"a-0": [5]}, old={"a-0": 4}))
+    run(recorder, Pass({"a-0": [1, 2, 3, 4, 15]}, old={"a-0": 0}))
+    expect(recorder, "a", [1, 2, 3, 4, 15])
 
 
 FORM = RoutedForm(layers=(1, 3), top_k=2, experts=8)

@@ -51,8 +51,11 @@ class MadeUpModel:
 
 @pytest.fixture(autouse=True)
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = SimpleNamespace(begin=lambda: None, abandon=lambda: None, finish=lambda: None)
-    monkeypatch.setattr(receiver, "TensorwiseLoading", lambda *_: loading)
+    def loading(worker: Any) -> Any:
+        around = dict.fromkeys(("begin", "abandon", "finish"), lambda: None)
+        return SimpleNamespace(load=worker.model_runner.get_model().load_weights, **around)
+
+    monkeypatch.setattr(receiver, "ModelReload", loading)
 
 
 @pytest.fixture

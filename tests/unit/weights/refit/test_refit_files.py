@@ -118,13 +118,14 @@ class InProcess(FilesTransport):
 class Loading:
     """In the place of what vLLM's layers need around loading."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, worker: Any) -> None:
         self.begin = self.finish = self.abandon = lambda: None
+        self.load = worker.model_runner.get_model().load_weights
 
 
 @pytest.fixture(autouse=True)
 def no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.weights.refit.files.TensorwiseLoading", Loading)
+    monkeypatch.setattr("megatron_grpo.weights.refit.files.ModelReload", Loading)
 
 
 def _receiver(model: Model, shared: SharedFolder) -> FilesReceiver:
