@@ -192,7 +192,7 @@ class VllmEngine:
 
         Args:
             mode: transport of the weights.
-            rendezvous: fields of refit.groups.Rendezvous, or of refit.files.SharedFolder, by name.
+            rendezvous: fields of refit.groups.Rendezvous; with files, `folder` and `session`.
             first_receiver: number of workers that the engines before this one have together.
         """
         await self._on_workers("connect_refit", mode, rendezvous, first_receiver)

@@ -100,26 +100,6 @@ class BoundEntry:
         return weight.dequantize() if _is_quantised(weight) else weight
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharing:
-    """The ranks that hold the other parts of an entry's parameters."""
-
-    group: dist.ProcessGroup
-    """Ranks that together hold all parts: tensor-parallel neighbours; of experts, those with other experts too."""
-    tensor_rank: int
-    tensor_size: int
-    """Number of this rank among those that split one matrix, and their count."""
-    experts_here: int
-    """Experts of each rank."""
-    first_replica: bool
-    """Whether this rank is in the first of the groups that hold equal weights."""
-
-    def expert_numbers(self, bound: BoundEntry) -> list[int]:
-        """Numbers in the layer of the experts that the group's ranks hold at the position of a parameter."""
-        parts = self.group.size() // self.tensor_size
-        return [part * self.experts_here + bound.expert for part in range(parts)]
-
-
 def bound_entries(chunks: Sequence[Any], shape: ModelShape) -> list[BoundEntry]:
     """Every parameter of this rank with its entry: chunk by chunk, each in the order of the table.
 
@@ -142,7 +122,7 @@ def _bound_entries(model: Any, shape: ModelShape) -> list[BoundEntry]:
     experts = _experts_of_rank(model, shape)
     bound: list[BoundEntry] = []
     for entry, layer, local in global_entries(weight_entries(shape), shape, layers):
-        for expert in range(experts if entry.per_expert else 1):
+        for expert in range(len(experts) if entry.per_expert else 1):
             names = [name.format(layer=local, expert=expert) for name in entry.megatron]
             there = [name for name in names if name in parameters]
             assert there or not is_per_layer(entry.megatron[0]), f"layer {layer} of the model has no parameter {names}"
@@ -175,11 +155,12 @@ def load_hf_weights(chunks: Sequence[Any], shape: ModelShape, folder: str | Path
     Raises:
         ValueError: a file or tensor is missing, damaged or of another shape than config.json implies.
     """
-    reader = HFFolderReader(folder)
+    reader, groups = HFFolderReader(folder), chunks[0].pg_collection
+    experts = _experts_of_rank(chunks[0], shape)
     for bound in bound_entries(chunks, shape):
-        entry, sharing = bound.entry, _sharing(chunks[0], shape, bound.entry)
-        number = sharing.expert_numbers(bound)[sharing.group.rank() // sharing.tensor_size]
-        slices = entry.slices(shape, bound.layer, sharing.tensor_rank, sharing.tensor_size, number)
+        entry = bound.entry
+        split = groups.expt_tp if entry.per_expert else groups.tp
+        slices = entry.slices(shape, bound.layer, split.rank(), split.size(), experts[bound.expert])
         if entry.zero_if_absent and not any(reader.has(wanted.name) for wanted in slices):
             bound.parameter.zero_()
             continue
@@ -207,31 +188,33 @@ def iter_hf_tensors(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[
         (name, tensor) on the first rank of the stage, (name, None) on the others, in the order of the table. Tensors
         are contiguous, in the parameter's dtype, and may share memory with the model.
     """
+    groups, here = chunks[0].pg_collection, len(_experts_of_rank(chunks[0], shape))
     for bound in bound_entries(chunks, shape):
         if bound.entry.copy:
             continue
-        sharing = _sharing(chunks[0], shape, bound.entry)
-        shards = _gather(bound, sharing.group) if sharing.first_replica else []
-        for part, number in enumerate(sharing.expert_numbers(bound)):
+        # Ranks that together hold all parts of the parameter, those that split one matrix, and those with equal parts.
+        group, split, replicas = groups.tp, groups.tp, groups.dp_cp
+        if bound.entry.per_expert:
+            group, split, replicas = groups.tp_ep, groups.expt_tp, groups.expt_dp
+        size = split.size()
+        shards = _gather(bound, group) if replicas.rank() == 0 else []
+        for part in range(group.size() // size):
+            number = part * here + bound.expert
             names = [one.name for one in bound.entry.slices(shape, bound.layer, 0, 1, number)]
             if shards:
-                own = shards[part * sharing.tensor_size : (part + 1) * sharing.tensor_size]
+                own = shards[part * size : (part + 1) * size]
                 yield from zip(names, _full_tensors(bound, own, shape), strict=True)
             else:
                 yield from ((name, None) for name in names)
 
 
-def _experts_of_rank(model: Any, shape: ModelShape) -> int:
-    return shape.experts.count // model.pg_collection.ep.size() if shape.experts is not None else 1
-
-
-def _sharing(model: Any, shape: ModelShape, entry: WeightEntry) -> _Sharing:
-    groups = model.pg_collection
-    if entry.per_expert:
-        tensor = groups.expt_tp
-        experts = _experts_of_rank(model, shape)
-        return _Sharing(groups.tp_ep, tensor.rank(), tensor.size(), experts, groups.expt_dp.rank() == 0)
-    return _Sharing(groups.tp, groups.tp.rank(), groups.tp.size(), 1, groups.dp_cp.rank() == 0)
+def _experts_of_rank(model: Any, shape: ModelShape) -> range:
+    """Numbers of this rank's experts in every layer; range(1) in a model without experts."""
+    if shape.experts is None:
+        return range(1)
+    group = model.pg_collection.ep
+    here = shape.experts.count // group.size()
+    return range(group.rank() * here, (group.rank() + 1) * here)
 
 
 def _gather(bound: BoundEntry, group: dist.ProcessGroup) -> list[Tensor]:

@@ -227,31 +227,22 @@ def write_weights(rank: PolicyRank, part: str, whole: bool) -> dict[str, StoredT
             pass
 
 
-@dataclass(frozen=True, slots=True)
-class SharedFolder:
-    """The folder of a run's weights."""
-
-    folder: str
-    session: str
-    """Identifies one start of one run, which writes there."""
-
-
 class FilesReceiver:
     """The receiving end of a worker, which reads the folder.
 
     Args:
         worker: vLLM's, with a model.
-        shared: folder of the weights.
+        shared: the `folder` of the weights, and the `session` of the run that writes there.
         number: unused; other receivers get the worker's number here.
 
     Raises:
         ValueError: the folder is not the one that the policy writes to.
     """
 
-    def __init__(self, worker: Any, shared: SharedFolder, number: int) -> None:
+    def __init__(self, worker: Any, shared: Mapping[str, str], number: int) -> None:
         self._reload = ModelReload(worker)
         self.abandon = self._reload.abandon
-        self._folder, self._session = Path(shared.folder), shared.session
+        self._folder, self._session = Path(shared["folder"]), shared["session"]
         self._held: dict[str, str] = {}
         """Digest of each tensor that the model certainly holds."""
         self._wanted: dict[str, StoredTensor] = {}
@@ -341,38 +332,26 @@ class FilesTransport(WeightTransport):
         self._session = secrets.token_hex(8)
         self._written = 0
         self._whole = True
-        self._readers: set[int] = set()
-        """Engines that were told the folder."""
         self._stored: list[StoredTensor] = []
         """All that is in the files that still exist."""
-
-    def connect(self) -> None:
-        self._linked = ()  # engines may have been connected in another way since
-        super().connect()
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _replace(self, lost: Mapping[int, str]) -> None:
-        super()._replace(lost)
-        self._readers -= lost.keys()
-
     def _connect(self, engines: tuple[int, ...]) -> None:
-        """Send the folder to engines that do not know it; at first and after a failure start with an empty one."""
+        """Send the folder to engines; at first and after a failure start with an empty one."""
         writers = []
         if not self._linked:  # no engine reads the folder at this time
             with _disk_errors_as_attempts(self._folder):
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder.mkdir(parents=True)
                 Manifest(self._session, -1, {}).write(self._folder)
-            self._whole, self._readers = True, set()
+            self._whole = True
             writers = self._policy.submit(connect_writer, self._folder, self._bucket_bytes)
-        new = [engine for engine in engines if engine not in self._readers]
-        shared = asdict(SharedFolder(str(self._folder), self._session))
-        answers = self._generation.submit_each("connect_weights", [(self.mode, shared, 0)] * len(new), new)
+        shared = {"folder": str(self._folder), "session": self._session}
+        answers = self._generation.submit_each("connect_weights", [(self.mode, shared, 0)] * len(engines), engines)
         deadline = time.monotonic() + self._timeout_s
-        self._complete(writers, dict(zip(new, answers, strict=True)), deadline, "connecting the refit")
-        self._readers |= set(new)
+        self._complete(writers, dict(zip(engines, answers, strict=True)), deadline, "connecting the refit")
         self._linked = engines
 
     def _attempt(self, version: int, engines: tuple[int, ...]) -> TransferReport:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import stat
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -63,57 +61,43 @@ def gpu_name(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-_SECRET_BYTES = 8
-
-
 class HostMemory:
-    """Memory of an unnamed file (memfd), freed with the last process that maps it; Linux only.
+    """Memory of a file outside the file system (memfd), freed with the last process that maps it; Linux only.
 
     Args:
         nbytes: size.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._file = os.fdopen(os.memfd_create("refit"), "r+b", buffering=0)
-        self._file.truncate(nbytes + _SECRET_BYTES)
-        whole = _mapped(self._file.fileno(), nbytes + _SECRET_BYTES)
-        self.tensor = whole[:nbytes]
-        self._secret = secrets.randbits(63)
-        whole[nbytes:] = _bytes_of(self._secret)
+        self._name = f"refit-{secrets.token_hex(8)}"
+        self._file = os.fdopen(os.memfd_create(self._name), "r+b", buffering=0)
+        self._file.truncate(max(nbytes, 1))
+        self.tensor = _mapped(self._file)[:nbytes]
 
-    def address(self) -> list[int]:
-        """Process, file, size, and a secret that is stored behind the last byte."""
-        return [os.getpid(), self._file.fileno(), self.tensor.numel(), self._secret]
+    def address(self) -> list[Any]:
+        """The process, the number of the file in it, and the random name of the file."""
+        return [os.getpid(), self._file.fileno(), self._name]
 
     @classmethod
-    def seen(cls, address: Sequence[int]) -> Tensor | None:
+    def seen(cls, address: Sequence[Any]) -> Tensor | None:
         """[bytes], uint8: another process's memory; None: it belongs to another machine or user."""
-        process, file, nbytes, secret = address
-        path = Path(f"/proc/{process}/fd/{file}")
-        size = nbytes + _SECRET_BYTES
+        process, file, name = address
+        path = f"/proc/{process}/fd/{file}"
         try:
-            # On another machine any file may have this number. It is only opened when it is an ordinary one of the
-            # size.
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            if os.readlink(path) != f"/memfd:{name} (deleted)":  # on another machine any file may have this number
                 return None
-            with path.open("r+b", buffering=0) as opened:
-                whole = _mapped(opened.fileno(), size)
+            with open(path, "r+b", buffering=0) as opened:
+                return _mapped(opened)
         except OSError:
             return None
-        return whole[:nbytes] if torch.equal(whole[nbytes:], _bytes_of(secret)) else None
 
     @staticmethod
     def settle() -> None:
         """Nothing to wait for: writes of a CPU are visible at once."""
 
 
-def _mapped(file: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-
-
-def _bytes_of(secret: int) -> Tensor:
-    return torch.tensor([secret], dtype=torch.int64).view(torch.uint8)
+def _mapped(file: IO[bytes]) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 SharedMemory = CudaMemory | HostMemory

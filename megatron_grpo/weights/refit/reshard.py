@@ -141,7 +141,6 @@ class ReshardTransport(WeightTransport):
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Connect the policy and these engines, and no others."""
-        self._linked = ()
         ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
         self._store = open_store(node_address(), self._timeout_s)
         *first, receivers = accumulate((ranks[engine] for engine in engines), initial=0)

@@ -104,7 +104,8 @@ class WeightTransport(ABC):
         """Through which the members of groups find each other."""
 
     def connect(self) -> None:
-        """Open the channels between policy and engines; once, before the first publish."""
+        """Open the channels between policy and engines, before the first publish or after another transport."""
+        self._linked = ()
         try:
             self._connect(self._engines())
         except AttemptError as error:

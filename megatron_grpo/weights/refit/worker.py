@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -14,7 +13,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.config.generation_schema import RefitMode
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.refit.broadcast import BroadcastReceiver
-from megatron_grpo.weights.refit.files import FilesReceiver, SharedFolder
+from megatron_grpo.weights.refit.files import FilesReceiver
 from megatron_grpo.weights.refit.groups import Rendezvous
 from megatron_grpo.weights.refit.reshard import ReshardReceiver
 
@@ -24,22 +23,11 @@ else:
     Worker = object  # vLLM mixes RefitWorker into whichever worker class it runs
 
 
-class Receiver(Protocol):
-    """A worker's end of a connected refit; one for each mode."""
+Receiver = BroadcastReceiver | ReshardReceiver | FilesReceiver
+"""A worker's end of a connected refit. `receive(version)` raises ValueError or RuntimeError for what went wrong, and
+`abandon()` then makes a later refit possible; until that the model holds no complete version."""
 
-    def receive(self, version: int) -> None:
-        """Receive one version of the weights, and let the model compute with it.
-
-        Raises:
-            ValueError: a checksum or the version differs.
-            RuntimeError: a sender stopped sending.
-        """
-
-    abandon: Callable[[], None]
-    """After a failure: makes a later refit possible. Until then the model holds no complete version."""
-
-
-_RECEIVERS: dict[RefitMode, Callable[..., Receiver]] = {
+_RECEIVERS: dict[RefitMode, type[Any]] = {
     "broadcast": BroadcastReceiver,
     "reshard": ReshardReceiver,
     "files": FilesReceiver,
@@ -63,7 +51,7 @@ class RefitWorker(Worker):
         """Connect to the policy. The rendezvous comes as a dict: vLLM's messages carry plain types only."""
         self.receiver = None
         try:
-            where = SharedFolder(**rendezvous) if mode == "files" else Rendezvous(**rendezvous)
+            where = rendezvous if mode == "files" else Rendezvous(**rendezvous)
             self.receiver = _RECEIVERS[mode](self, where, first_receiver + self.parallel_config.rank)
         except Exception as error:  # noqa: BLE001 - see the class
             return self._failure(error)
