@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families import deepseek_v3, experts, gemma3, llama
-from megatron_grpo.weights.families.family import HFTensor, WeightEntry
+from megatron_grpo.weights.families.family import HFTensor, WeightEntry, global_entries
 from megatron_grpo.weights.shape import ModelShape, read_config_json, section
 
 _EMBEDDING = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
@@ -55,9 +56,35 @@ def weight_entries(shape: ModelShape) -> tuple[WeightEntry, ...]:
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass of a model over sequences of these lengths."""
-    flops = (llama.dense_flops if shape.latent is None else deepseek_v3.latent_flops)(shape, lengths)
-    return flops if shape.experts is None else flops + experts.expert_flops(shape, lengths)
+    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
+
+    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
+    included and the embedding look-up not; and two for each number of a query and of a value, for each pair of a query
+    and a key that it sees, in each head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for
+    s tokens; in a layer with a window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
+
+    Args:
+        shape: sizes of the model; of a value model, those of the language model that it starts from.
+        lengths: tokens of each sequence.
+    """
+    weights = 0
+    for entry, _, _ in global_entries(weight_entries(replace(shape, value_head=None)), shape, range(shape.layers)):
+        if entry is not _INPUT:
+            passed = shape.experts.top_k if shape.experts is not None and entry.per_expert else 1
+            weights += passed * sum(prod(tensor.shape(shape)) for tensor in entry.hf if len(tensor.dims) == 2)
+    windowed = sum(shape.windowed)
+    pairs = (shape.layers - windowed) * sum(map(_causal_pairs, lengths))
+    if shape.window is not None:
+        window = shape.window
+        pairs += windowed * sum(_causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
+    latent = shape.latent
+    head = 2 * shape.head_dim if latent is None else latent.plain_dim + latent.rope_dim + latent.value_dim
+    return 2.0 * weights * sum(lengths) + 2.0 * shape.attention_heads * head * pairs
+
+
+def _causal_pairs(length: int) -> int:
+    """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
+    return length * (length + 1) // 2
 
 
 def shape_of_folder(path: str | Path, *, reward_models: bool = False) -> ModelShape:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.config.errors import shown
 from megatron_grpo.weights.families.experts import QWEN_EXPERTS, chosen_experts
 from megatron_grpo.weights.families.family import Family, WeightEntry, in_layer, only_in
-from megatron_grpo.weights.families.llama import MLP, causal_pairs, read_dense
+from megatron_grpo.weights.families.llama import MLP, read_dense
 from megatron_grpo.weights.shape import ExpertShape, LatentShape, ModelShape, number, section, size
 
 _INPUT_NORM = (in_layer("input_layernorm.weight", "input_layernorm.weight [hidden]"),)
@@ -44,30 +44,6 @@ def _layers(shape: ModelShape) -> tuple[WeightEntry, ...]:
     assert shape.latent is not None
     query = _QUERY if shape.latent.query_rank is None else _COMPRESSED_QUERY
     return _INPUT_NORM + query + _KEYS_AND_VALUES + only_in("dense", *MLP) + EXPERTS
-
-
-def latent_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass without experts, counted as `dense_flops` counts.
-
-    Keys and values are made anew for every head, as in training.
-
-    Args:
-        shape: sizes of the model.
-        lengths: tokens of each sequence.
-    """
-    assert shape.latent is not None
-    latent, heads = shape.latent, shape.attention_heads
-    query_dim = latent.plain_dim + latent.rope_dim
-    queries = shape.hidden * heads * query_dim
-    if latent.query_rank is not None:
-        queries = latent.query_rank * (shape.hidden + heads * query_dim)
-    keys_and_values = shape.hidden * (latent.rank + latent.rope_dim)
-    keys_and_values += latent.rank * heads * (latent.plain_dim + latent.value_dim)
-    layer = queries + keys_and_values + shape.hidden * (heads * latent.value_dim + 3 * shape.ffn_hidden)
-    weights = shape.layers * layer + shape.hidden * shape.vocab
-    pairs = shape.layers * sum(map(causal_pairs, lengths))
-    per_pair = 2.0 * heads * (query_dim + latent.value_dim)
-    return 2.0 * weights * sum(lengths) + per_pair * pairs
 
 
 def _read(raw: dict[str, Any]) -> ModelShape:

@@ -1,9 +1,9 @@
-"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts. What is here of the table of an
-expert layer, and of its arithmetic, other families with experts have in common."""
+"""Qwen3-MoE and Mixtral: the attention of Qwen3 and Llama with a mixture of experts. Other families with experts share
+the table of an expert layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,22 +50,6 @@ def chosen_experts(raw: Mapping[str, Any], count: int) -> int:
     if top_k > count:
         raise ValueError(f"num_experts_per_tok={top_k} is more than the {count} experts")
     return top_k
-
-
-def expert_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """What layers with experts compute beyond dense ones in a forward pass, in floating-point operations.
-
-    A token passes its own experts, the shared one and the router; not the feed-forward network of a dense layer.
-
-    Args:
-        shape: sizes of the model.
-        lengths: tokens of each sequence.
-    """
-    assert shape.experts is not None
-    experts = shape.experts
-    width = experts.top_k * experts.ffn_hidden + experts.shared_ffn_hidden
-    per_token = 3 * (width - shape.ffn_hidden) + experts.count  # in units of hidden
-    return 2.0 * sum(experts.layers) * shape.hidden * per_token * sum(lengths)
 
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> ModelShape:

@@ -17,7 +17,7 @@ layer that Megatron-Core's layer spec does not build yet belongs to `trainer/mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -221,7 +221,7 @@ def is_per_layer(name: str) -> bool:
 
 
 def global_entries(
-    entries: tuple[WeightEntry, ...], model: ModelShape, layers: list[int]
+    entries: tuple[WeightEntry, ...], model: ModelShape, layers: Sequence[int]
 ) -> Iterator[tuple[WeightEntry, int, int]]:
     """Every (entry, layer in the model, layer in this stage) of a stage that holds `layers`, in the order of the table.
 

@@ -1,9 +1,9 @@
 """Llama 2 and 3, Qwen2 with biases on queries, keys and values, and Qwen3 with norms on the heads of queries and keys:
-sizes, weights and arithmetic of the layout that the other families build on."""
+sizes and weights of the layout that the other families build on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.weights.families.family import Family, in_layer
@@ -98,36 +98,6 @@ def read_dense(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
-
-
-def dense_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass over sequences, whatever padding or packing they are computed in.
-
-    Two for each weight of a matrix that a token passes (Chowdhery et al. 2022, "PaLM", appendix B), the output layer
-    included and the embedding look-up not; and 4 * head_dim for each pair of a query and a key that it sees, in each
-    head and layer. A token sees its own sequence up to itself: s (s + 1) / 2 pairs for s tokens; in a layer with a
-    window of w it sees the last w tokens, so tokens beyond the w-th make w pairs each.
-
-    Args:
-        shape: sizes of the model.
-        lengths: tokens of each sequence.
-    """
-    # Per layer: projections of queries and of the output, of keys and values, and the three matrices of the gated MLP.
-    queries = shape.attention_heads * shape.head_dim
-    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
-    layer = shape.hidden * (2 * queries + keys_and_values + 3 * shape.ffn_hidden)
-    weights = shape.layers * layer + shape.hidden * shape.vocab
-    windowed = sum(shape.windowed)
-    pairs = (shape.layers - windowed) * sum(map(causal_pairs, lengths))
-    if shape.window is not None:
-        window = shape.window
-        pairs += windowed * sum(causal_pairs(min(n, window)) + window * max(n - window, 0) for n in lengths)
-    return 2.0 * weights * sum(lengths) + 4.0 * queries * pairs
-
-
-def causal_pairs(length: int) -> int:
-    """Pairs of a query and a key that it sees in a sequence of so many tokens: each with itself and those before it."""
-    return length * (length + 1) // 2
 
 
 def _refuse_unsupported(raw: dict[str, Any], family: str, rope_types: tuple[str, ...]) -> None:

@@ -99,7 +99,7 @@ class ModelWriter:
         self._require_all(regions, {one.parameter for one in others})
 
     def begin(self) -> None:
-        """Forget what was counted of an earlier version."""
+        """Count anew."""
         self._written.clear()
 
     def write(self, message: int, position: int, values: Tensor, scales: Tensor | None = None) -> None:

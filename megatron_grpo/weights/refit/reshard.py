@@ -192,19 +192,11 @@ class ReshardReceiver:
     """
 
     def __init__(self, worker: Any, rendezvous: Rendezvous, number: int) -> None:
-        model_config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
-        shape = shape_of_folder(model_config.model)
-        layout = GenerationParallelConfig(
-            tensor=parallel.tensor_parallel_size,
-            pipeline=parallel.pipeline_parallel_size,
-            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
-        )
-        self._links = Links(rendezvous, "target", number, worker.device, weight_entries(shape))
-        shard = engine_shards(layout, shape)[parallel.rank]
-        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
-        model, messages = worker.model_runner.get_model(), self._links.messages
-        self._writer = ModelWriter(model, model_config.dtype, shape, shard, messages, scaled)
-        self.abandon = self._writer.abandon
+        self._shape = shape_of_folder(worker.vllm_config.model_config.model)
+        self._entries = weight_entries(self._shape)
+        self._links = Links(rendezvous, "target", number, worker.device, self._entries)
+        self._model = self._loaded_model(worker)
+        self.abandon = self._model.abandon
 
     def receive(self, version: int) -> None:
         """Receive one version: a message is written to the model while the next one arrives.
@@ -213,11 +205,24 @@ class ReshardReceiver:
             ValueError: a checksum was broken; nothing that comes after it is written.
             RuntimeError: a rank of the policy stopped sending, or the links failed before.
         """
-        self._writer.begin()
+        self._model.begin()
         self._links.receive(self._write, version)
-        self._writer.finish()
+        self._model.finish()
+
+    def _loaded_model(self, worker: Any) -> Any:
+        """The worker's model as it is written to."""
+        config, parallel = worker.vllm_config.model_config, worker.vllm_config.parallel_config
+        layout = GenerationParallelConfig(
+            tensor=parallel.tensor_parallel_size,
+            pipeline=parallel.pipeline_parallel_size,
+            expert=parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1,
+        )
+        shard = engine_shards(layout, self._shape)[parallel.rank]
+        scaled = {entry for entry, dtype in enumerate(self._links.dtypes) if dtype == torch.float8_e4m3fn}
+        model = worker.model_runner.get_model()
+        return ModelWriter(model, config.dtype, self._shape, shard, self._links.messages, scaled)
 
     def _write(self, number: int, message: Tensor) -> None:
         """Write the pieces of a message, [bytes], uint8, to the model."""
         for position, parcel in enumerate(self._links.packed_pieces[number]):
-            self._writer.write(number, position, parcel.numbers(message), parcel.scales(message))
+            self._model.write(number, position, parcel.numbers(message), parcel.scales(message))
