@@ -60,20 +60,6 @@ def give_ranks_their_experts() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-def offer_fp8_blocks() -> None:
-    """Let vLLM multiply by FP8 blocks here: it offers its kernels for tiles (AMX) alone, and they have an AVX-512 form.
-
-    To be called once in each worker, before the model is made.
-    """
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
-
-    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported():
-        return
-    CPUFp8BlockScaledMMKernel.is_supported = lambda compute_capability=None: (True, None)
-    CPUExpertsFp8._supports_current_device = lambda: True
-
-
 Rows = dict[int, NDArray[np.int16]]
 """By number of a layer with experts, [tokens, experts of a token]: the experts that tokens go through."""
 
@@ -150,7 +136,6 @@ class PipelineCPUWorker(CPUWorker):
         check_hooks("cpu")
         if self.parallel_config.enable_expert_parallel:
             give_ranks_their_experts()
-        offer_fp8_blocks()
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         if self.vllm_config.additional_config.get(RECORD_ROUTING):

@@ -138,7 +138,7 @@ BLOCKED_CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="vLLM multiplies by FP8 with AVX-512 or AMX")
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM multiplies by FP8 blocks with AMX")
 @pytest.mark.parametrize("case", BLOCKED_CASES.values(), ids=BLOCKED_CASES)
 def test_matrices_that_the_policy_rounds_are_those_that_vllm_would_have_rounded(case: Case, tmp_path: Path) -> None:
     """Of weights that FP8 has exactly, vLLM's own rounding of the folder is the oracle, to the last bit."""

@@ -95,24 +95,16 @@ class RebuiltLayer:
         self._layer: Any = layer
         self._reload: Any = layerwise
         self._info = layerwise.get_layerwise_info(layer)
-        self._materialized = False
-
-    def strip(self) -> Any:
-        """The layer, with plain weights on the meta device."""
-        info, layer = self._info, self._layer
-        info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-        self._reload.restore_layer_on_meta(layer, info)
-        return layer
 
     def open(self) -> Any:
         """The layer, with plain weights that can be written to."""
-        if self._info.kernel_tensors is None:
+        info, layer = self._info, self._layer
+        if info.kernel_tensors is None:
+            info.kernel_tensors = self._reload.get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             self.strip()
-        if not self._materialized:
-            self._reload.materialize_layer(self._layer, self._info)
-            self._materialized = True
-        return self._layer
+            self._reload.materialize_layer(layer, info)
+        return layer
 
     def close(self) -> None:
         """Convert the plain weights, and copy the result into the memory of the previous ones."""
@@ -124,20 +116,20 @@ class RebuiltLayer:
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
         self._reload._copy_and_restore_kernel_tensors(layer, self._info)
-        self._reset()
+        self._info.reset()
 
     def abandon(self) -> None:
         """Restore the previous weights if the layer is open."""
         if self._info.kernel_tensors is not None:
             self._reload._place_kernel_tensors(self._layer, self._info)
-            self._reset()
+            self._info.reset()
+
+    def strip(self) -> None:
+        """Give the layer plain weights on the meta device."""
+        self._reload.restore_layer_on_meta(self._layer, self._info)
 
     def _convert(self) -> None:
         self._layer.quant_method.process_weights_after_loading(self._layer)
-
-    def _reset(self) -> None:
-        self._info.reset()
-        self._materialized = False
 
 
 class BlockedLayer(RebuiltLayer):
@@ -152,18 +144,16 @@ class BlockedLayer(RebuiltLayer):
         super().__init__(layer)
         self._parameters = sorted(parameters)
 
-    def strip(self) -> Any:
-        """The layer, with plain weights on the meta device: FP8 also where vLLM would load wider ones and round
-        them."""
-        layer = super().strip()
+    def strip(self) -> None:
+        """Give the layer plain weights on the meta device: FP8 also where vLLM would load wider ones and round them."""
+        super().strip()
         for name in self._parameters:
-            shape = getattr(layer, name).shape
+            shape = getattr(self._layer, name).shape
             scales = (*shape[:-2], *scales_shape(shape[-2:], WEIGHT_BLOCK))
             plain = {name: (shape, torch.float8_e4m3fn), scales_name(name): (scales, torch.float32)}
             for one, (size, dtype) in plain.items():
                 meta = torch.empty(size, dtype=dtype, device="meta")
-                layer.register_parameter(one, nn.Parameter(meta, requires_grad=False))
-        return layer
+                self._layer.register_parameter(one, nn.Parameter(meta, requires_grad=False))
 
     def _convert(self) -> None:
         # vLLM's methods for online quantisation round first; only the steps behind their rounding are run here.

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
@@ -89,9 +89,7 @@ class Manifest:
         path = folder / MANIFEST
         try:
             whole = json.loads(path.read_text())
-            content = whole["content"]
-            intact = whole["digest"] == _text_digest(content)
-            read: dict[str, Any] = json.loads(content) if intact else {}
+            intact = whole["digest"] == _text_digest(whole["content"])
         except OSError as error:
             raise ValueError(
                 f"{path} cannot be read: {error.strerror}; refit.directory has to be a folder that policy and "
@@ -101,8 +99,9 @@ class Manifest:
             intact = False
         if not intact:
             raise ValueError(f"{path} is damaged")
-        tensors = {name: StoredTensor(**one) for name, one in read["tensors"].items()}
-        return Manifest(read["session"], read["version"], tensors)
+        content = json.loads(whole["content"])
+        tensors = {name: StoredTensor(**one) for name, one in content["tensors"].items()}
+        return Manifest(content["session"], content["version"], tensors)
 
 
 def digest(tensor: Tensor) -> str:
@@ -280,19 +279,13 @@ class FilesReceiver:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor [...] on the CPU) of the tensors that must be loaded, in the order of the layers."""
-        with ExitStack() as open_files:
-            path, file = None, None
-            for name, one in self._wanted.items():
-                try:
-                    if one.file != path:
-                        open_files.close()
-                        file = open_files.enter_context(safe_open(self._folder / one.file, framework="pt"))
-                        path = one.file
-                    assert file is not None
+        for name, one in self._wanted.items():
+            try:
+                with safe_open(self._folder / one.file, framework="pt") as file:
                     tensor = file.get_tensor(name)
-                except (OSError, SafetensorError) as error:
-                    raise ValueError(f"{self._folder / one.file}: {name} cannot be read: {error}") from None
-                yield name, tensor
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self._folder / one.file}: {name} cannot be read: {error}") from None
+            yield name, tensor
 
 
 def _block(name: str) -> str:

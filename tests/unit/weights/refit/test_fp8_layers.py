@@ -11,32 +11,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_grpo.cpu.vllm_worker import offer_fp8_blocks
 from megatron_grpo.weights.refit.engine_layers import BlockedLayer, RebuiltLayer, keeps_blocks, scales_name
 from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
 pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's CPU kernels multiply by FP8 with AVX-512 or AMX"
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernels multiply by FP8 blocks with AMX"
 )
 INPUTS, OUTPUTS = 256, [256, 128]
 
 
 @pytest.fixture
-def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def layer(tmp_path: Path) -> Iterator[Any]:
     """Two matrices side by side in one of vLLM's layers, which it rounds when it loads them."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.quantization import QuantizationConfigArgs
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    for kernel, name in ((CPUFp8BlockScaledMMKernel, "is_supported"), (CPUExpertsFp8, "_supports_current_device")):
-        monkeypatch.setattr(kernel, name, getattr(kernel, name))  # put back behind the test
-    offer_fp8_blocks()
     config: Any = VllmConfig()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         init_distributed_environment(1, 0, f"file://{tmp_path}/meet", 0, "gloo")
