@@ -101,12 +101,8 @@ async def recorded_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form:
 def prepare_cpu_processes(settings: VllmSettings) -> None:
     """Bind the workers to cores, and begin to import vLLM for them; before this process imports it."""
     ranks = settings.config.parallel.ranks_per_engine
-    cores = cores_of_ranks(
-        sorted(os.sched_getaffinity(0)),
-        first=settings.index * ranks,
-        ranks=ranks,
-        total=settings.config.parallel.data * ranks,
-    )
+    total = settings.config.parallel.data * ranks
+    cores = cores_of_ranks(sorted(os.sched_getaffinity(0)), first=settings.index * ranks, ranks=ranks, total=total)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     if settings.config.engine.enforce_eager:
         # vLLM compiles how it counts a token's rank among the others all the same: seconds, for a number nobody reads.
@@ -124,12 +120,11 @@ def cores_of_ranks(cores: list[int], *, first: int, ranks: int, total: int) -> s
     Returns:
         One comma-separated core list per rank, joined by "|"; a rank without a core of its own shares one.
     """
-    if total > len(cores):
-        return "|".join(str(cores[rank % len(cores)]) for rank in range(first, first + ranks))
-    share = len(cores) // total
-    return "|".join(
-        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(first, first + ranks)
-    )
+    share = len(cores) // total  # 0: there are more ranks than cores
+    own = [
+        cores[rank * share : (rank + 1) * share] or [cores[rank % len(cores)]] for rank in range(first, first + ranks)
+    ]
+    return "|".join(",".join(map(str, one)) for one in own)
 
 
 def replace_in_vllm() -> None:

@@ -68,9 +68,6 @@ class RoutingRecorder:
     """Records the experts of each token in the layers of this rank's stage; every rank sees all tokens of its stage.
 
     All tokens of a request pass the model, since its engine has no prefix cache (`cpu_arguments`).
-
-    Args:
-        model: vLLM's model, loaded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -67,13 +67,13 @@ def export_checkpoint(
             if adapters_of is not None:
                 write_peft_folder(chunks, shape, lora, adapters_of, output)
                 return
-            tensors = iter_hf_tensors(chunks, shape)
-            whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
-            if quantization is None:
-                write_hf_folder(whole, source, output)
-                return
-            settings = {"quantization_config": quantization_entry(quantization)}
-            write_hf_folder(quantized_tensors(whole, quantization), source, output, settings=settings)
+            settings: dict[str, Any] = {}
+            found = iter_hf_tensors(chunks, shape)
+            tensors: Iterable[tuple[str, Tensor]] = ((name, tensor) for name, tensor in found if tensor is not None)
+            if quantization is not None:
+                settings = {"quantization_config": quantization_entry(quantization)}
+                tensors = quantized_tensors(tensors, quantization)
+            write_hf_folder(tensors, source, output, settings=settings)
         except (OSError, SafetensorError) as error:
             raise RunError(f"output={output} cannot be written: {error}") from None
     finally:

@@ -4,11 +4,9 @@ A family is a `Family(...)` at the end of a file in this folder, alone or with i
 gives:
 
 - `read`: config.json to `ModelShape`. Families with Llama's options start from `llama.read_dense` and `replace` what
-differs; an
-  option that the Megatron model here cannot compute raises ValueError with the key.
+  differs; an option that the Megatron model here cannot compute raises ValueError with the key.
 - `layers`: the table, one `WeightEntry` for each Megatron parameter of a layer; `families.weight_entries` adds those
-outside
-  layers. Tables of other families are tuples that can be joined: `ATTENTION + MLP`.
+  outside layers. Tables of other families are tuples that can be joined: `ATTENTION + MLP`.
 
 The table is enough for loading, export, the broadcast and file refits. The reshard refit also needs vLLM's names of
 parameters (`layouts.destinations`), which differ from those of Hugging Face only for joined matrices and experts. A

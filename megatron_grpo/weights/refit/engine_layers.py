@@ -21,11 +21,7 @@ from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, scales_shape
 
 class ModelReload:
     """Loads whole tensors into a worker's model, in any order, with vLLM's loaders and its layerwise reloading, which
-    keeps the tensors of a converted layer until all of them have come.
-
-    Args:
-        worker: vLLM's, with a model.
-    """
+    keeps the tensors of a converted layer until all of them have come."""
 
     def __init__(self, worker: Any) -> None:
         self._model = worker.model_runner.get_model()
@@ -83,11 +79,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 class RebuiltLayer:
-    """A layer whose weights vLLM converts: experts, quantised layers, and on a CPU every packed layer.
-
-    Args:
-        layer: vLLM's.
-    """
+    """A layer of vLLM's whose weights it converts: experts, quantised layers, and on a CPU every packed layer."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -133,12 +125,7 @@ class RebuiltLayer:
 
 
 class BlockedLayer(RebuiltLayer):
-    """A layer in FP8 blocks, filled with numbers and scales as a checkpoint in FP8 has them.
-
-    Args:
-        layer: vLLM's.
-        parameters: names of the parameters that come in FP8.
-    """
+    """A layer in FP8 blocks, whose `parameters` are filled with numbers and scales as a checkpoint in FP8 has them."""
 
     def __init__(self, layer: nn.Module, parameters: Iterable[str]) -> None:
         super().__init__(layer)
@@ -188,12 +175,7 @@ def keeps_blocks(layer: nn.Module) -> bool:
 
 
 def finish_model(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Recompute what attention layers and tied heads derive from the weights of other layers.
-
-    Args:
-        model: vLLM's, its layers rebuilt.
-        dtype: of its activations.
-    """
+    """Recompute what attention layers and tied heads derive from other layers' weights; `dtype` is of activations."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -303,18 +303,12 @@ FOLDER = "refit"
 
 
 class FilesTransport(WeightTransport):
-    """Needs only that engines see the folder; so they may be servers outside of the run."""
+    """Needs only that engines see the folder, which is in `run_dir` or apart from those of other runs in
+    `refit.directory`; so they may be servers outside of the run."""
 
     mode: ClassVar[RefitMode] = "files"
 
     def __init__(self, policy: MegatronPolicy, generation: VllmGeneration, config: RefitConfig, run_dir: Path) -> None:
-        """
-        Args:
-            policy: the model whose weights are written.
-            generation: the engines that read them.
-            config: the folder, its files' size, deadline and attempts.
-            run_dir: the run's folder.
-        """
         super().__init__(policy, generation, config)
         run_dir = run_dir.absolute()
         if config.directory is None:

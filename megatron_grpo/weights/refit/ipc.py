@@ -18,11 +18,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 
 class CudaMemory:
-    """Memory on this process's GPU, freed when this process and all that map it have released it.
-
-    Args:
-        nbytes: size.
-    """
+    """Memory on this process's GPU, freed when this process and all that map it have released it."""
 
     def __init__(self, nbytes: int) -> None:
         torch.cuda.ipc_collect()  # free what other processes have released
@@ -62,11 +58,7 @@ def gpu_name(index: int) -> str:
 
 
 class HostMemory:
-    """Memory of a file outside the file system (memfd), freed with the last process that maps it; Linux only.
-
-    Args:
-        nbytes: size.
-    """
+    """Memory of a file outside the file system (memfd), freed with the last process that maps it; Linux only."""
 
     def __init__(self, nbytes: int) -> None:
         self._name = f"refit-{secrets.token_hex(8)}"

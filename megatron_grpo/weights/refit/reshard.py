@@ -39,13 +39,7 @@ its columns."""
 
 
 class ShardSender:
-    """The sending end of a rank's links.
-
-    Args:
-        rank: the rank's model.
-        shard: what the rank holds of it.
-        links: connected.
-    """
+    """The sending end of a rank's connected links; `shard` says what the rank holds of the model."""
 
     def __init__(self, rank: PolicyRank, shard: RankShard, links: Links) -> None:
         self._rank, self._shard, self._links = rank, shard, links
@@ -103,13 +97,7 @@ _sender: ShardSender | None = None
 
 
 def connect_shards(rank: PolicyRank, rendezvous: Rendezvous, shards: list[RankShard]) -> None:
-    """Join the group of all ranks and test every link of this one.
-
-    Args:
-        rank: the rank's model.
-        rendezvous: address and size of the group.
-        shards: shards of all ranks of the policy in the plan.
-    """
+    """Join the group of all ranks and test every link of this one; `shards` are those of all ranks in the plan."""
     global _sender
     _sender = None
     from megatron.core import parallel_state
