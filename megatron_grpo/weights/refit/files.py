@@ -319,8 +319,7 @@ class FilesTransport(WeightTransport):
         self._session = secrets.token_hex(8)
         self._written = 0
         self._whole = True
-        self._stored: list[StoredTensor] = []
-        """All that is in the files that still exist."""
+        """Whether the next version is written whole."""
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -357,16 +356,14 @@ class FilesTransport(WeightTransport):
         self._commit(version, engines, deadline)
         with _disk_errors_as_attempts(self._folder):
             remove_unread(self._folder, manifest)
+            held = sum(file.stat().st_size for file in self._folder.glob("*/*"))
+        self._whole = held > UNREAD_SHARE * manifest.nbytes
         new = [one for one in tensors.values() if one.file.startswith(f"{part}/")]
-        kept = manifest.files
-        self._stored = [one for one in (*self._stored, *new) if one.file in kept]
-        self._whole = sum(one.nbytes for one in self._stored) > UNREAD_SHARE * manifest.nbytes
         return TransferReport(
             version=version,
             bytes_sent=sum(one.nbytes for one in new),
             tensors=len(new),
             buckets=len({one.file for one in new}),
-            seconds=0.0,
         )
 
 

@@ -39,11 +39,6 @@ class Rendezvous:
     same_gpus: bool = False
     """Whether both sides compute on the same GPUs, where NCCL cannot be used: it allows one rank a GPU."""
 
-    @property
-    def timeout(self) -> timedelta:
-        """timeout_s as a timedelta, the type that torch's groups take."""
-        return timedelta(seconds=self.timeout_s)
-
     def store(self) -> Store:
         """A client of the store at this address.
 
@@ -51,7 +46,7 @@ class Rendezvous:
             RuntimeError: no store listens at the address within REACH_S.
         """
         store = reach_store(self.host, self.port, min(self.timeout_s, REACH_S))
-        store.set_timeout(self.timeout)  # for others' keys
+        store.set_timeout(timedelta(seconds=self.timeout_s))  # for others' keys
         return store
 
 
@@ -61,12 +56,12 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
     Raises:
         RuntimeError: a member did not join within the timeout.
     """
-    store = PrefixStore(f"refit/{name}", rendezvous.store())
+    store, timeout = PrefixStore(f"refit/{name}", rendezvous.store()), timedelta(seconds=rendezvous.timeout_s)
     if device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL
 
         nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = rendezvous.timeout
+        nccl._timeout = timeout
         with environment(TORCH_NCCL_BLOCKING_WAIT="1"):  # wait() raises at the timeout; the default ends the process
             return ProcessGroupNCCL(store, rank, size, nccl)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack the constructor that takes a device
@@ -75,7 +70,7 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
         own_address = probe.getsockname()[0]  # gloo would choose the host name, which may not resolve
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=own_address)]
-    options._timeout = rendezvous.timeout
+    options._timeout = timeout
     return gloo(store, rank, size, options)
 
 

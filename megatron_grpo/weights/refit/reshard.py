@@ -167,7 +167,7 @@ class ReshardTransport(WeightTransport):
         counts = self._complete(sends, receives, deadline, f"refit of version {version}")
         self._commit(version, engines, deadline)
         nbytes, tensors, buckets = map(sum, zip(*counts, strict=True))
-        return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets, seconds=0.0)
+        return TransferReport(version=version, bytes_sent=nbytes, tensors=tensors, buckets=buckets)
 
 
 class ReshardReceiver:

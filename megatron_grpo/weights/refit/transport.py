@@ -69,7 +69,7 @@ class TransferReport:
     """Whole tensors, or slices of them."""
     buckets: int
     """Messages, or files."""
-    seconds: float
+    seconds: float = 0.0
     """Time of all attempts."""
     retries: int = 0
     """Attempts that failed before."""

@@ -25,6 +25,10 @@ UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
 STAGES = ((QUERY, KEY), (UP, NORM))
 """Names of the tensors of each pipeline stage."""
 
+SIZE = (64, 64)
+BYTES = 4 * 64 * 64
+"""Of a tensor: many times the header of a file."""
+
 
 class Model:
     """Keeps what it is given; `fails` makes it stop at a tensor."""
@@ -47,7 +51,7 @@ class Policy:
     """Two stages, of which rank 0 and 2 write."""
 
     def __init__(self) -> None:
-        self.weights = {name: torch.randn(4, 3) for stage in STAGES for name in stage}
+        self.weights = {name: torch.randn(SIZE) for stage in STAGES for name in stage}
         self.writers: list[FileWriter] = []
 
     def submit(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -144,15 +148,15 @@ def made(tmp_path: Path) -> tuple[InProcess, Policy, Generation]:
 def test_every_engine_gets_every_tensor_and_afterwards_what_changed(made: Any) -> None:
     transport, policy, generation = made
     report = transport.publish(1)
-    assert (report.tensors, report.bytes_sent, report.retries) == (4, 4 * 48, 0)
+    assert (report.tensors, report.bytes_sent, report.retries) == (4, 4 * BYTES, 0)
     _serve(generation, policy, version=1)
 
     assert transport.publish(2).tensors == 0
     assert generation.served == [2, 2]
 
-    policy.weights[KEY] = torch.randn(4, 3)
+    policy.weights[KEY] = torch.randn(SIZE)
     report = transport.publish(3)
-    assert (report.tensors, report.bytes_sent, report.buckets) == (1, 48, 1)
+    assert (report.tensors, report.bytes_sent, report.buckets) == (1, BYTES, 1)
     assert generation.models[0].loaded == [QUERY, KEY], "vLLM joins the two, so both are read"
     _serve(generation, policy, version=3)
 
@@ -160,7 +164,7 @@ def test_every_engine_gets_every_tensor_and_afterwards_what_changed(made: Any) -
 def test_an_engine_that_comes_later_reads_everything(made: Any) -> None:
     transport, policy, _ = made
     transport.publish(1)
-    policy.weights[NORM] = torch.randn(4, 3)
+    policy.weights[NORM] = torch.randn(SIZE)
     transport.publish(2)
     shared = {"folder": str(transport._folder), "session": transport._session}
     model = Model()
@@ -173,7 +177,7 @@ def test_a_damaged_file_is_found_before_the_model_is_touched_and_is_written_agai
     transport, policy, generation = made
     transport.publish(1)
     before = {name: tensor.clone() for name, tensor in generation.models[0].weights.items()}
-    policy.weights[UP] = torch.randn(4, 3)
+    policy.weights[UP] = torch.randn(SIZE)
     seen = []
 
     def damage() -> None:
@@ -199,7 +203,7 @@ def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) 
     transport._retries = 0
     transport.publish(1)
     for name in policy.weights:
-        policy.weights[name] = torch.randn(4, 3)
+        policy.weights[name] = torch.randn(SIZE)
     generation.models[1].fails = UP
     with pytest.raises(RefitError, match="worker 1: out of memory"):
         transport.publish(2)
@@ -212,13 +216,13 @@ def test_after_a_model_failed_in_the_middle_everything_is_read_again(made: Any) 
 def test_an_engine_that_was_replaced_gets_the_version_alone(made: Any) -> None:
     transport, policy, generation = made
     transport.publish(1)
-    policy.weights[NORM] = torch.randn(4, 3)
+    policy.weights[NORM] = torch.randn(SIZE)
     transport.publish(2)
     generation.connected.clear()
     transport.restore({1: "it died"})
     assert generation.connected == [1]
     _serve(generation, policy, version=2)
-    policy.weights[UP] = torch.randn(4, 3)
+    policy.weights[UP] = torch.randn(SIZE)
     report = transport.publish(3)
     assert report.tensors == 1, "files are as they were"
     assert report.replaced == ("generation engine 1 was replaced: it died",)
@@ -241,7 +245,7 @@ def test_what_is_superseded_goes_and_does_not_pile_up(made: Any) -> None:
     transport.connect()
     wholes = 0
     for version in range(1, 30):
-        policy.weights[KEY] = torch.randn(4, 3)
+        policy.weights[KEY] = torch.randn(SIZE)
         wholes += transport.publish(version).tensors == 4
         kept = sum(tensor.nbytes for file in transport._folder.glob("*/*") for tensor in load_file(file).values())
         assert kept <= 3 * sum(tensor.nbytes for tensor in policy.weights.values())
