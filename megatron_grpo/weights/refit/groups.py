@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import socket
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
@@ -22,6 +22,7 @@ REACH_S = 10.0
 """Time to reach a store, less than `transport.SETTLE_S`. A store listens before its address is sent, so a store that
 cannot be reached was closed, because another member of the attempt has failed."""
 
+P = ParamSpec("P")
 Group = Any
 """A process group of torch's, whose stubs lack the methods that are used here."""
 
@@ -74,22 +75,23 @@ def join(rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.
     return gloo(store, rank, size, options)
 
 
-@contextmanager
-def leave_on_failure(leave: Callable[[], object]) -> Iterator[None]:
-    """Leave the group when the body fails, which closes its connections, so that the other members fail at once.
+def leaves_on_failure(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """A method whose object leaves its group (`close`) when it fails, so that the other members fail at once.
 
     A group lives as long as any reference to it or to a pending transfer, and the traceback of an error keeps the local
     variables of all functions it has passed; so these are cleared.
-
-    Args:
-        leave: drops the group.
     """
-    try:
-        yield
-    except BaseException as error:
-        passed: BaseException | None = error
-        while passed is not None:
-            traceback.clear_frames(passed.__traceback__)  # frames of functions that have returned
-            passed = passed.__cause__ or passed.__context__
-        leave()
-        raise
+
+    @wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except BaseException as error:
+            passed: BaseException | None = error
+            while passed is not None:
+                traceback.clear_frames(passed.__traceback__)  # frames of functions that have returned
+                passed = passed.__cause__ or passed.__context__
+            self.close()
+            raise
+
+    return call

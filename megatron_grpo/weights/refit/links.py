@@ -15,7 +15,7 @@ from torch.distributed import Store, Work
 
 from megatron_grpo.weights.families.family import WeightEntry
 from megatron_grpo.weights.refit.checksums import TRAILER_BYTES, checksum_problem, write_checksum
-from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, leave_on_failure
+from megatron_grpo.weights.refit.groups import Group, Rendezvous, join, leaves_on_failure
 from megatron_grpo.weights.refit.ipc import SharedMemory, shared_memory_on
 from megatron_grpo.weights.refit.plan import PIECE, PackedPiece, Pieces, aligned, packed_pieces, tensor_name
 
@@ -154,6 +154,7 @@ class Links:
             needed = not self._shared.keys() >= set(self._peers)
             self._own = torch.empty(nbytes, dtype=torch.uint8, device=device) if needed else None
 
+    @leaves_on_failure
     def send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         """Send one version: a message is filled while the previous one is being sent.
 
@@ -164,10 +165,6 @@ class Links:
         Raises:
             RuntimeError: a receiver stopped receiving, or the links failed before.
         """
-        with leave_on_failure(self.close):
-            self._send(fill, version)
-
-    def _send(self, fill: Callable[[int, Tensor], None], version: int) -> None:
         under_way: dict[int, list[Work]] = {}
         for number in range(len(self.messages)):
             if number >= BUFFERS:
@@ -179,6 +176,7 @@ class Links:
         for number in list(under_way):
             self._wait(number, under_way)
 
+    @leaves_on_failure
     def receive(self, load: Callable[[int, Tensor], None], version: int) -> None:
         """Receive one version: a message is loaded while the next one arrives.
 
@@ -190,12 +188,6 @@ class Links:
             ValueError: a checksum was broken. Raised after the last message, so that nobody else is kept waiting.
             RuntimeError: a sender stopped sending, or the links failed before.
         """
-        with leave_on_failure(self.close):
-            broken = self._receive(load, version)
-        if broken:
-            raise ValueError("; ".join(broken))
-
-    def _receive(self, load: Callable[[int, Tensor], None], version: int) -> list[str]:
         under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
         broken: list[str] = []
         for number, pieces in enumerate(self.messages):
@@ -212,7 +204,8 @@ class Links:
                 self._move(self._peers[number], self._notices[number % BUFFERS], sends=True).wait()
             if number + BUFFERS < len(self.messages):  # into the buffer that is free now
                 under_way[number + BUFFERS] = self.begin(number + BUFFERS)
-        return broken
+        if broken:
+            raise ValueError("; ".join(broken))
 
     def buffer(self, number: int) -> Tensor:
         """[bytes with the trailer], uint8: the message of this number; on a target once it has arrived."""
