@@ -63,16 +63,6 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     """By name in Hugging Face format, in the order of the layers."""
 
-    @property
-    def files(self) -> set[str]:
-        """Files that hold tensors of this version."""
-        return {one.file for one in self.tensors.values()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(one.nbytes for one in self.tensors.values())
-
     def write(self, folder: Path) -> None:
         """Make this the version that the folder holds."""
         content = json.dumps(asdict(self))
@@ -129,14 +119,12 @@ def written_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 def remove_unread(folder: Path, manifest: Manifest) -> None:
     """Delete the files that hold no tensor of this version; no process may be reading an earlier one."""
-    kept = manifest.files
+    kept = {folder / one.file for one in manifest.tensors.values()}
+    for file in folder.glob("*/*"):
+        if file not in kept:
+            file.unlink()
     for part in folder.iterdir():
-        if not part.is_dir():
-            continue
-        for file in part.iterdir():
-            if str(file.relative_to(folder)) not in kept:
-                file.unlink()
-        if not any(part.iterdir()):
+        if part.is_dir() and not any(part.iterdir()):
             part.rmdir()
 
 
@@ -357,7 +345,7 @@ class FilesTransport(WeightTransport):
         with _disk_errors_as_attempts(self._folder):
             remove_unread(self._folder, manifest)
             held = sum(file.stat().st_size for file in self._folder.glob("*/*"))
-        self._whole = held > UNREAD_SHARE * manifest.nbytes
+        self._whole = held > UNREAD_SHARE * sum(one.nbytes for one in tensors.values())
         new = [one for one in tensors.values() if one.file.startswith(f"{part}/")]
         return TransferReport(
             version=version,

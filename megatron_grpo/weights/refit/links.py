@@ -190,18 +190,18 @@ class Links:
         """
         under_way = {number: self.begin(number) for number in range(min(BUFFERS, len(self.messages)))}
         broken: list[str] = []
-        for number, pieces in enumerate(self.messages):
+        for number, peer in enumerate(self._peers):
             self._wait(number, under_way)
             buffer = self.buffer(number)
             problem = checksum_problem(buffer, version)
             if problem is not None:
-                first = tensor_name(self._entries, pieces[0])
-                broken.append(f"message {number} from {self._peer(number)}: {problem}; it begins with {first}")
+                first = tensor_name(self._entries, self.messages[number][0])
+                broken.append(f"message {number} from {self._name(peer)}: {problem}; it begins with {first}")
             if not broken:
                 load(number, buffer)
-            if self._memory is not None and self._peers[number] in self._shared:
+            if self._memory is not None and peer in self._shared:
                 self._memory.settle()  # it has been read
-                self._move(self._peers[number], self._notices[number % BUFFERS], sends=True).wait()
+                self._move(peer, self._notices[number % BUFFERS], sends=True).wait()
             if number + BUFFERS < len(self.messages):  # into the buffer that is free now
                 under_way[number + BUFFERS] = self.begin(number + BUFFERS)
         if broken:
@@ -239,10 +239,10 @@ class Links:
             first = tensor_name(self._entries, self.messages[number][0])
             way = "reach" if self._sends else "come from"
             which = f"message {number} of {len(self.messages)}, which begins with {first},"
-            raise RuntimeError(f"{which} did not {way} {self._peer(number)}: {error}") from error
+            raise RuntimeError(f"{which} did not {way} {self._name(self._peers[number])}: {error}") from error
 
-    def _peer(self, number: int) -> str:
-        return f"{'generation worker' if self._sends else 'policy rank'} {self._peers[number]}"
+    def _name(self, peer: int) -> str:
+        return f"{'generation worker' if self._sends else 'policy rank'} {peer}"
 
     def _move(self, peer: int, data: Tensor, *, sends: bool) -> Work:
         """Start sending numbers, [...], to a peer, or receiving them."""
@@ -265,10 +265,9 @@ class Links:
             try:
                 memory = self._greet(peer, notice, store, offered)
             except RuntimeError as error:
-                raise RuntimeError(f"no link to {self._peer(self._peers.index(peer))}: {error}") from error
+                raise RuntimeError(f"no link to {self._name(peer)}: {error}") from error
             if notice[:2].tolist() != link:
-                name = self._peer(self._peers.index(peer))
-                raise RuntimeError(f"the link to {name} leads elsewhere: {tuple(notice[:2].tolist())}")
+                raise RuntimeError(f"the link to {self._name(peer)} leads elsewhere: {tuple(notice[:2].tolist())}")
             if memory is not None:
                 self._shared[peer] = memory
 

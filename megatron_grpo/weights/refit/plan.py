@@ -29,7 +29,6 @@ from megatron_grpo_kernels.fp8_blocks import WEIGHT_BLOCK, quantise
 
 FP8 = "float8_e4m3fn"
 """Numbers of this type are followed by a float32 scale for each block."""
-_SIZES = {"float32": 4, "bfloat16": 2, FP8: 1}
 _SCALE_BYTES = 4
 _ALIGN_BYTES = 16
 """Every piece begins at a multiple of this, so that a slice of the message can be viewed in any type."""
@@ -235,7 +234,7 @@ def _routes(
     the part's number among those that the policy's ranks split it into, a box of at most `limit` bytes, its bytes."""
     wanted = destinations(entry, shape, shard, expert=shard.experts[0] if entry.per_expert else 0)
     held = [entry.slices(shape, 0, part, parts) for part in range(parts if entry.axis is not None else 1)]
-    size = _SIZES[dtype]
+    size = getattr(torch, dtype).itemsize
     for tensor, destination in enumerate(wanted):
         kept = box_of(destination.part)
         for part, slices in enumerate(held):

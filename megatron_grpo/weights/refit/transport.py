@@ -46,12 +46,7 @@ class PolicyLostError(RefitError, ModelLostError):
 
 
 class AttemptError(Exception):
-    """One attempt at a refit failed.
-
-    Args:
-        text: what happened.
-        lost: why each engine that must be replaced before another attempt is lost, by its number.
-    """
+    """One attempt at a refit failed; `lost`: why each engine that must be replaced first is lost, by its number."""
 
     def __init__(self, text: str, lost: Mapping[int, str]) -> None:
         super().__init__(text)
