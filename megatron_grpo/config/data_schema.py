@@ -266,7 +266,7 @@ BUILT_IN = {
     "code": "megatron_grpo.environments.code:CodeEnvironment",
     "format": "megatron_grpo.environments.tasks:FormatEnvironment",
     "judge": "megatron_grpo.environments.judge:JudgeEnvironment",
-    "tools": "megatron_grpo.environments.tools.environment:ToolEnvironment",
+    "tools": "megatron_grpo.environments.tools:ToolEnvironment",
     "countdown": "megatron_grpo.environments.tasks:CountdownEnvironment",
 }
 """Classes of the built-in environments, by type; reward_functions has keys of its own."""

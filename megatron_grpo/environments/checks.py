@@ -9,15 +9,10 @@ from megatron_grpo.config.errors import ConfigError, Problem, RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import PREPARED_PROMPTS, processor_problems, task_spec
-from megatron_grpo.environments.agent import RESULT, load_agent_function
 from megatron_grpo.environments.interface import import_folders, make_importable
 from megatron_grpo.environments.registry import environment_class, fitted_options
-from megatron_grpo.environments.reward_call import (
-    RewardFunction,
-    load_reward_function,
-    missing_columns,
-    not_callable_by_name,
-)
+from megatron_grpo.environments.reward_call import RewardFunction, check_parameters, load_reward_function
+from megatron_grpo.environments.reward_functions import RESULT, load_agent_function
 from megatron_grpo.environments.reward_model import model_problem
 from megatron_grpo.weights.source import made_before_the_run
 
@@ -27,18 +22,15 @@ def check_scoring(
     sets: Sequence[DatasetConfig] | None = None,
     given: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """Look at everything that scores responses.
+    """Check environments, processors and reward functions, as `check_environments` and `check_reward_functions` say.
 
     Args:
         config: environments, processors and data.
         sets: sets of prompts whose responses are scored; None: those of the run.
         given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
-
-    Raises:
-        ConfigError: an environment cannot be made, or a reward function not be called with the columns of the sets.
     """
     check_environments(config)
-    check_reward_functions(config.env, columns_known(config, sets), given)
+    check_reward_functions(config.env, lambda task: _columns(config, sets, task), given)
 
 
 def check_environments(config: Config) -> None:
@@ -86,7 +78,7 @@ def check_reward_functions(
     Args:
         config: environments by task name.
         columns_of: columns of the rows of a task; asked only where there are functions.
-        given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
+        given: as of `check_scoring`.
 
     Raises:
         ConfigError: some cannot be imported, or not be called with prompts, completions and the columns; or a folder
@@ -108,17 +100,13 @@ def _reward_problems(
         subject = f"env.{task}.reward_funcs={entry}"
         if is_model_folder(entry):
             reason = model_problem(entry)
-        else:
-            try:
-                function = given.get(entry) or load_reward_function(entry)
-            except RunError as error:
-                reason = str(error)
-            else:
-                reason = not_callable_by_name(entry, function)
-                if reason is None and columns is not None:
-                    reason = missing_columns(entry, function, columns)
-        if reason is not None:
-            yield Problem(subject, reason)
+            if reason is not None:
+                yield Problem(subject, reason)
+            continue
+        try:
+            check_parameters(entry, given.get(entry) or load_reward_function(entry), columns)
+        except RunError as error:
+            yield Problem(subject, str(error))
     if config.agent_func is not None:
         try:
             load_agent_function(config.agent_func)
@@ -126,36 +114,26 @@ def _reward_problems(
             yield Problem(f"env.{task}.agent_func={config.agent_func}", str(error))
 
 
-def columns_known(config: Config, sets: Sequence[DatasetConfig] | None = None) -> ColumnsOf:
-    """The columns of each task's rows, for `check_reward_functions`.
+def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) -> set[str] | None:
+    """The columns of a task's rows in these sets, or in the training and validation sets of the run.
 
-    They are unknown while streaming, where no row is read before training; when a set cannot be read, which the check
-    of the data reports; and for a task without rows.
-
-    Args:
-        config: environments and data.
-        sets: sets whose rows count; None: the training and validation sets of the run.
+    None: they are unknown, as while streaming, where no row is read before training; when a set cannot be read, which
+    the check of the data reports; and for a task without rows.
     """
-    counted = [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets
-
-    def columns_of(task: str) -> set[str] | None:
-        if config.data.streaming and sets is None:
+    if config.data.streaming and sets is None:
+        return None
+    environments = {name: env.type for name, env in config.env.items()}
+    found: set[str] = set()
+    for one in [*config.data.training.values(), *config.data.validation.values()] if sets is None else sets:
+        if made_before_the_run(config, one.path):
+            assert config.prepare.name is not None
+            made = PREPARED_PROMPTS[config.prepare.name]
+            found |= set(made.columns) if task in made.tasks else set()
+            continue
+        looked = examined(one, config.data, environments)
+        if looked.source is None:
             return None
-        environments = {name: env.type for name, env in config.env.items()}
-        found: set[str] = set()
-        for one in counted:
-            if made_before_the_run(config, one.path):
-                assert config.prepare.name is not None
-                made = PREPARED_PROMPTS[config.prepare.name]
-                found |= set(made.columns) if task in made.tasks else set()
-                continue
-            looked = examined(one, config.data, environments)
-            if looked.source is None:
-                return None
-            found |= looked.report.columns.get(task, set())
-        if not found:
-            return None
-        has_answer = task_spec(config.data, task).answer_key is not None
-        return found | ({"answer"} if has_answer else set())
-
-    return columns_of
+        found |= looked.report.columns.get(task, set())
+    if found and task_spec(config.data, task).answer_key is not None:
+        found.add("answer")
+    return found or None

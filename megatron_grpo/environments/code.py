@@ -59,16 +59,11 @@ class CodeEnvironment(Environment):
     def __init__(
         self, settings: EnvironmentSettings, reward: Literal["all", "share"] = "all", programs_at_once: Positive = 2
     ) -> None:
-        """
-        Raises:
-            SandboxUnavailableError: this machine allows less isolation than is required.
-        """
         self._sandbox = settings.open_sandbox()
         self._share = reward == "share"
         self._pool = ThreadPoolExecutor(programs_at_once)
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Rewards of the programs, which run concurrently."""
         return list(self._pool.map(self._score, requests))
 
     def _score(self, request: EnvironmentRequest) -> EnvironmentReturn:
@@ -84,13 +79,9 @@ def program_of(response: str) -> str:
 
 
 def passed(sandbox: Sandbox, program: str, tests: Sequence[str | tuple[str, str]], *, every: bool) -> int:
-    """How many of the tests a program passes: statements that do not raise after it, and (input, output).
+    """How many of the tests a Python program passes: statements that do not raise after it, and (input, output).
 
-    Args:
-        sandbox: where it runs.
-        program: its source, in Python.
-        tests: the statements and the cases.
-        every: whether to continue after a failed case; an endless program uses its whole time limit in each.
+    `every`: whether to continue after a failed case; an endless program uses its whole time limit in each.
     """
     statements = [test for test in tests if isinstance(test, str)]
     cases = [test for test in tests if not isinstance(test, str)]

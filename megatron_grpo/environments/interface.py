@@ -71,8 +71,7 @@ class Environment(ABC):
         messages so far and adds some. An exception makes the rollout a failed one.
 
         Args:
-            prompt: the prompt as it is in the data.
-            extra_env_info: the row's columns, and the reference answer under `REFERENCE`.
+            prompt: as of `reset`, like extra_env_info.
             access: address of the model for this rollout.
         """
         raise NotImplementedError

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,67 +36,61 @@ _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses of transient failures."""
 
 
+@dataclass(eq=False)
 class JudgeEnvironment(Environment):
-    """The last "Score: N" in a judge's answer, between 0 and 1. Without one, or beyond its range, there is no reward.
+    """The last "Score: N" in a judge's answer, as a number from 0 to 1; no reward without one, or beyond its range."""
 
-    Args:
-        model: name of the judge at its endpoint.
-        url: the judge's OpenAI-compatible endpoint, up to the version: /chat/completions is appended.
-        question: text of the request; {prompt}, {response}, {answer}, {lowest} and {highest} are filled in.
-        lowest: score that becomes reward 0.
-        highest: score that becomes reward 1.
-        correct_from: reward from which a response counts as correct; None: unknown.
-        max_tokens: longest answer of the judge.
-        request_timeout_s: deadline of one request.
-        attempts: how often a request is made before its response fails, with growing pauses.
-        requests_at_once: concurrent requests of one process of the environment.
-        api_key_variable: environment variable with the key of the endpoint; None: it needs none.
-    """
+    model: str
+    """Name of the judge at its endpoint."""
+    url: str = "http://127.0.0.1:8000/v1"
+    """The judge's OpenAI-compatible endpoint, up to the version: /chat/completions is appended."""
+    question: str = QUESTION
+    """Text of the request; {prompt}, {response}, {answer}, {lowest} and {highest} are filled in."""
+    lowest: float = 0.0
+    """Score that becomes reward 0."""
+    highest: float = 10.0
+    """Score that becomes reward 1."""
+    correct_from: float | None = None
+    """Reward from which a response counts as correct; None: unknown."""
+    max_tokens: Positive = 512
+    """Longest answer of the judge."""
+    request_timeout_s: Seconds = 60.0
+    """Deadline of one request."""
+    attempts: Positive = 3
+    """How often a request is made before its response fails, with growing pauses."""
+    requests_at_once: Positive = 8
+    """Concurrent requests of one process of the environment."""
+    api_key_variable: str | None = None
+    """Environment variable with the key of the endpoint; None: it needs none."""
 
-    def __init__(
-        self,
-        model: str,
-        url: str = "http://127.0.0.1:8000/v1",
-        question: str = QUESTION,
-        lowest: float = 0.0,
-        highest: float = 10.0,
-        correct_from: float | None = None,
-        max_tokens: Positive = 512,
-        request_timeout_s: Seconds = 60.0,
-        attempts: Positive = 3,
-        requests_at_once: Positive = 8,
-        api_key_variable: str | None = None,
-    ) -> None:
-        if highest <= lowest:
-            raise ValueError(f"options.highest={highest:g} must be above options.lowest={lowest:g}")
-        self._model, self._url, self._question = model, f"{url.rstrip('/')}/chat/completions", question
-        self._lowest, self._highest, self._correct_from = lowest, highest, correct_from
-        self._max_tokens, self._timeout_s, self._attempts = max_tokens, request_timeout_s, attempts
-        self._key = None if api_key_variable is None else os.environ.get(api_key_variable, "").strip()
-        if self._key == "":
-            text = "the environment has no such variable; export it where the run is started"
-            raise ValueError(f"options.api_key_variable={api_key_variable}: {text}")
-        self._pool = ThreadPoolExecutor(requests_at_once)
+    def __post_init__(self) -> None:
+        if self.highest <= self.lowest:
+            raise ValueError(f"options.highest={self.highest:g} must be above options.lowest={self.lowest:g}")
+        self._headers = {"Content-Type": "application/json"}
+        if self.api_key_variable is not None:
+            key = os.environ.get(self.api_key_variable, "").strip()
+            if not key:
+                text = "the environment has no such variable; export it where the run is started"
+                raise ValueError(f"options.api_key_variable={self.api_key_variable}: {text}")
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._address = f"{self.url.rstrip('/')}/chat/completions"
+        self._pool = ThreadPoolExecutor(self.requests_at_once)
         # A proxy cannot reach the loopback of this machine.
-        local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """The judge's scores, from concurrent requests.
-
-        Raises:
-            RunError: the endpoint did not answer, or refused.
-        """
+        """Scores from concurrent requests; a RunError says why the endpoint did not answer."""
         return list(self._pool.map(self._judged, requests))
 
     def _judged(self, request: EnvironmentRequest) -> EnvironmentReturn:
-        score = self._score_in(self._ask(self._asked(request)))
-        if score is None:
+        found = _SCORE.findall(self._ask(self._asked(request)))
+        score = float(found[-1]) if found else None
+        if score is None or not self.lowest <= score <= self.highest:
             return EnvironmentReturn(reward=None, correct=None)
-        reward = (score - self._lowest) / (self._highest - self._lowest)
-        return EnvironmentReturn(
-            reward=reward, correct=None if self._correct_from is None else reward >= self._correct_from
-        )
+        reward = (score - self.lowest) / (self.highest - self.lowest)
+        correct = None if self.correct_from is None else reward >= self.correct_from
+        return EnvironmentReturn(reward=reward, correct=correct)
 
     def _asked(self, request: EnvironmentRequest) -> str:
         """The question about a response; braces in the filled-in texts stay as they are."""
@@ -106,33 +101,26 @@ class JudgeEnvironment(Environment):
             "prompt": prompt,
             "response": request.response,
             "answer": str(request.extra_env_info.get(REFERENCE, "none is known")),
-            "lowest": f"{self._lowest:g}",
-            "highest": f"{self._highest:g}",
+            "lowest": f"{self.lowest:g}",
+            "highest": f"{self.highest:g}",
         }
-        return re.sub(r"\{(" + "|".join(filled) + r")\}", lambda found: filled[found[1]], self._question)
-
-    def _score_in(self, answer: str) -> float | None:
-        """The last score in an answer; None: there is none, or it is out of range."""
-        found = _SCORE.findall(answer)
-        score = float(found[-1]) if found else None
-        return score if score is not None and self._lowest <= score <= self._highest else None
+        return re.sub(r"\{(" + "|".join(filled) + r")\}", lambda found: filled[found[1]], self.question)
 
     def _ask(self, question: str) -> str:
         """The judge's answer; "" when the reply is malformed."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": self._max_tokens,
+            "max_tokens": self.max_tokens,
             "temperature": 0.0,
         }
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         reason, attempts = "", 0
-        for attempts in range(1, self._attempts + 1):
+        for attempts in range(1, self.attempts + 1):
             if attempts > 1:
                 time.sleep(min(2.0**attempts / 8, 10.0))
             try:
-                sent = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-                with self._opener.open(sent, timeout=self._timeout_s) as reply:
+                sent = urllib.request.Request(self._address, json.dumps(body).encode(), self._headers)
+                with self._opener.open(sent, timeout=self.request_timeout_s) as reply:
                     return _content(reply.read(_LARGEST_ANSWER))
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code} {error.reason}"
@@ -140,7 +128,9 @@ class JudgeEnvironment(Environment):
                     break
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
-        raise RunError(f"the judge at {self._url} gave no answer in {attempts} of {self._attempts} attempts: {reason}")
+        raise RunError(
+            f"the judge at {self._address} gave no answer in {attempts} of {self.attempts} attempts: {reason}"
+        )
 
 
 def _content(reply: bytes) -> str:

@@ -6,18 +6,18 @@ import json
 import logging
 import os
 import resource
-import select
+import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import IO, Any
+from typing import Any
 
 from math_verify import parse, verify
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.environments.sandbox.kernel import die_with_parent
 
 ANSWER_TIMEOUT_S = 5
 """Seconds for reading one answer, and again for comparing it; an answer that takes longer counts as wrong."""
@@ -26,11 +26,6 @@ TAIL_CHARACTERS = 2000
 """Without a box, the answer is looked for in this much text at the end of the response."""
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback for every answer it cannot read
-
-
-def load_parsers() -> None:
-    """Load the parsers and sympy, as a first comparison does, so that no answer's time limit includes it."""
-    verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
 
 
 def is_correct(response: str, answer: str) -> bool:
@@ -84,19 +79,15 @@ MEMORY_BYTES = 4 * 2**30
 """Memory of the process beyond what it has when it is ready; an answer that needs more counts as wrong."""
 
 _READY = b"r"
-_PIECE = 65536
 
 
 class Verifier:
     """One process that compares answers. Not for several threads at a time."""
 
     def __init__(self, hangs_after_s: float = HANGS_AFTER_S) -> None:
-        """
-        Args:
-            hangs_after_s: seconds without an answer after which the process is killed.
-        """
+        """Start the process, which is killed after hangs_after_s seconds without an answer."""
         self._hangs_after_s = hangs_after_s
-        self._process = self._start()
+        self._start()
 
     def verify(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Whether the final answer of each response equals its reference in value.
@@ -107,78 +98,51 @@ class Verifier:
         Raises:
             RunError: the process does not start.
         """
-        right: list[bool] = []
-        while len(right) < len(pairs):
-            right += self._answers(pairs[len(right) :])
-        return right
+        return [self._verify(pair) for pair in pairs]
 
-    def _answers(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """Answers to the pairs, up to the first one over which the process hung or ended, which counts as wrong."""
-        asking, answering = _fd(self._process.stdin), _fd(self._process.stdout)
-        unsent = memoryview(b"".join(json.dumps(pair).encode() + b"\n" for pair in pairs))
-        right: list[bool] = []
-        deadline = time.monotonic() + self._hangs_after_s
-        while len(right) < len(pairs):
-            left = max(deadline - time.monotonic(), 0.0)
-            readable, writable, _ = select.select([answering], [asking] if unsent else [], [], left)
-            if writable:
-                unsent = unsent[_written(asking, unsent[:_PIECE]) :]
-            answer = os.read(answering, _PIECE) if readable else b""
-            if answer:
-                right += [one == ord("1") for one in answer]
-                deadline = time.monotonic() + self._hangs_after_s
-            elif readable or time.monotonic() >= deadline:
-                _end(self._process)
-                self._process = self._start()
-                right.append(False)
-                break
-        return right
+    def _verify(self, pair: tuple[str, str]) -> bool:
+        """Compare one pair. An answer over which the process hangs or ends counts as wrong."""
+        try:
+            self._connection.sendall(json.dumps(pair).encode() + b"\n")
+            answer = self._connection.recv(1)
+        except OSError:  # a timeout, or a closed connection
+            answer = b""
+        if not answer:
+            self._end()
+            self._start()
+        return answer == b"1"
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
+        self._connection, theirs = socket.socketpair()
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        weakref.finalize(self, _end, process)
-        os.set_blocking(_fd(process.stdin), False)
-        ready, _, _ = select.select([_fd(process.stdout)], [], [], STARTS_WITHIN_S)
-        if not ready or os.read(_fd(process.stdout), 1) != _READY:
-            _end(process)
+        with theirs:
+            process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environment, start_new_session=True)
+        self._end = weakref.finalize(self, _end, process, self._connection)
+        self._connection.settimeout(STARTS_WITHIN_S)
+        try:
+            ready = self._connection.recv(1)
+        except OSError:
+            ready = b""
+        if ready != _READY:
+            self._end()
             raise RunError(f"the process that compares answers did not start within {STARTS_WITHIN_S:g} s")
-        return process
+        self._connection.settimeout(self._hangs_after_s)
 
 
-def _fd(pipe: IO[bytes] | None) -> int:
-    assert pipe is not None
-    return pipe.fileno()
-
-
-def _written(fd: int, data: memoryview) -> int:
-    """Bytes that a pipe accepts; all of them when its reader has ended, which the other pipe reports."""
-    try:
-        return os.write(fd, data)
-    except BrokenPipeError:
-        return len(data)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+    connection.close()
 
 
 def main() -> None:
     """The process: answers each line on standard input, a JSON list of response and reference, with one character."""
-    from megatron_grpo.environments.math_answers import is_correct, load_parsers
-    from megatron_grpo.environments.sandbox.kernel import die_with_parent
-
     die_with_parent(9)
     answers = os.dup(1)
     os.dup2(2, 1)  # other output must not be read as answers
-    load_parsers()
+    # A first comparison loads the parsers and sympy, so that no answer's time limit includes it.
+    verify(parse("\\boxed{\\frac{1}{2}}", parsing_timeout=0), parse("$0.5$", parsing_timeout=0), timeout_seconds=0)
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import typing
 from collections.abc import Mapping
+from types import GenericAlias
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -13,10 +13,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from megatron_grpo.config.data_schema import BUILT_IN, REWARD_FUNCTIONS, EnvironmentConfig, name_of_reward
 from megatron_grpo.config.errors import RunError, shown
 from megatron_grpo.config.paths import imported
-from megatron_grpo.environments.agent import AgentEnvironment, load_agent_function
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings, make_importable
 from megatron_grpo.environments.reward_call import RewardFunction, load_reward_function
-from megatron_grpo.environments.reward_functions import Limits, RewardFunctionEnvironment
+from megatron_grpo.environments.reward_functions import (
+    AgentEnvironment,
+    RewardFunctionEnvironment,
+    load_agent_function,
+)
 
 SETTINGS = "settings"
 """Parameter of an environment's constructor that receives the settings of the run."""
@@ -32,8 +35,7 @@ def create_environment(
     Args:
         config: type and options of the environment, and its reward functions.
         settings: settings of the run; None: the defaults.
-        rewards: functions that are not imported, by their entry in `config.reward_funcs`: functions passed by a
-            script, and clients of reward models.
+        rewards: functions of a script and clients of reward models, by their entry in `config.reward_funcs`.
 
     Raises:
         RunError: the class cannot be imported, or is no environment, or the options do not fit it.
@@ -43,11 +45,16 @@ def create_environment(
     if config.type == REWARD_FUNCTIONS:
         given = rewards or {}
         functions = {name_of_reward(one): given.get(one) or load_reward_function(one) for one in config.reward_funcs}
-        scoring = (functions, config.weights_by_function(), config.correctness_function())
-        limits: Limits = {"timeout_s": config.reward_timeout_s, "tolerant": config.on_reward_error == "none"}
+        scoring: dict[str, Any] = {
+            "functions": functions,
+            "weights": config.weights_by_function(),
+            "correctness": config.correctness_function(),
+            "timeout_s": config.reward_timeout_s,
+            "tolerant": config.on_reward_error == "none",
+        }
         if config.agent_func is None:
-            return RewardFunctionEnvironment(*scoring, **limits)
-        return AgentEnvironment(load_agent_function(config.agent_func), *scoring, **limits)
+            return RewardFunctionEnvironment(**scoring)
+        return AgentEnvironment(agent_function=load_agent_function(config.agent_func), **scoring)
     kind = environment_class(config.type)
     arguments, problems = fitted_options(kind, config.options)
     if problems:
@@ -61,8 +68,7 @@ def environment_class(kind: str) -> type[Environment]:
     Raises:
         RunError: there is no such class, its module fails, or it is no `Environment` with a `score` of its own.
     """
-    path = BUILT_IN.get(kind, kind)
-    module, _, name = path.partition(":")
+    module, _, name = BUILT_IN.get(kind, kind).partition(":")
     try:
         found = imported(module, name)
     except ValueError as error:
@@ -80,18 +86,19 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
     Values are converted as those of the configuration are: "3" passes for a number, "three" does not.
     """
     parameters = {name: one for name, one in _parameters(kind).items() if name != SETTINGS}
-    hints = _hints(kind)
     arguments: dict[str, Any] = {}
     problems: list[tuple[str, str]] = []
     for name, value in options.items():
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
-            known = f"did you mean {near[0]}?" if near else f"there is {', '.join(parameters) or 'none'}"
-            problems.append((f"{name}={shown(value)}", f"is no option of {kind.__name__}; {known}"))
+            advice = f"did you mean {near[0]}?" if near else f"there is {', '.join(parameters) or 'none'}"
+            problems.append((f"{name}={shown(value)}", f"is no option of {kind.__name__}; {advice}"))
             continue
         try:
-            adapter = TypeAdapter(hints.get(name, Any), config=None if _has_config(hints.get(name)) else _CONVERSION)
-            arguments[name] = adapter.validate_python(value)
+            hint = parameters[name].annotation
+            known = hint is not inspect.Parameter.empty and not isinstance(hint, str)
+            in_list = TypeAdapter(GenericAlias(list, hint if known else Any), config=_CONVERSION)
+            (arguments[name],) = in_list.validate_python([value])
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"]
             problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))
@@ -102,22 +109,14 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
 
 
 _CONVERSION = ConfigDict(coerce_numbers_to_str=True)
-
-
-def _hints(kind: type[Environment]) -> dict[str, Any]:
-    """Types of the constructor's parameters; none when the annotations of a user's class cannot be resolved."""
-    try:
-        return typing.get_type_hints(kind.__init__, include_extras=True)
-    except NameError:
-        return {}
-
-
-def _has_config(hint: Any) -> bool:
-    """Whether a type has its own pydantic configuration, which another one must not override."""
-    return any(hasattr(hint, name) for name in ("__pydantic_config__", "model_config", "__dataclass_fields__"))
+"""Given to a list of the type, since a type may have a configuration of its own, which must not be overridden."""
 
 
 def _parameters(kind: type[Environment]) -> dict[str, inspect.Parameter]:
-    """Parameters of the constructor that can be passed by keyword."""
+    """Parameters of the constructor that can be passed by keyword; types that cannot be resolved stay texts."""
+    try:
+        signature = inspect.signature(kind, eval_str=True)
+    except NameError:
+        signature = inspect.signature(kind)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: one for name, one in inspect.signature(kind).parameters.items() if one.kind in by_keyword}
+    return {name: one for name, one in signature.parameters.items() if one.kind in by_keyword}

@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,17 +17,13 @@ from typing import Any
 from megatron_grpo.config.errors import RunError
 
 
-class TimeLimitError(TimeoutError):
-    """The limit of `time_limit` has passed; other timeouts of the body stay TimeoutError."""
-
-
-class _TimeLimitPassed(BaseException):
+class TimeLimitPassed(BaseException):
     """Raised inside the code that took too long, where `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeLimitError when the body takes longer. Main thread only, where Python delivers signals.
+    """Raise TimeLimitPassed when the body takes longer. Main thread only, where Python delivers signals.
 
     SIGUSR2 is used, since reward functions use SIGALRM themselves (math-verify does). A call that never returns to
     the interpreter is not interrupted; the deadline of the whole process ends it.
@@ -50,14 +45,12 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         finally:
             timer.cancel()
             timer.join()  # after this nothing is sent any more
-    except _TimeLimitPassed:
-        raise TimeLimitError from None
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
 
 def _raise_in_body(signum: int, frame: FrameType | None) -> None:
-    raise _TimeLimitPassed
+    raise TimeLimitPassed
 
 
 RewardFunction = Callable[..., Any]
@@ -79,24 +72,15 @@ Outcome = list[float | None] | RewardError
 """The rewards of a function, or its failure."""
 
 
-@dataclass(frozen=True, slots=True)
 class RewardCall:
-    """A reward function and its parameters."""
+    """A reward function, or an object that can be called, and its parameters."""
 
-    function: RewardFunction
-    path: str
-    """Module and name of the function, for messages."""
-    accepts: frozenset[str] | None
-    """Names that it takes; None: any."""
-    requires: frozenset[str]
-    """Columns without a default in its signature."""
-
-    @classmethod
-    def of(cls, function: RewardFunction) -> RewardCall:
-        """A function or an object that can be called."""
+    def __init__(self, function: RewardFunction) -> None:
         name = getattr(function, "__qualname__", type(function).__name__)
-        path = f"{getattr(function, '__module__', '?')}.{name}"
-        return cls(function, path, _accepted(function), frozenset(one.name for one in _required(function)) - {*PASSED})
+        self._function = function
+        self._path = f"{getattr(function, '__module__', '?')}.{name}"
+        self._accepts = _accepted(function)
+        self._requires = {one.name for one in _required(function)} - {*PASSED}
 
     def attempt(
         self, arguments: Mapping[str, Any], count: int, timeout_s: float | None
@@ -107,16 +91,12 @@ class RewardCall:
         """
         try:
             with time_limit(timeout_s):
-                given = self.function(**self._taken(arguments, count))
-            if inspect.isawaitable(given):
-                return self._awaited(given, count, timeout_s)
-            return self._rewards(given, count)
-        except TimeLimitError:
+                given = self._function(**self._taken(arguments, count))
+            return self._awaited(given, count, timeout_s) if inspect.isawaitable(given) else self._rewards(given, count)
+        except TimeLimitPassed:
             return self._timed_out(timeout_s)
-        except RewardError as failure:
-            return failure
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it becomes the failure
-            return self._raised(error)
+            return self._failure(error)
 
     async def _awaited(self, given: Awaitable[Any], count: int, timeout_s: float | None) -> Outcome:
         """The result of an async function, which is cancelled when it takes too long."""
@@ -124,127 +104,117 @@ class RewardCall:
             async with asyncio.timeout(timeout_s) as limit:
                 rewards = await given
             return self._rewards(rewards, count)
-        except RewardError as failure:
-            return failure
         except Exception as error:  # noqa: BLE001 - as in `attempt`
-            return self._timed_out(timeout_s) if limit.expired() else self._raised(error)
+            late = limit.expired() and not isinstance(error, RewardError)
+            return self._timed_out(timeout_s) if late else self._failure(error)
 
     def _taken(self, arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The arguments that the function takes; a column that none of these `count` rows has is None in each."""
-        taken = {name: value for name, value in arguments.items() if self.accepts is None or name in self.accepts}
-        return {name: [None] * count for name in self.requires} | taken
+        taken = {name: value for name, value in arguments.items() if self._accepts is None or name in self._accepts}
+        return {name: [None] * count for name in self._requires} | taken
 
     def _rewards(self, given: Any, count: int) -> list[float | None]:
         if not isinstance(given, Iterable):
-            raise RewardError(f"{self.path} gave {type(given).__name__}, and no list of rewards")
+            raise RewardError(f"{self._path} gave {type(given).__name__}, and no list of rewards")
         rewards = list(given)
         if len(rewards) != count:
-            raise RewardError(f"{self.path} gave {len(rewards)} rewards for {count} completions")
+            raise RewardError(f"{self._path} gave {len(rewards)} rewards for {count} completions")
         try:
             return [None if reward is None else float(reward) for reward in rewards]
         except (TypeError, ValueError) as error:
-            text = f"{self.path} gave something that is neither a number nor None: {error}"
+            text = f"{self._path} gave something that is neither a number nor None: {error}"
             raise RewardError(text) from error
 
     def _timed_out(self, timeout_s: float | None) -> RewardError:
-        failure = RewardError(f"{self.path} gave no rewards within reward_timeout_s={timeout_s:g} s")
+        failure = RewardError(f"{self._path} gave no rewards within reward_timeout_s={timeout_s:g} s")
         failure.timed_out = True
         return failure
 
-    def _raised(self, error: Exception) -> RewardError:
+    def _failure(self, error: Exception) -> RewardError:
+        if isinstance(error, RewardError):
+            return error
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
-        failure = RewardError(f"{self.path} raised {type(error).__name__}: {error} ({where})")
+        failure = RewardError(f"{self._path} raised {type(error).__name__}: {error} ({where})")
         failure.__cause__ = error
         return failure
 
 
 def load_reward_function(path: str) -> RewardFunction:
-    """The function or object at an import path (package.module.name); for a class, an instance of it.
+    """The function or object at an import path; for a class, an instance of it. A RunError says what is wrong."""
+    function = load_callable("reward function", path, instance=True)
+    check_parameters(path, function)
+    return function
 
-    Raises:
-        RunError: there is no such module or name, its module fails, or it cannot be called with prompts and
-            completions by name.
+
+def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[..., Any]:
+    """The function or object at an import path (package.module.name, or an attribute of an object there).
+
+    With `instance`, a class stands for an instance of it. A RunError says of the path what is wrong with it.
     """
+    module, _, name = path.rpartition(".")
+    outer, _, holder = module.rpartition(".")
     try:
-        function = _found(path)
-        function = function() if inspect.isclass(function) else function
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if not outer or error.name != module:
+                raise
+            found = getattr(getattr(importlib.import_module(outer), holder), name)
+        function: Any = found() if instance and inspect.isclass(found) else found
     except Exception as error:  # whatever the user's module raises while it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise RunError(f"reward function {path} cannot be imported: {reason}") from error
+        raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise RunError(f"reward function {path} is {type(function).__name__}, which cannot be called")
-    loaded: RewardFunction = function
-    unfit = not_callable_by_name(path, loaded)
-    if unfit is not None:
-        raise RunError(unfit)
-    return loaded
+        raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
+    return function  # type: ignore[no-any-return]
 
 
-def not_callable_by_name(path: str, function: RewardFunction) -> str | None:
-    """The problem of a function that cannot be called with prompts and completions by name; None: it can.
+def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
+    """Check that a function can be called by name with prompts, completions and the columns of the data.
 
     Args:
-        path: the function's import path, for the message.
+        path: the function's import path, for messages.
         function: the function.
+        columns: names of all columns of the rows that it will score; None: unknown.
+
+    Raises:
+        RunError: it cannot.
     """
     text = f"reward function {path} must take prompts and completions by name (or **kwargs)"
     own = _required(function, of_wrapped=False)  # a wrapper may well turn names into positions
     unnamed = [one.name for one in own if one.kind is inspect.Parameter.POSITIONAL_ONLY]
     if unnamed:
-        return f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters"
+        raise RunError(f"{text}; it takes {', '.join(unnamed)} by position only: leave the / out of its parameters")
     accepts = _accepted(function)
     if accepts is not None and not accepts & {"prompts", "completions", "completion_ids"}:
-        return f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}"
-    return None
+        raise RunError(f"{text}; it takes {', '.join(sorted(accepts)) or 'nothing'}")
+    lacking = [one.name for one in _required(function) if one.name not in (*PASSED, *(columns or ()))]
+    if columns is not None and lacking:
+        there = ", ".join(sorted(columns)) or "none"
+        raise RunError(
+            f"reward function {path} takes {', '.join(lacking)}, and the data has no such column; it has {there}"
+        )
 
 
-def missing_columns(path: str, function: RewardFunction, columns: Collection[str]) -> str | None:
-    """The problem of a function that needs a column which the data lacks; None: it has all.
-
-    Args:
-        path: the function's import path, for the message.
-        function: the function.
-        columns: names of all columns of the rows that it will score.
-    """
-    lacking = [one.name for one in _required(function) if one.name not in PASSED and one.name not in columns]
-    if not lacking:
-        return None
-    there = ", ".join(sorted(columns)) or "none"
-    return f"reward function {path} takes {', '.join(lacking)}, and the data has no such column; it has {there}"
-
-
-def _found(path: str) -> Any:
-    """The object at a path, which may also be an attribute of an object in a module."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        outer, _, holder = module.rpartition(".")
-        if not outer or error.name != module:
-            raise
-        return getattr(getattr(importlib.import_module(outer), holder), name)
-
-
-def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter] | None:
-    """The parameters of a function, or of the one that it wraps; None: it has no signature."""
+def _parameters(function: RewardFunction, of_wrapped: bool = True) -> Sequence[inspect.Parameter]:
+    """The parameters of a function, or of the one that it wraps; of a builtin without a signature, **kwargs."""
     try:
         return list(inspect.signature(function, follow_wrapped=of_wrapped).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return None
+    except (TypeError, ValueError):
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names that a function takes; None: any, or it has no signature."""
+    """Names that a function takes; None: any."""
     parameters = _parameters(function)
-    if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(one.name for one in parameters if one.kind in by_name)
 
 
-def _required(function: RewardFunction, of_wrapped: bool = True) -> Iterator[inspect.Parameter]:
-    for one in _parameters(function, of_wrapped) or ():
-        variadic = one.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if not variadic and one.default is inspect.Parameter.empty:
-            yield one
+def _required(function: RewardFunction, of_wrapped: bool = True) -> list[inspect.Parameter]:
+    """The parameters that have to be given."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = _parameters(function, of_wrapped)
+    return [one for one in parameters if one.kind not in variadic and one.default is inspect.Parameter.empty]

@@ -1,78 +1,56 @@
-"""Rewards from a user's own functions, with the signature that TRL's GRPOTrainer calls them by."""
+"""Rewards from a user's own functions, called as TRL's GRPOTrainer calls them, and turns from a user's own agent."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess
 from megatron_grpo.environments.interface import Environment
-from megatron_grpo.environments.reward_call import PASSED, Outcome, RewardCall, RewardError, RewardFunction
+from megatron_grpo.environments.reward_call import (
+    PASSED,
+    Outcome,
+    RewardCall,
+    RewardError,
+    RewardFunction,
+    load_callable,
+)
 
 _NOT_COLUMNS = ("prompt", "completion", REFERENCE, *PASSED)
 """Names that are not passed on as columns: prompts and completions hold two of them, the others are no columns."""
 
 
-class Limits(TypedDict):
-    """Time limit of reward functions, and the handling of their failures."""
-
-    timeout_s: float | None
-    """Deadline of one call of a function; None: only the deadline of the process holds."""
-    tolerant: bool
-    """Whether a function that fails counts as None; else the response has no score."""
-
-
-@dataclass(slots=True)
-class _Results:
-    """Results of the functions for some responses."""
-
-    parts: list[dict[str, float]]
-    """Per response, the rewards by function; functions that returned None are absent."""
-    errors: list[int]
-    """Per response, the number of functions that failed."""
-    figures: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Values passed to log_metric, by name."""
-    notes: list[dict[str, str]] = field(default_factory=list)
-    """Per response, values passed to log_extra, by column."""
-
-
+@dataclass(eq=False)
 class RewardFunctionEnvironment(Environment):
     """The weighted sum of several functions' rewards; a function's None is left out of the sum, as in TRL.
 
     A prompt that is a text comes with completions that are texts; a list of messages with completions that are lists of
     one assistant message. A column that a row lacks is None there. Functions are called one after the other; the
     awaitables that async functions return are then awaited together.
-
-    Args:
-        functions: the reward functions by name.
-        weights: factor of each function's reward in the sum, by name of the function.
-        correctness: name of the function whose reward above 0 makes a response correct, and whose None leaves it open;
-            None: no function says it.
-        timeout_s: deadline of one call of a function; None: only the deadline of the process holds.
-        tolerant: whether a function that fails counts as None; else the response has no score.
     """
 
+    functions: Mapping[str, RewardFunction]
+    weights: Mapping[str, float]
+    """Factor of each function's reward in the sum, by name of the function."""
+    correctness: str | None
+    """Function whose reward above 0 makes a response correct, and whose None leaves it open; None: no function does."""
+    timeout_s: float | None = None
+    """Deadline of one call of a function; None: only the deadline of the process holds."""
+    tolerant: bool = False
+    """Whether a function that fails counts as None; else the response has no score."""
     reads_token_ids = True
 
-    def __init__(
-        self,
-        functions: Mapping[str, RewardFunction],
-        weights: Mapping[str, float],
-        correctness: str | None,
-        *,
-        timeout_s: float | None = None,
-        tolerant: bool = False,
-    ) -> None:
-        assert functions.keys() == weights.keys(), "a weight for every function"
-        self.functions, self.weights, self.correctness = functions, weights, correctness
-        self._calls = {name: RewardCall.of(function) for name, function in functions.items()}
-        self._timeout_s, self._tolerant = timeout_s, tolerant
+    def __post_init__(self) -> None:
+        assert self.functions.keys() == self.weights.keys(), "a weight for every function"
+        self._calls = {name: RewardCall(function) for name, function in self.functions.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
@@ -82,57 +60,48 @@ class RewardFunctionEnvironment(Environment):
             RewardError: a function raised, took too long, or returned something other than a number (or None) for
                 each completion; says which function, what it raised and where. Not if the environment is tolerant.
         """
-        results = _Results([{} for _ in requests], [0] * len(requests), notes=[{} for _ in requests])
-        arguments = self._arguments(requests, results)
-        rewards = self._outcomes(self.functions, arguments, len(requests))
+        scores = [EnvironmentReturn(reward=None, correct=None) for _ in requests]
+        figures: defaultdict[str, list[float]] = defaultdict(list)
+        outcomes = self._outcomes(self.functions, self._arguments(requests, scores, figures), len(requests))
         for name in self.functions:  # in the order of the configuration, whatever finished first
-            outcome = rewards[name]
+            outcome = outcomes[name]
             if isinstance(outcome, RewardError):
-                outcome = self._one_by_one(name, outcome, requests, results)
-            for parts, reward in zip(results.parts, outcome, strict=True):
+                outcome = self._one_by_one(name, outcome, requests, scores)
+            for score, reward in zip(scores, outcome, strict=True):
                 if reward is not None:
-                    parts[name] = reward
-        figures = {name: fmean(values) for name, values in results.figures.items()}
-        samples = zip(results.parts, results.errors, results.notes, strict=True)
-        return [self._total(parts, errors, figures, notes) for parts, errors, notes in samples]
+                    score.parts[name] = reward
+        for score in scores:
+            if score.parts:
+                score.reward = sum(self.weights[name] * value for name, value in score.parts.items())
+            if self.correctness in score.parts:
+                score.correct = score.parts[self.correctness] > 0
+            score.metrics = {name: fmean(values) for name, values in figures.items()}
+        return scores
 
     def _outcomes(self, names: Iterable[str], arguments: Mapping[str, Any], count: int) -> dict[str, Outcome]:
         """Rewards or failure of each function for `count` responses; async functions run concurrently."""
-        attempts = {name: self._calls[name].attempt(arguments, count, self._timeout_s) for name in names}
-        outcomes: dict[str, Outcome] = {}
-        waiting: dict[str, Coroutine[Any, Any, Outcome]] = {}
-        for name, one in attempts.items():
-            if isinstance(one, Coroutine):
-                waiting[name] = one
-            else:
-                outcomes[name] = one
-        return outcomes | self._together(waiting)
-
-    def _together(self, waiting: Mapping[str, Coroutine[Any, Any, Outcome]]) -> dict[str, Outcome]:
-        if not waiting:
-            return {}
-        if self._loop is None:  # one for all calls: a client opened by a function belongs to the loop it was opened in
-            self._loop = asyncio.new_event_loop()
-
-        async def all_of_them() -> list[Outcome]:
-            return await asyncio.gather(*waiting.values())
-
-        return dict(zip(waiting, self._loop.run_until_complete(all_of_them()), strict=True))
+        attempts = {name: self._calls[name].attempt(arguments, count, self.timeout_s) for name in names}
+        waiting = {name: one for name, one in attempts.items() if isinstance(one, Coroutine)}
+        outcomes = {name: one for name, one in attempts.items() if not isinstance(one, Coroutine)}
+        if waiting:
+            if self._loop is None:  # one for all calls: a client opened by a function belongs to the loop of its call
+                self._loop = asyncio.new_event_loop()
+            outcomes |= zip(waiting, self._loop.run_until_complete(_together(waiting.values())), strict=True)
+        return outcomes
 
     def _one_by_one(
-        self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], results: _Results
+        self, name: str, failure: RewardError, requests: Sequence[EnvironmentRequest], scores: list[EnvironmentReturn]
     ) -> list[float | None]:
         """Call a function that failed for all responses together once for each; None where it fails again."""
-        if not self._tolerant:
+        if not self.tolerant:
             raise failure
-        if len(requests) == 1 or failure.timed_out:  # calling it for each would take as many deadlines
-            results.errors[:] = [count + 1 for count in results.errors]
-            return [None] * len(requests)
         rewards: list[float | None] = []
-        for number, request in enumerate(requests):
-            arguments = self._arguments([request], _Results([], [], notes=[{}]))
-            outcome = self._outcomes([name], arguments, 1)[name]
-            results.errors[number] += isinstance(outcome, RewardError)
+        for request, score in zip(requests, scores, strict=True):
+            outcome: Outcome = failure
+            if len(requests) > 1 and not failure.timed_out:  # calling it for each would take as many deadlines
+                unused = [EnvironmentReturn(reward=None, correct=None)]
+                outcome = self._outcomes([name], self._arguments([request], unused, defaultdict(list)), 1)[name]
+            score.errors += isinstance(outcome, RewardError)
             rewards += [None] if isinstance(outcome, RewardError) else outcome
         return rewards
 
@@ -141,15 +110,20 @@ class RewardFunctionEnvironment(Environment):
         names = dict.fromkeys(key for request in requests for key in request.extra_env_info if key not in _NOT_COLUMNS)
         return {name: [request.extra_env_info.get(name) for request in requests] for name in names}
 
-    def _arguments(self, requests: Sequence[EnvironmentRequest], results: _Results) -> dict[str, Any]:
-        """Keyword arguments of the functions; values that they log go to `results`."""
+    def _arguments(
+        self,
+        requests: Sequence[EnvironmentRequest],
+        scores: Sequence[EnvironmentReturn],
+        figures: defaultdict[str, list[float]],
+    ) -> dict[str, Any]:
+        """Keyword arguments of the functions; log_extra writes to the notes of `scores`, log_metric to `figures`."""
 
         def log_metric(name: str, value: float) -> None:
-            results.figures[name].append(float(value))
+            figures[name].append(float(value))
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            for notes, value in zip(results.notes, values, strict=True):
-                notes[column] = value if isinstance(value, str) else json.dumps(value, default=str)
+            for score, value in zip(scores, values, strict=True):
+                score.notes[column] = value if isinstance(value, str) else json.dumps(value, default=str)
 
         ids = [request.response_ids for request in requests]
         return {
@@ -162,16 +136,45 @@ class RewardFunctionEnvironment(Environment):
             "log_extra": log_extra,
         }
 
-    def _total(
-        self, parts: dict[str, float], errors: int, figures: dict[str, float], notes: dict[str, str]
-    ) -> EnvironmentReturn:
-        reward = sum(self.weights[name] * value for name, value in parts.items()) if parts else None
-        judged = None if self.correctness is None else parts.get(self.correctness)
-        correct = None if judged is None else judged > 0
-        return EnvironmentReturn(reward, correct, parts, errors=errors, metrics=figures, notes=notes)
+
+async def _together(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*waiting)
 
 
 def _completion(request: EnvironmentRequest) -> str | list[dict[str, str]]:
     if isinstance(request.prompt, str):
         return request.response
     return [{"role": "assistant", "content": request.response}]
+
+
+AgentFunction = Callable[..., Any]
+"""(prompt=, access=, and each column of the row=) -> anything, or a coroutine of it."""
+
+RESULT = "agent_result"
+"""Argument of reward functions with the agent's return value for each rollout."""
+
+
+@dataclass(eq=False, kw_only=True)
+class AgentEnvironment(RewardFunctionEnvironment):
+    """An agent makes the turns of a rollout as a client of the model; reward functions score it."""
+
+    agent_function: AgentFunction
+    agent = True
+
+    def act(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any], access: ModelAccess) -> Any:
+        columns = {name: value for name, value in extra_env_info.items() if name not in ("prompt", REFERENCE)}
+        result = self.agent_function(prompt=prompt, access=access, **columns)
+        return asyncio.run(_together([result]))[0] if inspect.isawaitable(result) else result
+
+    def columns(self, requests: Sequence[EnvironmentRequest]) -> dict[str, list[Any]]:
+        return {**super().columns(requests), RESULT: [request.state for request in requests]}
+
+
+def load_agent_function(path: str) -> AgentFunction:
+    """The agent at an import path (package.module.function). A RunError says what is wrong with it."""
+    function = load_callable("agent", path)
+    try:
+        inspect.signature(function).bind_partial(prompt="", access=None)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"agent {path} must take prompt and access by name (or **kwargs): {error}") from error
+    return function

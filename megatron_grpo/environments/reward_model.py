@@ -38,14 +38,11 @@ def model_problem(path: str) -> str | None:
 
 
 class RewardModel:
-    """The model and its tokenizer in this process."""
+    """Ray actor: one copy of the model and its tokenizer, on a GPU when torch has one here, else on the CPU."""
 
-    def __init__(self, path: str, config: RewardModelConfig) -> None:
-        """
-        Args:
-            path: the folder.
-            config: precision and tokens of a batch. On a GPU when torch has one here, else on the CPU.
-        """
+    def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
+        """Load the model in a folder; the number of the process names its log."""
+        begin_process_log(f"reward model {Path(path).name} worker {number}")
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -59,6 +56,7 @@ class RewardModel:
         self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._model.to(self._device).eval()
 
+    @phase("reward model")
     def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """The score of each conversation, rendered by the model's own chat template; plain texts are joined.
 
@@ -102,31 +100,11 @@ def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-class RewardModelWorker:
-    """Ray actor: one copy of a reward model."""
-
-    def __init__(self, path: str, config: RewardModelConfig, number: int) -> None:
-        begin_process_log(f"reward model {Path(path).name} worker {number}")
-        self._model = RewardModel(path, config)
-
-    def ready(self) -> None:
-        """Return when the constructor has loaded the model."""
-
-    @phase("reward model")
-    def rewards(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """`RewardModel.rewards`."""
-        return self._model.rewards(prompts, completions)
-
-
 class RewardModelClient:
     """A reward model as a reward function: an object that can be awaited with prompts and completions."""
 
     def __init__(self, path: str, workers: Sequence[Any]) -> None:
-        """
-        Args:
-            path: the model's folder, for messages.
-            workers: Ray actors that hold the reward model (`RewardModelWorker`).
-        """
+        """The model's folder, for messages, and the Ray actors (`RewardModel`) that hold it."""
         self.path, self._workers = path, list(workers)
 
     async def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
@@ -140,13 +118,9 @@ class RewardModelClient:
         return [reward for rewards in await asyncio.gather(*calls) for reward in rewards]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every process has the model.
-
-        Raises:
-            RunError: one does not get it within timeout_s seconds.
-        """
+        """Return when every process has the model; a RunError after timeout_s seconds."""
         try:
-            ray.get([worker.ready.remote() for worker in self._workers], timeout=timeout_s)
+            ray.get([worker.__ray_ready__.remote() for worker in self._workers], timeout=timeout_s)
         except ray.exceptions.RayError as error:
             raise RunError(f"reward model {self.path}: a process {explain(error)} as it started") from error
 
@@ -154,6 +128,6 @@ class RewardModelClient:
 def start_reward_model(path: str, config: RewardModelConfig) -> tuple[RewardModelClient, list[Any]]:
     """Begin to start the processes of a reward model; returns its client, and the processes for the caller to end."""
     options = {"num_cpus": 0, "num_gpus": config.gpus, "max_restarts": RESTARTS, "max_task_retries": 1}
-    actor = ray.remote(**options)(RewardModelWorker)
+    actor = ray.remote(**options)(RewardModel)
     workers = [actor.remote(path, config, number) for number in range(config.num_workers)]
     return RewardModelClient(path, workers), workers

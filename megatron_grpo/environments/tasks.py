@@ -19,17 +19,12 @@ class AdditionEnvironment(Environment):
     """Compares texts: "095" is right for the answer "095"; "95", " 095" and "0950" are not."""
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Reward 1 for the exact answer, else 0."""
         matches = [request.response == request.extra_env_info[REFERENCE] for request in requests]
         return [EnvironmentReturn(reward=float(match), correct=match) for match in matches]
 
 
 def _expression(pattern: str) -> str:
-    """A text that is a regular expression.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The text itself; a ValueError when it is no regular expression."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -49,7 +44,6 @@ class FormatEnvironment(Environment):
         self._pattern, self._whole = re.compile(pattern), whole
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Reward 1 for a match, else 0."""
         match = self._pattern.fullmatch if self._whole else self._pattern.search
         found = [match(request.response) is not None for request in requests]
         return [EnvironmentReturn(reward=float(one), correct=one) for one in found]
@@ -65,7 +59,6 @@ class MathEnvironment(Environment):
         self._verifier = Verifier()
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Reward 1 for an answer equal to the reference in value, else 0."""
         right = self._verifier.verify([(one.response, str(one.extra_env_info[REFERENCE])) for one in requests])
         return [EnvironmentReturn(reward=float(one), correct=one) for one in right]
 
@@ -105,7 +98,6 @@ class CountdownEnvironment(Environment):
         return Board(tuple(int(one) for one in extra_env_info["numbers"]), int(extra_env_info["target"]))
 
     def step(self, state: Board, response: str) -> Turn:
-        """The board after a move, and its text for the model."""
         result = played(state.numbers, response)
         if result is None:
             return Turn(state=state)
@@ -117,7 +109,6 @@ class CountdownEnvironment(Environment):
         return Turn(done=False, state=state, text=text.replace("{result}", str(made)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        """Reward 1 for a won game, else 0."""
         return [EnvironmentReturn(reward=float(one.state.won), correct=one.state.won) for one in requests]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,24 +85,13 @@ class EnvironmentWorker:
         settings: EnvironmentSettings,
         rewards: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """
-        Args:
-            name: task name, for messages.
-            config: type and options of the environment.
-            settings: settings of the run.
-            rewards: functions that are not imported, by their entry in reward_funcs.
-        """
+        """The arguments are those of `EnvironmentPool`; clients of reward models are among the rewards."""
         begin_process_log(f"environment {name} worker {os.getpid()}")
         self._name, self._config, self._settings, self._rewards = name, config, settings, rewards or {}
         self._observations = Observations(settings)
 
     def ready(self) -> dict[str, Any]:
-        """Make the environment; must be called first.
-
-        Returns:
-            Node and process id of this process; whether the environment has several turns, or an agent; and whether it
-            reads the tokens of responses.
-        """
+        """Make the environment; must be called first. Returns the place of this process and the kind of environment."""
         for reward in self._rewards.values():
             if isinstance(reward, RewardModelClient):
                 reward.wait_ready(STARTUP_S)
@@ -127,13 +116,7 @@ class EnvironmentWorker:
         return self._attempt(lambda: cloudpickle.dumps(self._environment.reset(prompt, extra_env_info)))
 
     def step(self, state: bytes, response: str, last_token: int) -> tuple[Turn | None, str | None]:
-        """The turn after a response, its observation in tokens, or the message of an exception.
-
-        Args:
-            state: state of the rollout, pickled.
-            response: the model's text.
-            last_token: the response's last token.
-        """
+        """The turn after a response that ends in a token, with its observation, or the message of an exception."""
         return self._attempt(lambda: self._turn(state, response, last_token))
 
     def _turn(self, state: bytes, response: str, last_token: int) -> Turn:
@@ -156,11 +139,10 @@ class EnvironmentWorker:
         """A score or an error message for each sample. If scoring them together raises, each is scored alone."""
         requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in job.requests]
         together, _ = self._attempt(lambda: self._score(requests))
-        return list(together) if together is not None else [self._score_alone(one) for one in requests]
-
-    def _score_alone(self, request: EnvironmentRequest) -> Scored:
-        scores, reason = self._attempt(lambda: self._score([request]))
-        return scores[0] if scores is not None else str(reason)
+        if together is not None:
+            return list(together)
+        alone = [self._attempt(partial(self._score, [one])) for one in requests]
+        return [scores[0] if scores is not None else str(reason) for scores, reason in alone]
 
     def _score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         returns = self._environment.score(requests)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.rollout_files import read_rollouts
-
-__all__ = ["read_rollouts"]
+    from megatron_grpo.data.rollout_files import read_rollouts as read_rollouts
 
 
 def __getattr__(name: str) -> Any:

@@ -38,8 +38,9 @@ def plot_run(run_dir: str | Path) -> Path:
     _draw_reward(reward, steps)
     _draw_accuracy(accuracy, steps, read_lines(folder / VALIDATION_FILE))
     _draw_phases(time, steps)
-    for axes in (reward, accuracy, time):
-        _style(axes)
+    _style(reward, "Reward of the training samples")
+    _style(accuracy, "Accuracy")
+    _style(time, "Seconds of each step, by phase")
     temporary = folder / f".{PLOT_FILE}.tmp"
     FigureCanvasAgg(figure).print_png(str(temporary))
     os.replace(temporary, folder / PLOT_FILE)
@@ -50,7 +51,6 @@ def _draw_reward(axes: Axes, steps: list[dict[str, Any]]) -> None:
     x, y = _series(steps, "reward")
     axes.plot(x, y, color=FAINT, linewidth=1, label="each step")
     axes.plot(x, _smooth(y), color=PHASE_COLORS[0], linewidth=2, label="smoothed")
-    axes.set_title("Reward of the training samples")
     if x:
         axes.legend(frameon=False, loc="best")
 
@@ -65,7 +65,6 @@ def _draw_accuracy(axes: Axes, steps: list[dict[str, Any]], validations: list[di
             f"{y_val[place]:.2f}", (x_val[place], y_val[place]), xytext=(0, 7), textcoords="offset points", ha="center"
         )
     axes.set_ylim(0, 1.05)
-    axes.set_title("Accuracy")
     if x or x_val:
         axes.legend(frameon=False, loc="lower right")
 
@@ -82,7 +81,6 @@ def _draw_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:
         totals = sorted(step["timing"]["total"] for step in steps)
         axes.set_ylim(0, 1.6 * totals[int(0.95 * (len(totals) - 1))])
         axes.legend(frameon=False, loc="upper right", ncols=2, fontsize=8)
-    axes.set_title("Seconds of each step, by phase")
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -92,18 +90,14 @@ def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[floa
 
 def _smooth(values: list[float]) -> list[float]:
     """Exponential moving average that gives the first values their full weight (as Adam corrects its moments)."""
-    smoothed, average, weight = [], 0.0, 0.0
-    for value in values:
-        average = SMOOTHING * average + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        smoothed.append(average / weight)
-    return smoothed
+    import pandas as pd
+
+    return list(pd.Series(values, dtype=float).ewm(alpha=1 - SMOOTHING).mean())
 
 
-def _style(axes: Axes) -> None:
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=11, color=INK)
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.title.set_fontsize(11)
-    axes.title.set_color(INK)

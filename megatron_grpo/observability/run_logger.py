@@ -4,22 +4,118 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
+from megatron_grpo.data.rollout_files import drop_rollouts_after
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.page.trajectories import TokenBytes, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
-from megatron_grpo.observability.progress import Progress, format_duration
-from megatron_grpo.observability.run_files import METRICS_FILE, RunFiles, read_lines
+from megatron_grpo.observability.run_files import (
+    METRICS_FILE,
+    STARTS_FILE,
+    VALIDATION_FILE,
+    append_lines,
+    json_line,
+    read_lines,
+)
 from megatron_grpo.observability.summary import COMPLETED, RunEnd, write_summary
 from megatron_grpo.observability.timing import TOTAL
-from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, Tracker, WandbTracker
+from megatron_grpo.observability.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
+
+WATCHED = (
+    ("reward", "reward", "{:.3f}"),
+    ("accuracy", "accuracy", "{:.3f}"),
+    ("response_length", "length", "{:.1f}"),
+    ("kl_penalty", "KL", "{:.4f}"),
+    ("token_mult_prob_error", "prob error", "{:.6f}"),
+)
+"""Metric, label and format, in the order shown; a metric that a run does not have is left out."""
+
+ETA_STEPS = 20
+"""Latest steps whose mean time the remaining time is estimated from."""
+
+
+class Progress:
+    """One live line on a terminal, one plain line a step elsewhere. Call `close` at the end."""
+
+    def __init__(self, total_steps: int, *, live: bool, console: Console | None = None) -> None:
+        """
+        Args:
+            total_steps: steps at which the run ends.
+            live: redraw one line in place if the console is a terminal.
+            console: where to write; standard output if not given.
+        """
+        self.total_steps = total_steps
+        self._console = console or Console(highlight=False)
+        self._recent: deque[float] = deque(maxlen=ETA_STEPS)
+        self._live: Live | None = None
+        if live and self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def step(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """Show a finished step: the metrics in WATCHED, and the seconds of its phases and in "total"."""
+        self._recent.append(timing["total"])
+        eta = format_duration(fmean(self._recent) * (self.total_steps - step))
+        if self._live is None:
+            parts = [f"step {step}/{self.total_steps}", *_numbers(metrics), _phases(timing), f"ETA {eta}"]
+            self.message("  ".join(parts))
+        else:
+            self._live.update(self._panel(step, metrics, timing, eta))
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a validation; it stays on the screen."""
+        numbers = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self.message(f"validation after step {step}: {numbers}")
+
+    def message(self, text: str) -> None:
+        """Print a line, above the live one."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _panel(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float], eta: str) -> Table:
+        bar = ProgressBar(total=self.total_steps, completed=step, width=24)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(f"[bold]step {step}/{self.total_steps}[/bold]", bar, f"ETA {eta}", _phases(timing))
+        lines = Table.grid()
+        lines.add_row(head)
+        lines.add_row(Text("  ".join(_numbers(metrics)), style="cyan"))
+        return lines
+
+
+def format_duration(seconds: float) -> str:
+    """2:05 for 125 s, 1:00:00 for an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _numbers(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{label} {form.format(metrics[name])}" for name, label, form in WATCHED if name in metrics]
+
+
+def _phases(timing: Mapping[str, float]) -> str:
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in timing.items() if name != "total")
+    return f"{timing['total']:.2f} s ({phases})" if phases else f"{timing['total']:.2f} s"
+
 
 SHOWN_CHARACTERS = 2000
 """Of a prompt's end and of a response's beginning: trackers keep every table for ever."""
@@ -55,16 +151,13 @@ def prompt_text(datum: DatumSpec) -> str:
 
 
 def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The first sample of each of the first `count` prompts of a step, of its rollouts in their order."""
-    found: list[dict[str, Any]] = []
-    seen: set[int] = set()
+    """The first rollout of each of the first `count` prompts among the rollouts of a step."""
+    first: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if len(found) == count:
+        if len(first) == count:
             break
-        if row["group"] not in seen:
-            seen.add(row["group"])
-            found.append(row)
-    return found
+        first.setdefault(row["group"], row)
+    return list(first.values())
 
 
 logger = logging.getLogger(__name__)
@@ -90,8 +183,14 @@ class RunLogger:
         """
         self.run_dir = Path(run_dir)
         self.config = config
-        self._files = RunFiles(self.run_dir, resume_step)
-        self._trackers: list[Tracker] = []
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        last_step = -1 if resume_step is None else resume_step  # step 0 is the validation before training
+        self._metrics = append_lines(self.run_dir / METRICS_FILE, last_step)
+        self._validations = append_lines(self.run_dir / VALIDATION_FILE, last_step)
+        drop_rollouts_after(self.run_dir, last_step)
+        if resume_step is None:
+            (self.run_dir / STARTS_FILE).unlink(missing_ok=True)
+        self._trackers: list[TensorBoardTracker | WandbTracker | MlflowTracker] = []
         if config.logger.tensorboard:
             self._trackers.append(TensorBoardTracker(self.run_dir, resume_step))
         if config.logger.wandb.enabled:
@@ -106,8 +205,7 @@ class RunLogger:
         self._startup_parts_s: Mapping[str, float] = {}
         self._end = COMPLETED
         self._started = time.monotonic()
-        earlier = read_lines(self.run_dir / METRICS_FILE)
-        self._earlier_s = sum(step["timing"][TOTAL] for step in earlier)
+        self._earlier_s = sum(step["timing"][TOTAL] for step in read_lines(self.run_dir / METRICS_FILE))
         self._resume_step = resume_step
 
     def started(
@@ -123,7 +221,9 @@ class RunLogger:
         self._startup_s = startup_s
         self._startup_parts_s = parts or {}
         self._started = time.monotonic()
-        self._files.add_start(changes)
+        now = datetime.now().isoformat(timespec="seconds")
+        with (self.run_dir / STARTS_FILE).open("a") as file:
+            file.write(json_line({"time": now, "resumed_after": self._resume_step, "changes": list(changes)}))
         self.note(f"run directory {self.run_dir}, up after {startup_s:.1f} s")
         if self._resume_step is not None:
             self.note(f"resumed after step {self._resume_step}")
@@ -145,7 +245,8 @@ class RunLogger:
         metrics = {**metrics, **{name: metrics[same] for name, same in TRL_NAMES.items() if same in metrics}}
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
-        self._files.add_step(step, metrics, timing, throughput)
+        apart = {"timing": timing, "throughput": dict(throughput)}  # what no run repeats
+        self._metrics.write(json_line({"step": step, **metrics, **apart}))
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)
         self._track(step, "throughput", throughput)
@@ -154,25 +255,14 @@ class RunLogger:
         self._logging_s += time.perf_counter() - begin
 
     def log_validation(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One validation.
-
-        Args:
-            step: training steps before it; 0 is before training.
-            metrics: value of each metric, by name.
-            timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
-        """
-        self._files.add_validation(step, metrics, timing)
+        """One validation, after a number of training steps; metrics and timing are as in `log_step`."""
+        self._validations.write(json_line({"step": step, **metrics, "timing": dict(timing)}))
         self._track(step, "validation", metrics)
         self._track(step, "validation/timing", timing)
         self._progress.validation(step, metrics)
 
     def show_samples(self, prompts: Sequence[DatumSpec], trajectories: Sequence[Trajectory]) -> None:
-        """Print responses.
-
-        Args:
-            prompts: what was responded to, and perhaps more.
-            trajectories: one response to each of the first prompts, in their order.
-        """
+        """Print one response to each of the first prompts; there may be more prompts."""
         for prompt, trajectory in zip(prompts, trajectories, strict=False):
             answer = prompt["extra_env_info"].get(REFERENCE)
             mark = f"reward {trajectory.reward}"
@@ -182,13 +272,7 @@ class RunLogger:
             self.note(f"  {text!r} -> {trajectory.response!r} ({mark}, {trajectory.stop_reason})")
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send samples to the trackers as a table.
-
-        Args:
-            step: number of the training step.
-            name: of the table, "train/completions" for one.
-            rows: lines of `sample_row`.
-        """
+        """Send samples (`sample_row`) to the trackers as a table, named "train/completions" for instance."""
         for tracker in self._trackers if rows else ():
             tracker.table(step, name, rows)
 
@@ -248,7 +332,8 @@ class RunLogger:
     def close(self) -> None:
         """Close every file and tracker; idempotent."""
         self._progress.close()
-        self._files.close()
+        self._metrics.close()
+        self._validations.close()
         while self._trackers:
             self._trackers.pop().close()
 

@@ -63,29 +63,28 @@ def write_summary(
     folder = Path(run_dir)
     steps = read_lines(folder / METRICS_FILE)
     validations = read_lines(folder / VALIDATION_FILE)
-    summary: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason}
-    summary |= {"steps": len(steps), "samples": len(steps) * samples_per_step}
-    summary |= _accuracy(validations)
-    summary |= {"startup_s": startup_s, "startup_parts_s": dict(startup_parts_s or {}), "train_s": train_s}
-    summary |= _times(steps, samples_per_step)
     rewards = _column(steps, "reward")
-    summary |= {"reward_first": _mean(rewards[:10]), "reward_last": _mean(rewards[-10:])}
-    errors = _column(steps, "token_mult_prob_error_max")
-    summary["token_mult_prob_error_max"] = max(errors, default=None)
-    summary["token_mult_prob_error_mean"] = _mean(_column(steps, "token_mult_prob_error"))
-    write_json(folder / SUMMARY_FILE, summary)
-    return summary
-
-
-def _accuracy(validations: list[dict[str, Any]]) -> dict[str, Any]:
-    first = validations[0] if validations else {}
-    last = validations[-1] if validations else {}
-    return {
+    first, last = (validations[0], validations[-1]) if validations else ({}, {})
+    summary: dict[str, Any] = {
+        "outcome": end.outcome,
+        "reason": end.reason,
+        "steps": len(steps),
+        "samples": len(steps) * samples_per_step,
         "accuracy_before": first.get("val_accuracy"),
         "accuracy_after": last.get("val_accuracy"),
         "accuracy_before_step": first.get("step"),
         "accuracy_after_step": last.get("step"),
+        "startup_s": startup_s,
+        "startup_parts_s": dict(startup_parts_s or {}),
+        "train_s": train_s,
+        **_times(steps, samples_per_step),
+        "reward_first": _mean(rewards[:10]),
+        "reward_last": _mean(rewards[-10:]),
+        "token_mult_prob_error_max": max(_column(steps, "token_mult_prob_error_max"), default=None),
+        "token_mult_prob_error_mean": _mean(_column(steps, "token_mult_prob_error")),
     }
+    write_json(folder / SUMMARY_FILE, summary)
+    return summary
 
 
 def _times(steps: list[dict[str, Any]], samples_per_step: int) -> dict[str, Any]:
@@ -116,13 +115,7 @@ _REASON = "the driver was killed; if memory ran out, the kernel's log (dmesg) sa
 
 
 def killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) -> list[str]:
-    """The command line that writes the summary, and the report, of a run whose driver was killed.
-
-    Args:
-        run_dir: the run's folder, where summary.json is to be.
-        samples_per_step: samples of one training step: prompts times generations of each.
-        report: whether report.html is written, too.
-    """
+    """The command line that writes summary.json, and report.html if wanted, of a run whose driver was killed."""
     return [sys.executable, "-m", __name__, str(run_dir), str(samples_per_step), *(["report"] if report else [])]
 
 

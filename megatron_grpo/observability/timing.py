@@ -98,10 +98,5 @@ def throughput(
 
 
 def processed(lengths: Sequence[int], timing: Mapping[str, float]) -> dict[str, float]:
-    """samples_per_s and tokens_per_s of a step.
-
-    Args:
-        lengths: tokens of each sequence.
-        timing: seconds by phase, "total" among them.
-    """
+    """samples_per_s and tokens_per_s of a step, from the tokens of each sequence and the seconds in "total"."""
     return {"samples_per_s": len(lengths) / timing[TOTAL], "tokens_per_s": sum(lengths) / timing[TOTAL]}

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.keys import leaves
@@ -18,16 +18,6 @@ from megatron_grpo.config.schema import Config
 
 Row = Mapping[str, Any]
 """A line of a table: a value by column."""
-
-
-class Tracker(Protocol):
-    """Takes scalars by name, and tables of samples."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def table(self, step: int, name: str, rows: Sequence[Row]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardTracker:
@@ -46,7 +36,7 @@ class TensorBoardTracker:
             self._writer.add_scalar(name, value, step)
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """A Markdown table under Text; what stands in its cells is text, whatever a model wrote."""
+        """A Markdown table under Text, whose cells show what a model wrote as plain text."""
         head = list(rows[0])
         lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
         lines += ["| " + " | ".join(_cell(row[column]) for column in head) + " |" for row in rows]
@@ -61,16 +51,11 @@ class WandbTracker:
     """One W&B run for the run directory, continued when the directory's run is resumed."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """
-        Raises:
-            RunError: the wandb package is missing, or it cannot start a run.
-        """
+        """A RunError says that the wandb package is missing, or why it cannot start a run."""
         try:
             import wandb
         except ImportError:
-            raise RunError(
-                "logger.wandb.enabled=true needs the wandb package: pip install wandb, or set it to false"
-            ) from None
+            raise _package_missing("wandb") from None
         settings = config.logger.wandb
         folder = run_dir.resolve()
         self._wandb = wandb
@@ -106,17 +91,12 @@ class MlflowTracker:
     """One MLflow run for the run directory, continued when the directory's run is resumed."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """
-        Raises:
-            RunError: the mlflow package is missing, or its store cannot be used.
-        """
+        """A RunError says that the mlflow package is missing, or why its store cannot be used."""
         try:
             from mlflow import MlflowClient
             from mlflow.exceptions import MlflowException
         except ImportError:
-            raise RunError(
-                "logger.mlflow.enabled=true needs the mlflow package: pip install mlflow, or set it to false"
-            ) from None
+            raise _package_missing("mlflow") from None
         settings = config.logger.mlflow
         folder = run_dir.resolve()
         uri = settings.tracking_uri or f"sqlite:///{folder / 'mlflow.db'}"
@@ -158,8 +138,12 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
+def _package_missing(name: str) -> RunError:
+    return RunError(f"logger.{name}.enabled=true needs the {name} package: pip install {name}, or set it to false")
+
+
 def _identity(folder: Path) -> str:
-    """What identifies the run of a folder wherever it is tracked."""
+    """The same identifier for the same folder, so that a resumed run continues in its tracker."""
     return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
 
 

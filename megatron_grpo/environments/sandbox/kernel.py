@@ -1,6 +1,6 @@
 """System calls that Python's standard library lacks, and the processes of a program with their memory, from /proc.
 
-It imports little, like everything that `entrance.py` imports: a new process loads it for every program.
+It imports little, like everything that `launcher.py` imports: a new process loads it for every program.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ import ctypes
 import errno
 import os
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
+NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+"""Flags of new namespaces of mounts, control groups, host names, IPC, processes and networks."""
 CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1 << 5, 1 << 12, 1 << 14, 1 << 18
@@ -38,7 +34,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones; flags are the sum of CLONE_NEW... (unshare(2))."""
+    """Leave namespaces for new ones; flags say which (unshare(2))."""
     _checked(_LIBC.unshare(flags), "unshare")
 
 
@@ -126,48 +122,39 @@ class _Comparison(ctypes.Structure):
     )
 
 
-class Filter:
-    """Loads libseccomp; `apply` filters the system calls of this process and of those that it starts.
+_RULES: tuple[tuple[str, int, tuple[_Comparison, ...]], ...] = (
+    *((name, errno.EPERM, ()) for name in _REFUSED),
+    # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
+    ("socket", errno.EPERM, (_Comparison(0, _NOT_EQUAL, _AF_UNIX, 0),)),
+    ("clone", errno.EPERM, (_Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER),)),
+    # The flags of clone3 are in memory, where no filter sees them; C libraries then use clone.
+    ("clone3", errno.ENOSYS, ()),
+)
+"""System calls that the filter refuses, each with the error, and conditions on its arguments."""
+
+
+def filter_system_calls() -> None:
+    """Filter the system calls of this process and of its descendants, for ever; needs `gain_no_rights`.
 
     Raises:
-        OSError: libseccomp is not installed.
+        OSError: libseccomp is not installed, or the kernel does not filter.
     """
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(LIBRARY)
-        self._library.seccomp_init.restype = ctypes.c_void_p
-
-    def apply(self) -> None:
-        """Install the filter, which cannot be removed; needs `gain_no_rights`.
-
-        Raises:
-            OSError: the kernel does not filter.
-        """
-        context = ctypes.c_void_p(self._library.seccomp_init(ctypes.c_uint32(_ALLOW)))
-        for name in _REFUSED:
-            self._refuse(context, name)
-        # Only Unix sockets: network namespaces do not cover every family (vsock reaches the host).
-        self._refuse(context, "socket", _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
-        self._refuse(context, "clone", _Comparison(0, _MASKED_EQUAL, CLONE_NEWUSER, CLONE_NEWUSER))
-        # The flags of clone3 are in memory, where no filter sees them; C libraries then use clone.
-        self._refuse(context, "clone3", error=errno.ENOSYS)
-        failed = self._library.seccomp_load(context)
-        self._library.seccomp_release(context)
-        if failed:
-            raise OSError(-failed, "the kernel accepts no filter of system calls")
-
-    def _refuse(
-        self, context: ctypes.c_void_p, name: str, condition: _Comparison | None = None, error: int = errno.EPERM
-    ) -> None:
-        number = self._library.seccomp_syscall_resolve_name(name.encode())
+    library = ctypes.CDLL(LIBRARY)
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+    for name, error, conditions in _RULES:
+        number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
-            return  # this architecture, or this release of the library, has no such call
-        count = 0 if condition is None else 1
-        conditions = (_Comparison * 1)(condition) if condition is not None else None
-        action = ctypes.c_uint32(_ERROR | error)
-        failed = self._library.seccomp_rule_add_array(context, action, number, ctypes.c_uint(count), conditions)
+            continue  # this architecture, or this release of the library, has no such call
+        count = len(conditions)
+        arguments = (ctypes.c_uint32(_ERROR | error), number, ctypes.c_uint(count), (_Comparison * count)(*conditions))
+        failed = library.seccomp_rule_add_array(context, *arguments)
         if failed:
             raise OSError(-failed, f"no filter for the system call {name}")
+    failed = library.seccomp_load(context)
+    library.seccomp_release(context)
+    if failed:
+        raise OSError(-failed, "the kernel accepts no filter of system calls")
 
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -195,14 +182,11 @@ def memory(pids: list[int], limit: int) -> int:
 
 def _children(pid: int) -> list[int]:
     """Children of all threads of a process."""
-    children: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    for thread in threads:
-        children += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
-    return children
+    return [int(child) for one in threads for child in _read(f"/proc/{pid}/task/{one}/children").split()]
 
 
 def _resident(pid: int) -> int:

@@ -18,71 +18,83 @@ FOLDER = "/program"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+    "/dev/fd": "/proc/self/fd",
+    "/dev/shm": FOLDER,
+}
+"""Links with their targets."""
 _FILES = 10_000
 """Largest number of files in the program's folder."""
 
 
-def enter_root(readable: Sequence[str], folder_bytes: int, user: int, group: int) -> None:
-    """Make this file system the root of this process, and enter the program's folder. Needs a new mount namespace.
+def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
+    """Make this file system the root of this process, in a new mount namespace, and enter the program's folder.
+
+    An OSError says what the kernel does not allow.
 
     Args:
         readable: further folders that are shown, read-only, under their paths.
         folder_bytes: size of the program's folder, which is in memory.
-        user: owner of that folder, as numbered in this namespace.
-        group: the group that owns it.
-
-    Raises:
-        OSError: the kernel does not allow it.
+        user: number of the user and group that own that folder.
     """
+    mounts, links = _view(readable)
     os.umask(0o022)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # what follows stays in this namespace
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in (*SYSTEM, *SYSTEM_FILES, *readable):
+    for path in mounts:
         _show(path)
-    _make_devices()
+    for name in DEVICES:
+        write(f"/dev/{name}", "")
+        kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
     _make_proc()
-    _write("/etc/passwd", f"program:x:{user}:{group}::{FOLDER}:/bin/sh\n")
-    _write("/etc/group", f"program:x:{group}:\n")
+    write("/etc/passwd", f"program:x:{user}:{user}::{FOLDER}:/bin/sh\n")
+    write("/etc/group", f"program:x:{user}:\n")
     os.makedirs(FOLDER)
-    owner = f"mode=700,uid={user},gid={group},size={folder_bytes},nr_inodes={_FILES}"
+    owner = f"mode=700,uid={user},gid={user},size={folder_bytes},nr_inodes={_FILES}"
     kernel.unmount("/old")
     os.rmdir("/old")
-    if not os.path.lexists("/tmp"):  # it is there when something below it is readable
-        os.symlink(FOLDER, "/tmp")
+    for path, target in links.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(target, path)
     kernel.mount("tmpfs", "/", flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID)
     kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, owner)
     os.chdir(FOLDER)
 
 
+def _view(readable: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Paths of this machine that the program sees, and links with their targets. Missing paths are left out."""
+    mounts: list[str] = []
+    links = dict(LINKS)
+    for path in (*SYSTEM, *SYSTEM_FILES, *readable):
+        inside = any(path == one or path.startswith(f"{one}/") for one in (*mounts, *links))
+        if inside or not os.path.lexists(path):
+            continue
+        if os.path.islink(path):
+            links[path] = os.readlink(path)
+        else:
+            mounts.append(path)
+    if not any(f"{path}/".startswith("/tmp/") for path in mounts):
+        links["/tmp"] = FOLDER
+    return mounts, links
+
+
 def _show(path: str) -> None:
-    """Mount a file or folder of the old root at its path, read-only; copies links, and skips missing paths."""
+    """Mount a file or folder of the old root at its path, read-only."""
     source = f"/old{path}"
-    if os.path.lexists(path) or not os.path.lexists(source):
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), path)
+    if not os.path.lexists(source):  # below a link to an absolute path, which leads nowhere here
         return
     if os.path.isdir(source):
-        os.mkdir(path)
+        os.makedirs(path, exist_ok=True)
     else:
-        _write(path, "")
+        write(path, "")
     kernel.mount(source, path, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.make_read_only(path)
-
-
-def _make_devices() -> None:
-    os.mkdir("/dev")
-    for name in DEVICES:
-        _write(f"/dev/{name}", "")
-        kernel.mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.MS_BIND)
-    os.symlink(FOLDER, "/dev/shm")
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
-    os.symlink("/proc/self/fd", "/dev/fd")
 
 
 def _make_proc() -> None:
@@ -94,74 +106,59 @@ def _make_proc() -> None:
         return
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """Write a text to a file, whose folder is made when it is missing."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
-ENTRANCE = "/sandbox"
+_PACKAGES = "/sandbox"
 """Folder in the sandbox with its modules, which the first process there imports."""
 
 _MODULES = "megatron_grpo/environments/sandbox"
-_PREPARE = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from megatron_grpo.environments.sandbox.entrance import inside; "
-    "inside(int(sys.argv[1]), int(sys.argv[2]))"
-)
+
+
+def start_of(function: str, python: str, packages: str, *descriptors: int) -> list[str]:
+    """The command that calls a function of `launcher` with file descriptors in a bare Python.
+
+    `packages` is the folder in which this package is.
+    """
+    code = (
+        "import sys; sys.path.append(sys.argv.pop(1)); "
+        f"from megatron_grpo.environments.sandbox.launcher import {function}; {function}(*map(int, sys.argv[1:]))"
+    )
+    return [python, "-I", "-S", "-c", code, packages, *map(str, descriptors)]
 
 
 def command(spec: dict[str, Any], python: str, spec_fd: int, ready_fd: int, user: int) -> list[str]:
-    """The command that starts bubblewrap, which runs `entrance.inside` in the file system that it makes.
+    """The command that starts bubblewrap, which runs `launcher.inside` in the file system that it makes.
 
     Args:
-        spec: description of the program, as `entrance.main` gets it.
-        python: interpreter for `entrance.inside`, in a folder that the program may read.
-        spec_fd: file descriptor with the description, at its beginning.
-        ready_fd: file descriptor that is written to before the program starts.
+        spec: description of the program, as `launcher.main` gets it.
+        python: interpreter in a folder that the program may read.
+        spec_fd: first argument of `launcher.inside`.
+        ready_fd: its second argument.
         user: user and group of the program in its namespace.
     """
+    mounts, links = _view(spec["readable"])
     return [
         spec["bubblewrap"],
         *("--die-with-parent", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--unshare-cgroup-try", "--uid", str(user), "--gid", str(user)),
         # Takes a second user namespace; a filter of system calls does without.
         *(("--disable-userns",) if spec["level"] == "namespaces" else ()),
-        *_shown(spec["readable"]),
-        *("--ro-bind", os.path.dirname(os.path.abspath(__file__)), f"{ENTRANCE}/{_MODULES}"),
-        *_devices(),
+        *(option for path in mounts for option in ("--ro-bind", path, path)),
+        *("--ro-bind", os.path.dirname(os.path.abspath(__file__)), f"{_PACKAGES}/{_MODULES}"),
+        *(option for name in DEVICES for option in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        *(option for path, target in links.items() for option in ("--symlink", target, path)),
         *("--proc", "/proc"),
         *("--ro-bind-data", str(_text(f"program:x:{user}:{user}::{FOLDER}:/bin/sh\n")), "/etc/passwd"),
         *("--ro-bind-data", str(_text(f"program:x:{user}:\n")), "/etc/group"),
         *("--perms", "0700", "--size", str(spec["folder_bytes"]), "--tmpfs", FOLDER),
         *("--remount-ro", "/", "--chdir", FOLDER, "--"),
-        *(python, "-I", "-S", "-c", _PREPARE, ENTRANCE, str(spec_fd), str(ready_fd)),
+        *start_of("inside", python, _PACKAGES, spec_fd, ready_fd),
     ]
-
-
-def _shown(readable: list[str]) -> list[str]:
-    """The system's files, and further ones, read-only under their paths; links as links."""
-    options: list[str] = []
-    seen: list[str] = []
-    for path in (*SYSTEM, *SYSTEM_FILES, *readable):
-        if any(path == one or path.startswith(f"{one}/") for one in seen):
-            continue
-        if os.path.islink(path):
-            options += ["--symlink", os.readlink(path), path]
-        elif os.path.exists(path):
-            options += ["--ro-bind", path, path]
-        seen.append(path)
-    if not any(path.startswith("/tmp/") for path in readable):
-        options += ["--symlink", FOLDER, "/tmp"]
-    return options
-
-
-def _devices() -> list[str]:
-    options: list[str] = []
-    for name in DEVICES:
-        options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        options += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    return [*options, "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", FOLDER, "/dev/shm"]
 
 
 def _text(text: str) -> int:

@@ -21,23 +21,19 @@ import megatron_grpo
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.environments.sandbox.kernel import LIBRARY, descendants, memory
-from megatron_grpo.environments.sandbox.root import FOLDER
+from megatron_grpo.environments.sandbox.root import FOLDER, start_of
 
 WATCH_S = 0.02
 """Seconds between two measurements of a program."""
 
 ENDING_S = 10.0
-"""Seconds that the supervisor (entrance.py) has to kill a program; then it is killed, and the program with it."""
+"""Seconds that the launcher has to kill a program; then it is killed, and the program with it."""
 
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _MARSHAL = 4
 """Version of the format that every Python in use reads."""
 _MIB, _KIB = 2**20, 2**10
-_PACKAGES = Path(megatron_grpo.__file__).parents[1]
-_ENTRANCE = (
-    "import sys; sys.path.append(sys.argv.pop(1)); from megatron_grpo.environments.sandbox.entrance import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_PACKAGES = str(Path(megatron_grpo.__file__).parents[1])
 
 Ending = Literal["exited", "wall time", "cpu time", "memory", "processes", "output"]
 
@@ -139,8 +135,8 @@ class Sandbox:
         stdin_fd = _sealed(stdin.encode(errors="replace"))
         status_read, status_write = os.pipe()
         try:
-            entrance = subprocess.Popen(
-                [self.python, "-I", "-S", "-c", _ENTRANCE, str(_PACKAGES), str(spec_fd), str(status_write)],
+            launcher = subprocess.Popen(
+                start_of("main", self.python, _PACKAGES, spec_fd, status_write),
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -151,23 +147,17 @@ class Sandbox:
         finally:
             for fd in (spec_fd, stdin_fd, status_write):
                 os.close(fd)
-        with entrance, open(status_read, "rb") as status:
+        with launcher, open(status_read, "rb") as status:
             helpers = 1 if self.bubblewrap is None else 2
-            return _Watch(entrance, config, started, helpers).until_end(status)
+            return _Watch(launcher, config, started, helpers).until_end(status)
 
 
 class _Watch:
     """One running program."""
 
-    def __init__(self, entrance: subprocess.Popen[bytes], config: SandboxConfig, started: float, helpers: int) -> None:
-        """
-        Args:
-            entrance: the process that starts the program.
-            config: limits.
-            started: time of its start, by the monotonic clock.
-            helpers: largest number of processes below the supervisor that are not the program's.
-        """
-        self._entrance, self._config, self._started, self._helpers = entrance, config, started, helpers
+    def __init__(self, launcher: subprocess.Popen[bytes], config: SandboxConfig, started: float, helpers: int) -> None:
+        """`started`: monotonic time; `helpers`: the most processes below the launcher that are not the program's."""
+        self._launcher, self._config, self._started, self._helpers = launcher, config, started, helpers
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._status = bytearray()
 
@@ -175,7 +165,7 @@ class _Watch:
         """Wait for the end of the program; kill it when it exceeds a limit."""
         passed: Ending | None = None
         with selectors.DefaultSelector() as selector:
-            pipes: dict[str, Any] = {"stdout": self._entrance.stdout, "stderr": self._entrance.stderr, "status": status}
+            pipes: dict[str, Any] = {"stdout": self._launcher.stdout, "stderr": self._launcher.stderr, "status": status}
             for name, pipe in pipes.items():
                 selector.register(pipe, selectors.EVENT_READ, name)
             ends = self._started + self._config.wall_time_s
@@ -187,12 +177,12 @@ class _Watch:
                     reason = self._passed(now, ends)
                     if reason is not None and passed is None:
                         passed, ends = reason, now + ENDING_S
-                        self._entrance.send_signal(signal.SIGTERM)
+                        self._launcher.send_signal(signal.SIGTERM)
                     elif reason == "wall time":
-                        self._entrance.kill()
+                        self._launcher.kill()
                         break  # processes left behind may keep the pipes open for ever
                 self._read(selector, WATCH_S)
-        self._entrance.wait()
+        self._launcher.wait()
         return self._finished(passed)
 
     def _passed(self, now: float, ends: float) -> Ending | None:
@@ -201,7 +191,7 @@ class _Watch:
             return "wall time"
         if sum(map(len, self._output.values())) > self._config.output_kb * _KIB:
             return "output"
-        living = descendants(self._entrance.pid)
+        living = descendants(self._launcher.pid)
         if len(living) > self._config.processes + self._helpers + 1:  # one may be ending
             return "processes"
         limit = self._config.memory_mb * _MIB
@@ -242,12 +232,6 @@ def _sealed(data: bytes) -> int:
     return fd
 
 
-_NAMESPACES_ADVICE = (
-    "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; in a "
-    "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or install bubblewrap"
-)
-
-
 def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
     """A sandbox of the strongest level that a trial program runs at.
 
@@ -272,17 +256,20 @@ def open_sandbox(config: SandboxConfig, python: str | None = None) -> Sandbox:
 
 
 def _advice(required: Level, reason: str) -> str:
-    """Advice for the user."""
+    """Advice for a user whose machine does not run programs at the required level for this reason."""
     if required == "limits":
         return "it needs Linux with /proc"
     if LIBRARY in reason:
         return "install libseccomp (Debian, Ubuntu: libseccomp2)"
-    return _NAMESPACES_ADVICE
+    return (
+        "allow user namespaces (user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns of sysctl; in a "
+        "container --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or install bubblewrap"
+    )
 
 
 def _possible(config: SandboxConfig, python: str | None) -> Iterator[Sandbox]:
     """Sandboxes of the required level or above, strongest first, each without bubblewrap before with it."""
-    bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+    bubblewrap = None if os.geteuid() == 0 else shutil.which("bwrap", path=_PATH)
     for level in reversed(LEVELS[LEVELS.index(config.required) :]):
         yield Sandbox(config, level, python)
         if level != "limits" and bubblewrap is not None:

@@ -6,12 +6,12 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_grpo.data.rollout_files import count_rollouts, rollout_files, rows_of_file
 from megatron_grpo.weights.source import local_folder
@@ -26,13 +26,7 @@ class TokenBytes:
     """The bytes of each token of a model, read from its tokenizer.json alone."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Args:
-            folder: of a model in Hugging Face format.
-
-        Raises:
-            ValueError: there is no tokenizer.json, or it cannot be read.
-        """
+        """Read the tokenizer of a model's folder; a ValueError when its tokenizer.json is missing or damaged."""
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
         except Exception as error:  # noqa: BLE001  # the package raises Exception itself, whatever is wrong
@@ -70,14 +64,13 @@ def token_bytes_of(model: str) -> TokenBytes | None:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level tokenizers write each byte, as GPT-2 (Radford et al. 2019) chose them.
+    """The byte that each character of byte-level tokenizers stands for, as GPT-2 (Radford et al. 2019) chose them.
 
     Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on, in their order.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    itself = {chr(byte): byte for byte in printable}
-    return itself | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    characters = sorted(ByteLevel.alphabet())
+    others = iter(sorted(set(range(256)) - set(map(ord, characters))))
+    return {one: ord(one) if ord(one) < 0x100 else next(others) for one in characters}
 
 
 def _of_kind(decoder: Any, kind: str) -> bool:
@@ -99,30 +92,12 @@ LONGEST = 1_200_000
 """Characters of a response that is; what is longer is cut, and says so."""
 
 
-@dataclass(slots=True)
-class Embedded:
-    """How much of a run's trajectories the page holds."""
-
-    steps: list[int] = field(default_factory=list)
-    written: int = 0
-    """Rollouts in the run's folder."""
-    rows: int = 0
-    full: int = 0
-    remark: str | None = None
-    """Why there are no tokens; None: there are."""
-    used: set[int] = field(default_factory=set)
-    """Ids of the tokens in the page."""
-
-
-def embed_steps(
-    folder: Path, vocabulary: TokenBytes | None, embedded: Embedded
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Step by step, the table of its trajectories in columns, with those in full under `full` by row.
+def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each step of a run, its number of rollouts, and a table of them in columns, with those in full by row.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         vocabulary: the tokens of the run's model; None: they are not known.
-        embedded: filled in on the way.
 
     Raises:
         ValueError: a file of rollouts cannot be read; the text names it.
@@ -131,15 +106,10 @@ def embed_steps(
     for step, file in files:
         try:
             rows = _first_rows(step, file, rows=ROWS // len(files), tokens=READ_TOKENS // len(files))
-            written = count_rollouts(file)
-            table = _table(rows, vocabulary, TOKENS // len(files), embedded)
+            yield step, count_rollouts(file), _table(rows, vocabulary, TOKENS // len(files))
         except (ValueError, TypeError, LookupError, OSError) as error:  # pyarrow's errors are of these, without a name
             reason = " ".join(str(error).split())
             raise ValueError(f"{file} cannot be read as rollouts: {type(error).__name__}: {reason}") from error
-        embedded.steps.append(step)
-        embedded.written += written
-        embedded.rows += len(rows)
-        yield step, table
 
 
 def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[str, Any]]:
@@ -153,11 +123,11 @@ def _first_rows(step: int, file: Path, *, rows: int, tokens: int) -> list[dict[s
     return found
 
 
-def token_table(vocabulary: TokenBytes | None, used: set[int]) -> dict[str, Any]:
+def token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str, Any]:
     """The text of each token by id, and in base 64 the bytes of those that are no whole characters."""
-    if vocabulary is None:
-        return {}
     table: dict[str, Any] = {}
+    if vocabulary is None:
+        return table
     for token_id in sorted(used):
         content = vocabulary.of(token_id)
         try:
@@ -167,39 +137,34 @@ def token_table(vocabulary: TokenBytes | None, used: set[int]) -> dict[str, Any]
     return table
 
 
-def _table(
-    rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int, embedded: Embedded
-) -> dict[str, Any]:
+def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
     """Columns of a step's trajectories; `full` has, by number of the row, those of which the page holds everything."""
     chosen = _chosen(rows, tokens)
-    prompts: dict[int, str] = {}
-    table: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-    for place, row in enumerate(rows):
-        group = row["group"]
-        if group not in prompts:
-            prompts[group] = "" if vocabulary is None else _tail(vocabulary.text(row["token_ids"][: _prompt(row)]))
-        length = LONGEST if place in chosen else HEAD
-        advantages = row["advantages"]
-        known = advantages is not None and len(advantages) > 0
-        values = (
-            *(row[name] for name in _AS_WRITTEN),
-            len(row["logprobs"]),
-            round(float(np.mean(advantages)), 5) if known else None,
-            row["response"][:length],
-            len(row["response"]),
-        )
-        for column, value in zip(table.values(), values, strict=True):
-            column.append(value)
-    embedded.full += len(chosen)
+    prompts: dict[str, str] = {}
+    for row in rows:
+        if vocabulary is None:
+            prompts[str(row["group"])] = ""
+        elif str(row["group"]) not in prompts:
+            length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
+            text = vocabulary.text(row["token_ids"][:length])
+            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # what comes before is often the same for all
+    lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
-        **table,
-        "prompts": {str(group): text for group, text in prompts.items()},
-        "full": {str(place): _in_full(rows[place], vocabulary, embedded) for place in sorted(chosen)},
+        **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
+        "tokens": [len(row["logprobs"]) for row in rows],
+        "advantage": [_mean_advantage(row["advantages"]) for row in rows],
+        "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],
+        "characters": [len(row["response"]) for row in rows],
+        "prompts": prompts,
+        "full": {str(place): _in_full(rows[place], vocabulary) for place in sorted(chosen)},
     }
 
 
 _AS_WRITTEN = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
-_COLUMNS = (*_AS_WRITTEN, "tokens", "advantage", "response", "characters")
+
+
+def _mean_advantage(advantages: Any) -> float | None:
+    return None if advantages is None or len(advantages) == 0 else round(float(np.mean(advantages)), 5)
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
@@ -223,31 +188,19 @@ def _far_apart(groups: list[list[int]]) -> list[list[int]]:
     return [groups[place] for place in sorted(range(len(groups)), key=lambda place: f"{place:0{bits}b}"[::-1])]
 
 
-def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None, embedded: Embedded) -> dict[str, Any]:
+def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
     """Tokens and what is known of each, as short as it is exact enough to read."""
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full
-    ids = row["token_ids"][:LONGEST].tolist()
-    embedded.used.update(ids)
-    full |= {"ids": ids, "logprobs": _rounded(row["logprobs"], 4)}
+    full |= {"ids": row["token_ids"][:LONGEST].tolist(), "logprobs": _rounded(row["logprobs"])}
     if row["advantages"] is not None:
-        advantages = _rounded(row["advantages"], 4)
+        advantages = _rounded(row["advantages"])
         full["advantages"] = advantages[:1] if len(set(advantages)) == 1 else advantages
     if row["prev_logprobs"] is not None:
         full["gaps"] = [float(f"{gap:.3g}") for gap in (row["prev_logprobs"] - row["logprobs"]).tolist()]
     return full
 
 
-def _rounded(values: Any, digits: int) -> list[float]:
-    return [round(value, digits) for value in values.tolist()]
-
-
-def _prompt(row: Mapping[str, Any]) -> int:
-    """Tokens before the first that was sampled."""
-    return row["spans"][0][0] if row["spans"] else len(row["token_ids"])
-
-
-def _tail(text: str) -> str:
-    """The end of a prompt in one line: what comes before is often the same for all."""
-    return " ".join(text.split())[-HEAD:]
+def _rounded(values: Any) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]

@@ -7,8 +7,7 @@ import gzip
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -18,8 +17,15 @@ import yaml
 
 from megatron_grpo.config.keys import leaves
 from megatron_grpo.config.schema import Config
-from megatron_grpo.observability.page.trajectories import Embedded, TokenBytes, embed_steps, token_bytes_of, token_table
-from megatron_grpo.observability.run_files import METRICS_FILE, STARTS_FILE, VALIDATION_FILE, read_lines, write_text
+from megatron_grpo.observability.page.trajectories import TokenBytes, step_tables, token_bytes_of, token_table
+from megatron_grpo.observability.run_files import (
+    METRICS_FILE,
+    STARTS_FILE,
+    VALIDATION_FILE,
+    finite,
+    read_lines,
+    write_text,
+)
 from megatron_grpo.observability.summary import SUMMARY_FILE
 
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -38,28 +44,15 @@ def packed_element(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # a number that is not finite: rare, and looking for them takes longer than everything else
-        text = json.dumps(shortened(value), separators=(",", ":"))
+        text = json.dumps(finite(value, _DIGITS), separators=(",", ":"))
     packed = gzip.compress(text.encode(), compresslevel=6, mtime=0)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
 
 
 def escaped_json(value: Any) -> str:
     """ASCII JSON without `<`, `>` and `&`; numbers that are not finite are null."""
-    text = json.dumps(shortened(value), separators=(",", ":"), allow_nan=False)
-    for character, escape in ESCAPES.items():
-        text = text.replace(character, escape)
-    return text
-
-
-def shortened(value: Any) -> Any:
-    """The value with its numbers as short as their first digits allow, and null for those that are not finite."""
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): shortened(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [shortened(one) for one in value]
-    return value
+    text = json.dumps(finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
+    return text.translate(str.maketrans(ESCAPES))
 
 
 def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
@@ -108,7 +101,7 @@ def run_data(folder: Path) -> dict[str, Any]:
     steps = _rows(folder / METRICS_FILE)
     return {
         "name": folder.resolve().name,
-        "summary": _summary(folder),
+        "summary": _mapping(folder / SUMMARY_FILE, json.loads),
         "metrics": columns([_metrics(row) for row in steps]),
         **{group: columns([{"step": row["step"], **row.get(group, {})} for row in steps]) for group in _APART},
         "validation": columns([_metrics(row) for row in _rows(folder / VALIDATION_FILE)]),
@@ -133,13 +126,18 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """The configuration of a run; empty where there is none that can be read."""
+def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The mapping that a file holds; empty where there is none that can be read."""
     try:
-        values = yaml.safe_load((folder / CONFIG_FILE).read_text())
+        values = parse(file.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The settings of a run by their keys; empty where there is no configuration that can be read."""
+    return dict(leaves(_mapping(folder / CONFIG_FILE, yaml.safe_load)))
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -157,7 +155,7 @@ def _settings(folder: Path) -> list[tuple[str, str, str | None]]:
     defaults = dict(leaves(asdict(Config())))
     return [
         (key, _text(value), _text(defaults[key]) if key in defaults and defaults[key] != value else None)
-        for key, value in leaves(config_of(folder))
+        for key, value in config_of(folder).items()
     ]
 
 
@@ -165,28 +163,13 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads((folder / SUMMARY_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
-
-
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
 STYLE = "report.css"
-SCRIPTS = (
-    "elements.js",
-    "data.js",
-    "chart.js",
-    "curves.js",
-    "tokens.js",
-    "table.js",
-    "trajectories.js",
-    "configuration.js",
-    "report.js",
+SCRIPTS = tuple(
+    f"{name}.js"
+    for name in ("elements", "data", "chart", "curves", "tokens", "table", "trajectories", "configuration", "report")
 )
 """In the order in which they are read: the last one begins."""
 
@@ -207,13 +190,18 @@ def write_report(folders: Sequence[Path]) -> Path:
     runs, data = [], []
     for number, folder in enumerate(folders):
         run = run_data(folder)
-        embedded = Embedded()
-        vocabulary = _vocabulary(folder, embedded)
-        for step, table in embed_steps(folder, vocabulary, embedded):
+        vocabulary, remark = _vocabulary(folder)
+        counts: dict[str, Any] = {"steps": [], "written": 0, "rows": 0, "full": 0, "remark": remark}
+        used: set[int] = set()
+        for step, written, table in step_tables(folder, vocabulary):
             data.append(packed_element(f"run{number}-step{step}", table))
-        data.append(packed_element(f"run{number}-tokens", token_table(vocabulary, embedded.used)))
-        trajectories = {"steps": embedded.steps, "written": embedded.written, "rows": embedded.rows}
-        runs.append(run | {"trajectories": {**trajectories, "full": embedded.full, "remark": embedded.remark}})
+            counts["steps"].append(step)
+            counts["written"] += written
+            counts["rows"] += len(table["group"])
+            counts["full"] += len(table["full"])
+            used.update(token_id for one in table["full"].values() for token_id in one.get("ids", ()))
+        data.append(packed_element(f"run{number}-tokens", token_table(vocabulary, used)))
+        runs.append(run | {"trajectories": counts})
     assets = resources.files("megatron_grpo.observability.page") / "assets"
     texts = {name: (assets / name).read_text(encoding="utf-8") for name in (STYLE, "body.html", *SCRIPTS)}
     script = '"use strict";\n' + "\n".join(texts[name] for name in SCRIPTS)
@@ -231,16 +219,12 @@ def try_to_write_report(folder: Path) -> Path | None:
         return None
 
 
-def _vocabulary(folder: Path, embedded: Embedded) -> TokenBytes | None:
-    """The tokens of a run's model; None, with a remark: they are not known on this machine."""
-    policy = config_of(folder).get("policy")
-    model = policy.get("model") if isinstance(policy, dict) else None
-    path = model.get("path") if isinstance(model, dict) else None
+def _vocabulary(folder: Path) -> tuple[TokenBytes | None, str | None]:
+    """The tokens of a run's model; or None, and a remark that they are not known on this machine."""
+    path = config_of(folder).get("policy.model.path")
+    reason = f"the tokenizer of {path} is not on this machine"
     try:
         found = token_bytes_of(path) if isinstance(path, str) else None
-        reason = f"the tokenizer of {path} is not on this machine"
     except ValueError as error:
         found, reason = None, str(error)
-    if found is None:
-        embedded.remark = f"Responses are shown as text, not as tokens: {reason}."
-    return found
+    return found, None if found else f"Responses are shown as text, not as tokens: {reason}."

@@ -51,7 +51,7 @@ def expected(folder: Path, texts: list[str]) -> list[float]:
 def test_scores_do_not_depend_on_what_they_are_computed_with(folder: Path, batch_tokens: int) -> None:
     assert model_problem(str(folder)) is None
     prompts, completions = ["one", "a longer one", "x"], [" two three four five", "", "y"]
-    model = RewardModel(str(folder), RewardModelConfig(batch_tokens=batch_tokens))
+    model = RewardModel(str(folder), RewardModelConfig(batch_tokens=batch_tokens), 0)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     assert model.rewards(prompts, completions) == pytest.approx(expected(folder, texts), abs=1e-5)
 
@@ -59,10 +59,10 @@ def test_scores_do_not_depend_on_what_they_are_computed_with(folder: Path, batch
 def test_a_conversation_is_rendered_by_the_models_own_template(folder: Path) -> None:
     prompts: list[Any] = [[{"role": "user", "content": "hi"}]]
     completions: list[Any] = [[{"role": "assistant", "content": "ho"}]]
-    model = RewardModel(str(folder), RewardModelConfig())
+    model = RewardModel(str(folder), RewardModelConfig(), 0)
     (rendered,) = expected(folder, ["<user>hi<assistant>ho"])
     assert model.rewards(prompts, completions) == pytest.approx([rendered], abs=1e-5)
-    cut = RewardModel(str(folder), RewardModelConfig(max_tokens=5))
+    cut = RewardModel(str(folder), RewardModelConfig(max_tokens=5), 0)
     assert cut.rewards(prompts, completions) == pytest.approx(expected(folder, ["nt>ho"]), abs=1e-5)
     model._tokenizer.chat_template = None
     with pytest.raises(RunError, match="has no chat template"):

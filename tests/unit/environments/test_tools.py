@@ -21,8 +21,7 @@ from megatron_grpo.data.scores import EnvironmentRequest
 from megatron_grpo.environments.checks import check_environments
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
-from megatron_grpo.environments.tools.builtin import Retriever, calculate
-from megatron_grpo.environments.tools.environment import parser_names
+from megatron_grpo.environments.tools import Retriever, calculate, parser_names
 from megatron_grpo.prepare.models import _tokenizer
 from megatron_grpo.weights.source import CONVERSATION_VOCABULARY
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.data_schema import LEVELS, Level, SandboxConfig
-from megatron_grpo.environments.sandbox import entrance
+from megatron_grpo.environments.sandbox import launcher
 from megatron_grpo.environments.sandbox.sandbox import Sandbox
 from tests.support.sandboxed import CONFIG, STRONGEST, isolated, require_level, run
 
@@ -175,13 +175,13 @@ def test_a_request_to_end_that_comes_after_the_end_is_no_error() -> None:
     ended.wait()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        entrance._end_on_request(ended.pid)
+        launcher._end_on_request(ended.pid)
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_program_that_kills_its_entrance_ends_with_it() -> None:
+def test_a_program_that_kills_its_launcher_ends_with_it() -> None:
     source = """
 import os, signal, time
 print(os.getpid(), flush=True)
@@ -194,14 +194,14 @@ time.sleep(60)
     assert not left.exists() or left.read_bytes() == b"", "it is gone, or waits for somebody to take leave of it"
 
 
-def test_nobody_waits_for_what_has_escaped_its_entrance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_what_has_escaped_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_grpo.environments.sandbox.sandbox.ENDING_S", 0.2)
     source = """
 import os, signal, time
-entrance = os.getppid()
+launcher = os.getppid()
 if os.fork() == 0:
     print(os.getpid(), flush=True)
-    os.kill(entrance, signal.SIGKILL)
+    os.kill(launcher, signal.SIGKILL)
     time.sleep(30)
 time.sleep(30)
 """

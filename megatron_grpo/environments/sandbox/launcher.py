@@ -12,8 +12,8 @@ import signal
 import sys
 
 from megatron_grpo.environments.sandbox import kernel
-from megatron_grpo.environments.sandbox.kernel import Filter, descendants
-from megatron_grpo.environments.sandbox.root import FOLDER, enter_root
+from megatron_grpo.environments.sandbox.kernel import descendants
+from megatron_grpo.environments.sandbox.root import FOLDER, command, enter_root, write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,15 +25,6 @@ PROGRAM = 1000
 """User and group that a program of an ordinary user sees itself as."""
 NOT_FOUND = 127
 """Exit code of a program that cannot be run, as in a shell."""
-
-_NAMESPACES = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-)
 
 
 def main(spec_fd: int, status_fd: int) -> None:
@@ -65,7 +56,7 @@ def _limited(spec: dict[str, Any]) -> int:
     """Run the program as a child of this process, which adopts its orphans."""
     kernel.adopt_orphans()
     os.chdir(spec["folder"])
-    child = _fork()
+    child = os.fork()
     if child == 0:
         kernel.die_with_parent(signal.SIGKILL)  # else it could kill this process and continue
         _become(spec)
@@ -74,11 +65,9 @@ def _limited(spec: dict[str, Any]) -> int:
 
 def _by_bubblewrap(spec: dict[str, Any]) -> int:
     """Run the program below bubblewrap, which makes the namespaces."""
-    from megatron_grpo.environments.sandbox.root import command
-
     kernel.adopt_orphans()
     ready_read, ready_write = os.pipe()
-    child = _fork()
+    child = os.fork()
     if child == 0:
         spec_fd = os.memfd_create("spec", 0)
         os.write(spec_fd, marshal.dumps(spec))
@@ -97,16 +86,11 @@ def _by_bubblewrap(spec: dict[str, Any]) -> int:
 
 
 def inside(spec_fd: int, ready_fd: int) -> None:
-    """Become the program, in the namespaces that bubblewrap has made.
-
-    Args:
-        spec_fd: file descriptor with the description.
-        ready_fd: file descriptor that is written to just before the program starts.
-    """
+    """Become the program described in spec_fd, in bubblewrap's namespaces, after writing to ready_fd."""
     with open(spec_fd, "rb") as file:
         spec: dict[str, Any] = marshal.load(file)
     for name, text in spec["files"].items():
-        _put(name, text)
+        write(os.path.join(FOLDER, name), text)
     os.write(ready_fd, b"r")
     os.close(ready_fd)
     _become(spec)
@@ -119,7 +103,10 @@ def _end_of_all(child: int) -> int:
     while living := descendants(os.getpid()):
         for pid in living:
             _kill(pid)
-        while _reaped():
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
             pass
     return exit_code
 
@@ -131,18 +118,10 @@ def _kill(pid: int) -> None:
         return
 
 
-def _reaped() -> bool:
-    """Reap a child that has ended; whether there was one."""
-    try:
-        return os.waitpid(-1, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return False
-
-
 def _apart(spec: dict[str, Any], status_fd: int) -> int:
     """Run the program in new namespaces. Their process 1 is `_first_process`; all others end with it."""
     mapped = _unshare()
-    child = _fork()
+    child = os.fork()
     if child == 0:
         try:
             _first_process(spec, mapped)
@@ -156,10 +135,10 @@ def _apart(spec: dict[str, Any], status_fd: int) -> int:
 def _unshare() -> bool:
     """Enter new namespaces; whether a user namespace is among them, which every user but root needs."""
     try:
-        kernel.unshare(_NAMESPACES)
+        kernel.unshare(kernel.NAMESPACES)
     except PermissionError:
         user, group = os.getuid(), os.getgid()
-        kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
+        kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
         _map_user(PROGRAM, user, group)
         return True
     return False
@@ -168,15 +147,14 @@ def _unshare() -> bool:
 def _map_user(inside: int, user: int, group: int) -> None:
     """Map this process's user and group to the number `inside`, in a new user namespace."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
-            file.write(text)
+        write(f"/proc/self/{name}", text)
 
 
 def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     """Process 1 of the namespaces: makes the file system, starts the program and waits for it."""
     kernel.die_with_parent(signal.SIGKILL)
     user = PROGRAM if mapped else NOBODY
-    enter_root(spec["readable"], spec["folder_bytes"], user, user)
+    enter_root(spec["readable"], spec["folder_bytes"], user)
     if not mapped:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -188,19 +166,12 @@ def _first_process(spec: dict[str, Any], mapped: bool) -> NoReturn:
     _write_if_allowed("/proc/sys/user/max_user_namespaces", "0")
     kernel.set_dumpable(False)
     for name, text in spec["files"].items():
-        _put(name, text)
-    child = _fork()
+        write(os.path.join(FOLDER, name), text)
+    child = os.fork()
     if child == 0:
         _become(spec)
     os.closerange(0, 256)  # output ends when the program closes it
     os._exit(_wait(child))
-
-
-def _put(name: str, text: str) -> None:
-    path = os.path.join(FOLDER, name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _become(spec: dict[str, Any]) -> NoReturn:
@@ -212,7 +183,7 @@ def _become(spec: dict[str, Any]) -> NoReturn:
         kernel.set_dumpable(True)
         kernel.gain_no_rights()
         if spec["level"] == "filtered":
-            Filter().apply()
+            kernel.filter_system_calls()
         os.execvpe(spec["argv"][0], spec["argv"], spec["environment"])
     except (OSError, ValueError) as error:
         print(f"cannot run {spec['argv'][0]}: {error}", file=sys.stderr, flush=True)
@@ -239,15 +210,9 @@ def _limit(spec: dict[str, Any]) -> None:
 
 def _write_if_allowed(path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        write(path, text)
     except OSError:
         return
-
-
-def _fork() -> int:
-    sys.stdout.flush()
-    return os.fork()
 
 
 def _end_on_request(child: int) -> None:
@@ -262,7 +227,3 @@ def _wait(child: int) -> int:
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

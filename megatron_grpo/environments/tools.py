@@ -1,0 +1,298 @@
+"""Tools that the model calls turn by turn until it answers: exact arithmetic, a search in documents, and programs."""
+
+from __future__ import annotations
+
+import ast
+import heapq
+import importlib.util
+import json
+import logging
+import math
+import operator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_grpo.config.section import Positive
+from megatron_grpo.data.processors import REFERENCE
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
+from megatron_grpo.environments.interface import Environment, EnvironmentSettings
+from megatron_grpo.environments.math_answers import Verifier
+from megatron_grpo.environments.sandbox.sandbox import Sandbox
+
+_LONGEST = 400
+"""Largest number of characters of an expression."""
+_LARGEST_BITS = 4096
+"""Bits of an intermediate result."""
+_DIGITS = 12
+"""Significant digits of a result that is no whole number."""
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+}
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / // % ** and brackets, as text: "7", "0.333333333333".
+
+    Raises:
+        ValueError: it is no such expression, has no value, or its value is too large.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"an expression may have {_LONGEST} characters")
+    try:
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError("not an expression") from None
+    try:
+        value = _value(tree.body)
+        return str(value.numerator) if value.denominator == 1 else f"{float(value):.{_DIGITS}g}"
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("too large") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(Fraction(str(node.value)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if type(node.op) in _BINARY:
+            return _bounded(_BINARY[type(node.op)](left, right))
+    raise ValueError("only numbers, + - * / // % ** and brackets")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ValueError("only whole exponents")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits * abs(exponent.numerator) > _LARGEST_BITS:
+        raise ValueError("too large")
+    return base**exponent.numerator
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _LARGEST_BITS:
+        raise ValueError("too large")
+    return value
+
+
+_WORD = re.compile(r"\w+")
+_K1, _B = 1.5, 0.75
+
+
+class Retriever:
+    """Ranks documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15), with idf = ln(1 + (N - n + 0.5) / (n + 0.5)).
+
+    Args:
+        documents: their texts.
+    """
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self._documents = list(documents)
+        self._lengths: list[int] = []
+        self._postings: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for number, document in enumerate(self._documents):
+            counts = Counter(_words(document))
+            self._lengths.append(counts.total())
+            for word, count in counts.items():
+                self._postings[word].append((number, count))
+        self._mean_length = sum(self._lengths) / max(len(self._lengths), 1)
+
+    @staticmethod
+    def from_file(path: str | Path) -> Retriever:
+        """Documents of a JSONL file, each a text or an object with one under "text"; of another file, its paragraphs.
+
+        Raises:
+            ValueError: a line is neither.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        if not str(path).endswith(".jsonl"):
+            return Retriever([part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()])
+        documents = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                row = json.loads(line)
+                document = row.get("text") if isinstance(row, dict) else row
+                if not isinstance(document, str):
+                    raise ValueError(f'{path}:{number} is neither a text nor an object with a text under "text"')
+                documents.append(document)
+        return Retriever(documents)
+
+    def search(self, query: str, count: int) -> list[str]:
+        """Up to `count` documents that share a word with a query, the best first; of equal ones, the earlier."""
+        best = heapq.nlargest(count, self.scores(query).items(), key=lambda one: (one[1], -one[0]))
+        return [self._documents[number] for number, _ in best]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """The score of every document that shares a word with a query, by number."""
+        scores: defaultdict[int, float] = defaultdict(float)
+        for word in set(_words(query)):
+            postings = self._postings.get(word, [])
+            rarity = math.log(1 + (len(self._documents) - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, count in postings:
+                long = 1 - _B + _B * self._lengths[number] / self._mean_length
+                scores[number] += rarity * count * (_K1 + 1) / (count + _K1 * long)
+        return dict(scores)
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def parser_names() -> frozenset[str]:
+    """Names of vLLM's tool parsers, from its source since importing it takes seconds; none where it is not found."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return frozenset()
+    file = Path(package.origin).parent / "tool_parsers" / "__init__.py"
+    if not file.is_file():
+        return frozenset()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_TOOL_PARSERS_TO_REGISTER":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+_LONGEST_RESULT = 4000
+"""Characters of a tool's result that the model reads."""
+
+Tool = Callable[[str], str]
+"""From the argument of a call to its result; raises ValueError with a message for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """State of a rollout."""
+
+    last: str = ""
+    """Text of the model's last turn."""
+    calls: int = 0
+    """Calls of tools so far."""
+
+
+class ToolEnvironment(Environment):
+    """Reward 1 when the last turn, the one without a call, is the reference answer, else 0.
+
+    The tools and their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over
+    local documents). A call that cannot be executed is answered with the reason.
+
+    Args:
+        settings: the tokenizer, which parsers look at, and the sandbox.
+        tools: which of them the model may call.
+        parser: vLLM's parser of the calls, as `vllm serve --tool-call-parser` names it.
+        documents: file that the retriever searches: JSONL of texts, or a text whose paragraphs are documents.
+        found: documents that one search returns.
+        compare: how the last turn is compared with the answer: math, by value, or exact, as text without blanks around.
+        max_calls: calls of one rollout that are executed.
+    """
+
+    multi_turn = True
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        tools: list[Literal["calculator", "python", "retriever"]] | None = None,
+        parser: str = "hermes",
+        documents: str | None = None,
+        found: Positive = 3,
+        compare: Literal["math", "exact"] = "math",
+        max_calls: Positive = 16,
+    ) -> None:
+        # Here: they take seconds to import, and only environments with tools need them.
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
+        self._tools = {name: _tool(name, settings, documents, found) for name in tools or ["calculator"]}
+        self._parser = ToolParserManager.get_tool_parser(parser)(settings.load_tokenizer())
+        self._request = ChatCompletionRequest(messages=[], model="")
+        self._compare = Verifier().verify if compare == "math" else _same_texts
+        self._max_calls = max_calls
+
+    @classmethod
+    def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
+        """A parser that vLLM lacks, and a retriever without documents."""
+        problems = []
+        parser, documents = options.get("parser"), options.get("documents")
+        known = parser_names()
+        if parser is not None and known and parser not in known:
+            problems.append((f"parser={parser}", f"is no tool parser of vLLM; there is {', '.join(sorted(known))}"))
+        if "retriever" in (options.get("tools") or ()):
+            if documents is None:
+                problems.append(("documents", "is missing: the retriever searches a file; give one"))
+            elif not Path(documents).is_file():
+                problems.append((f"documents={documents}", "no such file"))
+        return problems
+
+    def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Conversation:
+        return Conversation()
+
+    def step(self, state: Conversation, response: str) -> Turn:
+        """The results of the calls of a turn; a turn without one is the last."""
+        calls = [one.function for one in self._parser.extract_tool_calls(response, self._request).tool_calls]
+        state = replace(state, last=response, calls=state.calls + len(calls))
+        if not calls or state.calls > self._max_calls:
+            return Turn(state=state)
+        return Turn(done=False, state=state, text="\n".join(map(self._result, calls)), role="tool")
+
+    def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
+        pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
+        return [EnvironmentReturn(reward=float(one), correct=one) for one in self._compare(pairs)]
+
+    def _result(self, call: Any) -> str:
+        """Text for the model after a call, which has a `name` and `arguments`, JSON text."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name}; there is {', '.join(self._tools)}"
+        try:
+            arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict) or len(arguments) != 1:
+            return f"error: {call.name} takes one argument"
+        (argument,) = arguments.values()
+        try:
+            return tool(str(argument))[:_LONGEST_RESULT]
+        except ValueError as error:
+            return f"error: {error}"
+
+
+def _same_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    return [response.strip() == answer.strip() for response, answer in pairs]
+
+
+def _tool(name: str, settings: EnvironmentSettings, documents: str | None, found: int) -> Tool:
+    if name == "calculator":
+        return calculate
+    if name == "python":
+        sandbox = settings.open_sandbox()
+        return lambda code: _ran(sandbox, code)
+    assert documents is not None, "the options were checked"
+    retriever = Retriever.from_file(documents)
+    return lambda query: "\n\n".join(retriever.search(query, found)) or "nothing found"
+
+
+def _ran(sandbox: Sandbox, code: str) -> str:
+    """Output of a program, followed by the reason if it failed."""
+    finished = sandbox.run_python(code)
+    if finished.succeeded:
+        return finished.stdout
+    if finished.ending != "exited":
+        return f"{finished.stdout}\nerror: the program was ended: {finished.ending}"
+    return f"{finished.stdout}\nerror: {finished.stderr.strip()[-1000:]}"

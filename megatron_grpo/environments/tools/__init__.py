@@ -1,1 +1,0 @@
-"""Tools that the model calls before it answers, and the environment in which it does."""
