@@ -155,7 +155,8 @@ def test_folders_that_are_named_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "package.py").write_text("VALUE = 17")
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         os.chmod(folder, os.stat(folder).st_mode | 0o055)
-    config = SandboxConfig(readable=[str(tmp_path)])
+    (tmp_path / "inside").mkdir()
+    config = SandboxConfig(readable=[str(tmp_path / "inside"), str(tmp_path)])
     source = f"import sys; sys.path.append({str(tmp_path)!r}); import package; print(package.VALUE)"
     finished = run(source, config=config)
     assert finished.stdout == "17\n", finished.stderr
