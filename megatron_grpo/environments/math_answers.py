@@ -117,7 +117,8 @@ class Verifier:
         command = [sys.executable, "-c", f"from {__name__} import main; main()"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         with theirs:
-            process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=environment, start_new_session=True)
+            pipe = theirs.fileno()
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._end = weakref.finalize(self, _end, process, self._connection)
         self._connection.settimeout(STARTS_WITHIN_S)
         try:

@@ -166,7 +166,7 @@ def load_callable(kind: str, path: str, *, instance: bool = False) -> Callable[.
         raise RunError(f"{kind} {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise RunError(f"{kind} {path} is {type(function).__name__}, which cannot be called")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_parameters(path: str, function: RewardFunction, columns: Collection[str] | None = None) -> None:
