@@ -97,8 +97,8 @@ def fitted_options(kind: type[Environment], options: dict[str, Any]) -> tuple[di
         try:
             hint = parameters[name].annotation
             known = hint is not inspect.Parameter.empty and not isinstance(hint, str)
-            in_list = TypeAdapter(GenericAlias(list, hint if known else Any), config=_CONVERSION)
-            (arguments[name],) = in_list.validate_python([value])
+            in_list: Any = GenericAlias(list, hint if known else Any)
+            (arguments[name],) = TypeAdapter(in_list, config=_CONVERSION).validate_python([value])
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"]
             problems.append((f"{name}={shown(value)}", f"does not fit {kind.__name__}: {reason}"))

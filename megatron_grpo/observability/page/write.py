@@ -28,7 +28,7 @@ from megatron_grpo.observability.run_files import (
 )
 from megatron_grpo.observability.summary import SUMMARY_FILE
 
-ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 """Characters of HTML, as JSON may write them in a string; json.dumps escapes all that is not ASCII itself."""
 _DIGITS = 7
 """Significant digits of a number in the page."""
@@ -52,7 +52,7 @@ def packed_element(name: str, value: Any) -> str:
 def escaped_json(value: Any) -> str:
     """ASCII JSON without `<`, `>` and `&`; numbers that are not finite are null."""
     text = json.dumps(finite(value, _DIGITS), separators=(",", ":"), allow_nan=False)
-    return text.translate(str.maketrans(ESCAPES))
+    return text.translate(ESCAPES)
 
 
 def page(style: str, script: str, body: str, data: Sequence[str]) -> str:
