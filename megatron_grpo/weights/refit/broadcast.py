@@ -3,7 +3,6 @@ the policy send as in a reshard, but every worker receives all tensors whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -37,12 +36,8 @@ class BroadcastReceiver(ReshardReceiver):
         return ModelReload(worker)
 
     def _write(self, number: int, message: Tensor) -> None:
-        complete = list(self._complete(number, message))
-        if complete:
-            self._model.load(complete)
-
-    def _complete(self, number: int, message: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the tensors that a message, [bytes], uint8, completes."""
+        """Add the pieces of a message, [bytes], uint8, to their tensors, and load those that are complete."""
+        complete: list[tuple[str, Tensor]] = []
         for piece, parcel in zip(self._links.messages[number], self._links.packed_pieces[number], strict=True):
             name = tensor_name(self._entries, piece)
             shape = self._entries[piece["entry"]].hf[piece["tensor"]].shape(self._shape)
@@ -54,4 +49,6 @@ class BroadcastReceiver(ReshardReceiver):
             self._begun[name][slice(*rows), slice(*columns)].copy_(values)
             self._missing[name] -= values.numel()
             if not self._missing[name]:
-                yield name, self._begun.pop(name).view(shape)
+                complete.append((name, self._begun.pop(name).view(shape)))
+        if complete:
+            self._model.load(complete)
