@@ -14,15 +14,13 @@ import ray
 import torch
 from data_plane_parts import MadeUpPrompts, Sizes, made_up, measured, run_side, start_ray
 
+from megatron_grpo.algorithms.context import GRPORun, Placement, default_grpo_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.records import RolloutDumps, run_facts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.context import GRPORun, Placement, SampleSource
-from megatron_grpo.controller.failures import FiniteGuard
-from megatron_grpo.controller.loop import StepReport, train_steps
-from megatron_grpo.controller.recordings import RolloutDumps, run_facts
-from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.loader import PromptLoader, Prompts, Visits
 from megatron_grpo.data.processors import DatumSpec
@@ -163,24 +161,15 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
     rollouts.wait_ready()
     logger = RunLogger(run_dir, config)
     stack.callback(logger.close)
-    guard, state = FiniteGuard(run_dir, rollouts.tokens.fetch), default_grpo_save_state()
-    sampling = SamplingSettings(max_new_tokens=config.generation.max_new_tokens)
     return GRPORun(
         config=config,
+        run_dir=run_dir,
         policy=policy,
         transport=IdleTransport(),
         placement=Placement(),
         rollouts=rollouts,
-        samples=SampleSource(
-            config=config,
-            rollouts=rollouts,
-            settings=sampling,
-            guard=guard,
-            state=state,
-            waiting=rollouts.tokens.put([]),
-        ),
+        settings=SamplingSettings(max_new_tokens=config.generation.max_new_tokens),
         dumps=RolloutDumps(rollouts, config.logger, run_dir, run_facts(config, Path(config.policy.model.path))),
-        guard=guard,
         loader=PromptLoader(
             cast(Prompts, MadeUpPrompts(sizes)),
             prompts_per_batch=sizes.prompts,
@@ -190,7 +179,8 @@ def _bring_up(config: Config, sizes: Sizes, stack: ExitStack) -> GRPORun:
         loss_fn=ClippedPGLossFn(config.loss_fn),
         logger=logger,
         checkpointer=Checkpointer(run_dir, config.checkpointing),
-        state=state,
+        state=default_grpo_save_state(),
+        waiting=[],
     )
 
 

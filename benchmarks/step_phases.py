@@ -98,7 +98,7 @@ def measure(steps: int, overrides: Sequence[str]) -> dict[str, object]:
                 assert report is not None
                 run.state["total_steps"] += 1
                 run.dumps.finish(number + 1)
-                seconds = plain.step(as_one_batch(written_trajectories(run.guard.run_dir, number + 1)))
+                seconds = plain.step(as_one_batch(written_trajectories(run.run_dir, number + 1)))
                 if number >= WARM_UP_STEPS:
                     plain_s.append(seconds)
                     for name, value in report.timing.items():

@@ -1,8 +1,10 @@
-"""GRPO's advantages stage: from the scores of a step to the advantage of each response, or of each token."""
+"""From the rewards of environments to scores, and from the scores of a step to advantages of responses or tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,16 +12,91 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_grpo.algorithms.scoring import Scores
 from megatron_grpo.cluster.futures import stored
 from megatron_grpo.config.loop_schema import LoopConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.step_batch import StepBatch
-from megatron_grpo.losses.advantages import gdpo_advantages, group_advantages, reinforce_plus_plus_advantages
+from megatron_grpo.data.trajectory import Outcome
+from megatron_grpo.losses.advantages import (
+    gdpo_advantages,
+    gdpo_scores,
+    group_advantages,
+    has_signal,
+    reinforce_plus_plus_advantages,
+    scale_rewards,
+    shape_rewards,
+)
 from megatron_grpo.losses.divergence import kl_estimate
 from megatron_grpo.losses.value import estimate_advantages, token_rewards, whiten
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.sampler.shards import compute
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of some groups of samples; those of a group do not depend on the others."""
+
+    rewards: Tensor
+    """[groups, samples], float32: as advantages are to see them, scaled and then shaped; NaN where there is none."""
+    parts: Tensor | None
+    """[functions, groups, samples], float32: each reward function's own rewards, NaN where it gave none. None unless
+    the advantage estimator compares them."""
+    weights: Tensor | None
+    """[functions], float32: of the reward functions in the sum; None with parts."""
+    differs: Tensor
+    """[groups], bool: whether the samples of the group got different rewards (with GDPO, different advantages)."""
+    kept: Tensor
+    """[groups], bool: whether dynamic sampling keeps the group."""
+
+    @staticmethod
+    def joined(scores: Sequence[Scores]) -> Scores:
+        """The scores of several sets of groups, one after the other."""
+        parts = [one.parts for one in scores if one.parts is not None]
+        return Scores(
+            rewards=torch.cat([one.rewards for one in scores]),
+            parts=torch.cat(parts, dim=1) if parts else None,
+            weights=scores[0].weights,
+            differs=torch.cat([one.differs for one in scores]),
+            kept=torch.cat([one.kept for one in scores]),
+        )
+
+
+def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
+    """Rewards as they are learnt from, and which groups can teach anything.
+
+    A group is kept when its rewards differ before and after shaping. Penalties for length alone do not make a signal:
+    responses that are all right or all wrong differ in length nearly always, and DAPO drops them (Yu et al. 2025, eq.
+    11). They may take one away. With GDPO, a group counts when its functions tell its samples apart: also where the
+    sums of the rewards are equal, and not where their normalised rewards cancel out.
+
+    Args:
+        config: how rewards are scaled and shaped, and which estimator looks at them.
+        outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
+    """
+    samples = config.loop.num_generations_per_prompt
+    given = [math.nan if outcome.reward is None else outcome.reward for outcome in outcomes]
+    scaled = scale_rewards(torch.tensor(given, dtype=torch.float32).view(-1, samples), config.loop.reward_scaling)
+    rewards = shape_rewards(
+        scaled,
+        torch.tensor([outcome.response_tokens for outcome in outcomes]).view(-1, samples),
+        torch.tensor([outcome.truncated for outcome in outcomes]).view(-1, samples),
+        config.loop.reward_shaping,
+        config.generation.max_new_tokens,
+    )
+    if config.grpo.adv_estimator.name == "gdpo":
+        parts, weights = _parts(config, outcomes)
+        differs = has_signal(gdpo_scores(parts, weights))
+        return Scores(rewards, parts, weights, differs, differs)
+    differs = has_signal(rewards)
+    return Scores(rewards, None, None, differs, has_signal(scaled) & differs)
+
+
+def _parts(config: Config, outcomes: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
+    """Rewards by function, [functions, groups, samples], and the functions' weights, [functions], both float32."""
+    weights = {name: weight for one in config.env.values() for name, weight in one.weights_by_function().items()}
+    rows = [[outcome.reward_parts.get(name, math.nan) for outcome in outcomes] for name in weights]
+    parts = torch.tensor(rows, dtype=torch.float32).view(len(weights), -1, config.loop.num_generations_per_prompt)
+    return parts, torch.tensor(list(weights.values()))
 
 
 def on_tokens(
@@ -30,18 +107,15 @@ def on_tokens(
     *arguments: Any,
     in_driver: bool = False,
 ) -> Any:
-    """Call fn(lengths, arrays, *arguments) on entries of all sequences, and add the entries that it returns to a batch.
+    """Call fn(lengths, arrays, *arguments) in a rollout worker, and add the entries that it returns to the batch.
 
     Args:
         rollouts: one of whose workers makes the call.
         batch: the step's batch, whose shards hold the entries.
         entries: names of the entries that fn reads: its `arrays` are these, flat and in the order of the step.
-        fn: returns new entries by name, each [sum(lengths)], and a summary.
+        fn: returns new entries by name, each [sum(lengths)], and a summary, which this function returns.
         arguments: passed on to fn.
         in_driver: make the call in this process instead, which may have a GPU that the workers have not.
-
-    Returns:
-        The summary.
     """
     if not in_driver:
         return rollouts.tokens.compute(fn, batch, entries, *arguments)
@@ -58,16 +132,27 @@ Arrays = dict[str, NDArray[Any]]
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
     """Add advantages to the batch: one number a response where that says it all, else one for every token.
 
+    PPO's batch has values, and gets returns too. With calculate_advantages_on_gpu the driver estimates them, on its
+    GPU; else a rollout worker.
+
     Returns:
         [sequences], bool: whether the advantages of all sampled tokens are finite.
     """
-    if config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
-        arguments = (config, scores.rewards, batch.response_tokens)
-        finite: NDArray[np.bool_] = on_tokens(rollouts, batch, needed_entries(config), token_advantages, *arguments)
-        return finite
-    by_response = clipped(_group_relative(config, scores).flatten(), config.loop)
-    batch.advantages = by_response.float().numpy()
-    return np.isfinite(batch.advantages)
+    arguments, entries = (config, scores.rewards, batch.response_tokens), needed_entries(config)
+    finite: NDArray[np.bool_]
+    if config.value_model is not None:
+        here, entries = config.ppo.calculate_advantages_on_gpu, (*entries, "values")
+        finite = on_tokens(rollouts, batch, entries, ppo_token_advantages, *arguments, batch.in_loss, in_driver=here)
+    elif config.grpo.adv_estimator.name == "reinforce_plus_plus" or config.loss_fn.use_kl_in_reward:
+        finite = on_tokens(rollouts, batch, entries, token_advantages, *arguments)
+    else:
+        if scores.parts is not None and scores.weights is not None:
+            relative = gdpo_advantages(scores.parts, scores.weights)
+        else:
+            relative = _relative_to_group(config, scores.rewards)
+        batch.advantages = clipped(relative.flatten(), config.loop).float().numpy()
+        finite = np.isfinite(batch.advantages)
+    return finite
 
 
 def needed_entries(config: Config) -> tuple[str, ...]:
@@ -147,13 +232,6 @@ def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> 
     return finite
 
 
-def _group_relative(config: Config, scores: Scores) -> Tensor:
-    """[groups, samples], float32: each reward compared with those of its group."""
-    if scores.parts is not None and scores.weights is not None:
-        return gdpo_advantages(scores.parts, scores.weights)
-    return _relative_to_group(config, scores.rewards)
-
-
 def _relative_to_group(config: Config, rewards: Tensor) -> Tensor:
     """[groups, samples], float32, to advantages: reward minus baseline, over a standard deviation if configured."""
     grpo = config.grpo
@@ -165,21 +243,6 @@ def _relative_to_group(config: Config, rewards: Tensor) -> Tensor:
     )
 
 
-def add_ppo_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
-    """Add advantages and returns of every token to a batch that has values.
-
-    With calculate_advantages_on_gpu the driver estimates them, on its GPU; else a rollout worker.
-
-    Returns:
-        [sequences], bool: whether the advantages of all sampled tokens are finite.
-    """
-    arguments = (config, scores.rewards, batch.response_tokens, batch.in_loss)
-    entries = (*needed_entries(config), "values")
-    here = config.ppo.calculate_advantages_on_gpu
-    finite: NDArray[np.bool_] = on_tokens(rollouts, batch, entries, ppo_token_advantages, *arguments, in_driver=here)
-    return finite
-
-
 def ppo_token_advantages(
     lengths: NDArray[np.int64],
     arrays: Arrays,
@@ -188,18 +251,11 @@ def ppo_token_advantages(
     response_tokens: NDArray[np.int64],
     in_loss: NDArray[np.bool_],
 ) -> tuple[Arrays, NDArray[np.bool_]]:
-    """Advantages and returns of every sampled token, 0 for the others.
+    """Advantages and returns of every sampled token, 0 for the others; the arithmetic is float64.
 
-    Advantages are normalised over the tokens in the loss, then clipped as configured. The arithmetic is float64.
-
-    Args:
-        lengths: [sequences], int64: tokens of each.
-        arrays: sampled (bool) and values (float32), [sum(lengths)]; with use_kl_in_reward prev_logprobs and
-            reference_logprobs (float32) too.
-        config: estimator, penalty and clipping.
-        rewards: [groups, samples], float32: rewards as they are learnt from (`Scores`); NaN where there is none.
-        response_tokens: [sequences], int64: sampled tokens of each.
-        in_loss: [sequences], bool: whether the loss is taken over the response.
+    Advantages are normalised over the tokens in the loss, then clipped as configured. Arguments are those of
+    `token_advantages`, with values [sum(lengths)], float32, among the arrays, and in_loss [sequences], bool: whether
+    the loss is taken over the response.
 
     Returns:
         advantages and returns, each [sum(lengths)], float32; and [sequences], bool: whether all of a

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.advantages import add_advantages
-from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
-from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.scoring import dynamic_sampling, score
-from megatron_grpo.algorithms.stages import add_logprobs, learn, publish, refit_policy_generation, training_batch
+from megatron_grpo.algorithms.advantages import add_advantages, score
+from megatron_grpo.algorithms.context import GRPORun, GRPOSaveState
+from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.samples import dynamic_sampling, sample
+from megatron_grpo.algorithms.setup import setup
+from megatron_grpo.algorithms.stages import (
+    add_logprobs,
+    learn,
+    learning_metrics,
+    publish,
+    refit_policy_generation,
+    report,
+    sampling_metrics,
+    training_batch,
+)
+from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import GRPORun
-from megatron_grpo.controller.failures import StepGuard
 from megatron_grpo.controller.lifetime import Startup
-from megatron_grpo.controller.loop import StepReport, train_steps
-from megatron_grpo.controller.save_state import GRPOSaveState
-from megatron_grpo.controller.setup import setup
-from megatron_grpo.controller.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.losses.advantages import scale_rewards
 from megatron_grpo.observability.timing import StepTimer
@@ -38,9 +43,8 @@ __all__ = [
 
 def run(config: Config, startup: Startup | None = None) -> None:
     """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
-    train = async_grpo_train if config.grpo.async_grpo.enabled else grpo_train
     with setup(config, startup) as grpo_run:
-        train(grpo_run)
+        grpo_train(grpo_run)
         grpo_run.logger.finish()
 
 
@@ -53,13 +57,13 @@ def async_grpo_train(run: GRPORun) -> None:
     """`grpo_train` with the samples of coming steps under way while a step trains.
 
     Args:
-        run: set up with grpo.async_grpo.enabled, so that `run.samples` samples ahead, and engines take new weights
+        run: set up with grpo.async_grpo.enabled, so that `run.buffer` samples ahead, and engines take new weights
             while they generate.
 
     Raises:
         ValueError: the run was set up to sample and train in turn.
     """
-    if run.samples.buffer is None:
+    if run.buffer is None:
         raise ValueError("this run samples and trains in turn; set it up with grpo.async_grpo.enabled=true")
     grpo_train(run)
 
@@ -74,11 +78,11 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)
-    samples = sample(run.samples, batches, timer)
+    samples = sample(run, batches, timer)
     if samples is None:
         return None
     run.placement.offload_engines(timer)
-    guard = StepGuard(run.guard, samples.groups, number)
+    guard = run.guard(samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
@@ -93,4 +97,4 @@ def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | 
         learned = learn(config, batch, policy, run.loss_fn, guard)
     transfer = publish(run.transport, run.placement, number, timer)
     metrics = {**sampling_metrics(config, samples, scores), **of_logprobs, **learning_metrics(learned, batch)}
-    return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)
+    return report(run, samples, metrics, learned, transfer, timer.seconds)

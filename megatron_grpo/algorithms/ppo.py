@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.advantages import add_ppo_advantages as add_advantages
-from megatron_grpo.algorithms.report import learning_metrics, report, sampling_metrics
-from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.scoring import dynamic_sampling, score
-from megatron_grpo.algorithms.stages import add_logprobs, learn, learn_values, publish, training_batch
+from megatron_grpo.algorithms.advantages import add_advantages, score
+from megatron_grpo.algorithms.context import PPORun, PPOSaveState
+from megatron_grpo.algorithms.loop import StepReport, train_steps
+from megatron_grpo.algorithms.samples import dynamic_sampling, sample
+from megatron_grpo.algorithms.setup import setup
+from megatron_grpo.algorithms.stages import (
+    add_logprobs,
+    learn,
+    learn_values,
+    learning_metrics,
+    publish,
+    report,
+    sampling_metrics,
+    training_batch,
+)
+from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import PPORun
-from megatron_grpo.controller.failures import StepGuard
 from megatron_grpo.controller.lifetime import Startup
-from megatron_grpo.controller.loop import StepReport, train_steps
-from megatron_grpo.controller.save_state import PPOSaveState
-from megatron_grpo.controller.setup import setup
-from megatron_grpo.controller.validation import validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer
 
@@ -49,11 +54,11 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()
     run.placement.wake_engines(timer)
-    samples = sample(run.samples, batches, timer)
+    samples = sample(run, batches, timer)
     if samples is None:
         return None
     run.placement.offload_engines(timer)
-    guard = StepGuard(run.guard, samples.groups, number)
+    guard = run.guard(samples.groups, number)
     with timer.phase("batch"):
         scores = samples.scores or score(config, samples.outcomes)
         batch = training_batch(config, samples.groups, rollouts, policy.cost)
@@ -80,4 +85,4 @@ def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | No
         **learning_metrics(learned, batch),
         **of_values,
     }
-    return report(config, samples, metrics, learned, transfer, policy=policy, timing=timer.seconds)
+    return report(run, samples, metrics, learned, transfer, timer.seconds)

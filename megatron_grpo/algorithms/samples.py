@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from megatron_grpo.algorithms.scoring import Scores, dynamic_sampling, score
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithms.advantages import Scores, score
+from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.controller.context import SampleSource
-from megatron_grpo.controller.recordings import RecordedSteps
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import engine_figures
 from megatron_grpo.data.rollout_files import StepFacts
@@ -35,7 +38,7 @@ class StepSamples:
     engines: dict[str, float] = field(default_factory=dict)
     """How busy the engines were, which depends on the clock."""
     dropped: list[Outcome] = field(default_factory=list)
-    """What dynamic sampling dropped of it."""
+    """The part of `sampled` that dynamic sampling dropped."""
     carried: int = 0
     """The first groups to train on: they were sampled before the run was resumed, and are not in `sampled`."""
 
@@ -56,135 +59,166 @@ class StepSamples:
         return [outcome for group in self.groups for outcome in group.outcomes]
 
 
-def sample(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
+def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """Sample the groups of the next step, or read them from a recording; None: the data, or the recording, is used up.
 
-    What dynamic sampling has by then stays in source.waiting, for a run that is continued with more epochs.
+    Groups that dynamic sampling has by then stay in run.waiting, for a run that is continued with more epochs.
 
     Raises:
         SamplingError: an engine failed, too many rollouts did, a reward is not finite, or dynamic sampling did not
             fill the step within its limit.
         RunError: a sampling log-probability is not finite.
     """
-    if source.recorded is not None:
-        return _recorded(source, source.recorded, timer)
-    samples = _sampled(source, batches, timer)
+    if isinstance(run.loader, RecordedSteps):
+        return _recorded(run, run.loader, timer)
+    samples = _sampled(run, batches, timer)
     if samples is not None:
-        samples.engines = engine_figures(source.rollouts.take_engine_counts())
+        samples.engines = engine_figures(run.rollouts.take_engine_counts())
     return samples
 
 
-def _sampled(source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
+def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """As `sample`, without the figures of the engines."""
-    samples, loop = StepSamples(carried=len(source.waiting)), source.config.loop
+    samples, loop = StepSamples(carried=len(run.waiting)), run.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
-    while groups := _next_groups(source, batches, timer):
+    while groups := _next_groups(run, batches, timer):
         gen_batches += 1
         outcomes = [outcome for group in groups for outcome in group.outcomes]
         samples.sampled += outcomes
         if not loop.use_dynamic_sampling:
-            samples.groups, samples.metrics = groups, _metrics_of_async(source, outcomes, timer)
+            samples.groups, samples.metrics = groups, _metrics_of_async(run, outcomes, timer)
             return samples
-        scores = score(source.config, outcomes)
-        known |= {id(group): scores.of_groups([number]) for number, group in enumerate(groups)}
+        known |= {id(group): score(run.config, group.outcomes) for group in groups}
+        kept = torch.cat([known[id(group)].kept for group in groups])
         selected = dynamic_sampling(
-            groups, scores.kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=source.waiting
+            groups, kept, num_prompts_per_step=loop.num_prompts_per_step, batch_cache=run.waiting
         )
-        source.waiting[:] = selected.batch_cache
+        run.waiting[:] = selected.batch_cache
         without_signal += selected.without_signal
         surplus += selected.surplus
-        kept = {id(group) for group in (*selected.groups, *selected.batch_cache)}
-        samples.dropped += [one for group in groups if id(group) not in kept for one in group.outcomes]
+        used = {id(group) for group in (*selected.groups, *selected.batch_cache)}
+        samples.dropped += [one for group in groups if id(group) not in used for one in group.outcomes]
         if selected.is_batch_complete:
-            of_groups = [known.get(id(group)) or score(source.config, group.outcomes) for group in selected.groups]
-            samples.groups, samples.scores = renumbered(selected.groups), Scores.joined(of_groups)
+            scores = [known.get(id(group)) or score(run.config, group.outcomes) for group in selected.groups]
+            samples.groups, samples.scores = renumbered(selected.groups), Scores.joined(scores)
             samples.metrics = {
                 _GEN_BATCHES: float(gen_batches),
                 "dynamic_sampling_groups_without_signal": float(without_signal),
                 "dynamic_sampling_groups_sliced": float(surplus),
-                **_metrics_of_async(source, samples.outcomes, timer),
+                **_metrics_of_async(run, samples.outcomes, timer),
             }
             return samples
-        _require_within_limit(source, gen_batches)
+        if gen_batches >= loop.dynamic_sampling_max_gen_batches:
+            section = run.config.algorithm
+            raise SamplingError(
+                f"dynamic sampling found {len(run.waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
+                f"{section}.dynamic_sampling_max_gen_batches={gen_batches} generation batches: the samples of nearly "
+                f"every prompt get the same reward; choose easier or harder prompts, more "
+                f"{section}.num_generations_per_prompt, or a higher limit"
+            )
     return None
 
 
-def _recorded(source: SampleSource, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:
+def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:
     """The samples of the next step as an earlier run sampled them, with its metrics of sampling; None: it made no more.
 
     Progress and the loader's position become those of that run after the step.
-
-    Raises:
-        SamplingError: a reward is not finite.
-        RunError: the rollouts cannot be read, or a sampling log-probability is not finite.
     """
-    state, loop = source.state, source.config.loop
+    state, loop = run.state, run.config.loop
     step = state["total_steps"] + 1
     if step not in recorded.files:
         return None
     with timer.phase("recording"):
-        facts, groups = source.rollouts.tokens.load(recorded.files[step])
-    source.guard.require_finite_samples(groups, step)
+        facts, groups = run.rollouts.tokens.load(recorded.files[step])
+    run.guard(groups, step).require_finite_samples()
     samples = StepSamples(groups=groups, dropped=facts.dropped, carried=facts.carried)
     samples.sampled = samples.outcomes[facts.carried * loop.num_generations_per_prompt :] + facts.dropped
     samples.metrics = dict(facts.dynamic_sampling) if loop.use_dynamic_sampling else {}
     recorded.load_state_dict(facts.position)
-    source.waiting.clear()
+    run.waiting.clear()
     state["generation_batches"] += int(facts.dynamic_sampling.get(_GEN_BATCHES, 1))
     state["consumed_samples"] += len(samples.sampled) // loop.num_generations_per_prompt
     return samples
 
 
-def _next_groups(
-    source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
-) -> list[SampledGroup] | None:
+def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
     """The next generation batch, sampled now or ahead; None: no prompts are left."""
-    state = source.state
-    if source.buffer is not None:
-        groups = source.buffer.take(batches, state["total_steps"], timer)
+    state = run.state
+    if run.buffer is not None:
+        groups = run.buffer.take(batches, state["total_steps"], timer)
     else:
-        groups = _sampled_now(source, batches, timer)
+        prompts = next(batches, None)
+        groups = (
+            None
+            if prompts is None
+            else run.rollouts.collect(
+                prompts,
+                samples_per_prompt=run.config.loop.num_generations_per_prompt,
+                settings=run.settings,
+                run_seed=run.config.loop.seed,
+                step=state["generation_batches"] + 1,
+                timer=timer,
+            )
+        )
     if groups is None:
         return None
     state["generation_batches"] += 1
     state["consumed_samples"] += len(groups)
-    source.guard.require_finite_samples(groups, state["total_steps"] + 1)
+    run.guard(groups, state["total_steps"] + 1).require_finite_samples()
     return groups
 
 
-def _sampled_now(
-    source: SampleSource, batches: Iterator[list[DatumSpec]], timer: StepTimer
-) -> list[SampledGroup] | None:
-    prompts = next(batches, None)
-    if prompts is None:
-        return None
-    return source.rollouts.collect(
-        prompts,
-        samples_per_prompt=source.config.loop.num_generations_per_prompt,
-        settings=source.settings,
-        run_seed=source.config.loop.seed,
-        step=source.state["generation_batches"] + 1,
-        timer=timer,
-    )
-
-
-def _metrics_of_async(source: SampleSource, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
-    """About samples that were drawn ahead, of which these are trained on; nothing where none are."""
-    if source.buffer is None:
+def _metrics_of_async(run: SamplingRun, outcomes: list[Outcome], timer: StepTimer) -> dict[str, float]:
+    """Metrics of asynchronous sampling, about the samples that are trained on; empty for a synchronous run."""
+    if run.buffer is None:
         return {}
     waited = sum(timer.seconds.get(phase, 0.0) for phase in ("generation", "environment"))
-    ages = age_metrics(outcomes, source.state["total_steps"])
-    return {**ages, **source.buffer.metrics(), "exposed_generation_s": waited}
+    ages = age_metrics(outcomes, run.state["total_steps"])
+    return {**ages, **run.buffer.metrics(), "exposed_generation_s": waited}
 
 
-def _require_within_limit(source: SampleSource, gen_batches: int) -> None:
-    loop, section = source.config.loop, source.config.algorithm
-    limit = loop.dynamic_sampling_max_gen_batches
-    if gen_batches >= limit:
-        raise SamplingError(
-            f"dynamic sampling found {len(source.waiting)} of the {loop.num_prompts_per_step} prompts of a step in "
-            f"{section}.dynamic_sampling_max_gen_batches={limit} generation batches: the samples of nearly every "
-            f"prompt get the same reward; choose easier or harder prompts, more {section}.num_generations_per_prompt, "
-            "or a higher limit"
-        )
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatch(Generic[Group]):
+    """What dynamic sampling made of one generation batch."""
+
+    groups: list[Group]
+    """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
+    is_batch_complete: bool
+    """Whether training can begin; otherwise further prompts have to be sampled."""
+    batch_cache: list[Group]
+    """Groups with a signal that wait for the rest of their step; empty when the batch is complete."""
+    without_signal: int
+    """Groups of this generation batch that were dropped because all their rewards are equal."""
+    surplus: int
+    """Groups with a signal that were cut off because the step was full without them."""
+
+
+def dynamic_sampling(
+    groups: Sequence[Group], signal: Tensor, *, num_prompts_per_step: int, batch_cache: Sequence[Group] = ()
+) -> DynamicBatch[Group]:
+    """Add the groups with a signal to those that already wait, and say whether they fill a step.
+
+    Groups keep the order in which they were sampled. What is over after slicing is not kept for the next step: it was
+    sampled from weights that are about to change.
+
+    Args:
+        groups: groups of one generation batch.
+        signal: [groups], bool, see `has_signal`.
+        num_prompts_per_step: groups that a step trains on.
+        batch_cache: what earlier generation batches of this step left waiting.
+    """
+    assert signal.shape == (len(groups),)
+    assert signal.dtype == torch.bool
+    useful = [*batch_cache, *(group for group, useful in zip(groups, signal.tolist(), strict=True) if useful)]
+    complete = len(useful) >= num_prompts_per_step
+    return DynamicBatch(
+        groups=useful[:num_prompts_per_step] if complete else [],
+        is_batch_complete=complete,
+        batch_cache=[] if complete else useful,
+        without_signal=int((~signal).sum()),
+        surplus=max(0, len(useful) - num_prompts_per_step),
+    )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.algorithms.report import learning_metrics, sampling_metrics
+from megatron_grpo.algorithms.advantages import score
+from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.algorithms.samples import sample
-from megatron_grpo.algorithms.scoring import score
-from megatron_grpo.algorithms.stages import without_tokens
+from megatron_grpo.algorithms.setup import setup_sampling
+from megatron_grpo.algorithms.stages import learning_metrics, sampling_metrics, without_tokens
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import SamplingRun
 from megatron_grpo.controller.lifetime import Startup
-from megatron_grpo.controller.loop import StepReport, train_steps
-from megatron_grpo.controller.setup import setup_sampling
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.observability.timing import StepTimer, processed
 
@@ -34,13 +33,13 @@ def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepR
         RunError: a sampling log-probability is not finite.
     """
     config, timer = run.config, StepTimer()
-    samples = sample(run.samples, batches, timer)
+    samples = sample(run, batches, timer)
     if samples is None:
         return None
     run.dumps.begin(run.state["total_steps"] + 1, samples.groups, None, samples.facts(run.position()))
     outcomes = samples.outcomes
-    scores = samples.scores or score(config, outcomes)
-    metrics = sampling_metrics(config, samples, scores) | learning_metrics(None, without_tokens(config, outcomes))
+    metrics = sampling_metrics(config, samples, samples.scores or score(config, outcomes))
+    metrics |= learning_metrics(None, without_tokens(config, outcomes))
     timing = timer.seconds
     speed = processed([outcome.tokens for outcome in outcomes], timing)
     return StepReport(metrics, dict(timing), {**speed, **samples.engines}, samples.sampled)

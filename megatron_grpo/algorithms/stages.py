@@ -1,9 +1,10 @@
-"""The stages of a step that GRPO and PPO share: the training batch, log-probabilities, learning, publishing weights."""
+"""The stages of a step that GRPO and PPO share: the batch, log-probabilities, learning, publishing, and the report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import on_tokens
+from megatron_grpo.algorithms.advantages import Scores, on_tokens
+from megatron_grpo.algorithms.context import GRPORun, Placement
+from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.records import StepGuard
+from megatron_grpo.algorithms.samples import StepSamples
 from megatron_grpo.config.errors import ModelLostError, RunError
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import Placement
-from megatron_grpo.controller.failures import StepGuard
 from megatron_grpo.data.packing import OF_TOKENS, Cost, planner
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
@@ -24,7 +27,14 @@ from megatron_grpo.losses.divergence import inconsistent_sequences
 from megatron_grpo.losses.loss import LossFunction, combine_metrics, is_extreme
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn, add_derived_metrics
 from megatron_grpo.losses.value import MseValueLossFn, add_explained_variance
-from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.observability.timing import StepTimer, peak_tflops, throughput
+from megatron_grpo.sampler.metrics import (
+    group_metrics,
+    length_metrics,
+    reward_function_metrics,
+    rollout_metrics,
+    task_metrics,
+)
 from megatron_grpo.sampler.pool import RolloutPool
 from megatron_grpo.trainer.group import (
     MegatronPolicy,
@@ -48,7 +58,7 @@ def training_batch(
         config: layouts and minibatches, and what is left out of the loss.
         groups: rollouts of the step, a group for each prompt.
         rollouts: the pool whose workers put the shards into the object store.
-        cost: what a sequence costs the policy, by which replicas get equally much to do.
+        cost: the policy's cost of a sequence, by which work is divided equally among replicas.
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     batch = without_tokens(config, outcomes)
@@ -60,12 +70,7 @@ def training_batch(
 
 
 def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
-    """The rollouts of a step by their lengths and by whether they are in the loss, without their tokens.
-
-    Args:
-        config: what is left out of the loss.
-        outcomes: those of the rollouts, in the order of the step.
-    """
+    """The rollouts of a step by their lengths and by whether they are in the loss, without their tokens."""
     overlong = config.loop.overlong_filtering
     return StepBatch(
         lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
@@ -82,10 +87,10 @@ def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
 def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
     """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
 
-    Every minibatch is levelled over the shards, as its microbatches would be over as many replicas. With a value model
-    in another layout there are as many shards as both numbers of replicas divide, so that each has whole ones; and with
-    minibatches of its own, what lies between two ends of minibatches of either model is levelled: no replica is without
-    a sequence in any minibatch.
+    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a value
+    model in another layout there are as many shards as both numbers of replicas divide, so that each replica has whole
+    shards. With minibatches of its own, the sequences between two ends of minibatches of either model are divided
+    equally, so no replica is without a sequence in any minibatch.
     """
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]
@@ -135,16 +140,9 @@ def add_logprobs(
 def _judge_sequences(
     lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
-    """Which sequences training and generation disagree about too much; runs in a rollout worker.
+    """For `on_tokens`: no entry to store, and the sequences beyond the threshold, [sequences], bool, with metrics.
 
-    Args:
-        lengths: [sequences], int64: tokens of each.
-        arrays: sampled (bool), prev_logprobs and generation_logprobs (float32), each [sum(lengths)].
-        in_loss: [sequences], bool: whether the loss is taken over the response.
-        threshold: largest mean of exp(|prev - generation|) of a response that stays in the loss.
-
-    Returns:
-        No entry to store; and [sequences], bool: those beyond the threshold, with the metrics about them.
+    The threshold is the largest mean of exp(|prev - generation|) of a response that stays in the loss.
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
@@ -163,8 +161,8 @@ def learn(
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    loop, size = config.loop, config.policy.train_global_batch_samples
-    result = _train(config, batch, policy, loss_fn, size, guard, "the gradient")
+    loop = config.loop
+    result = _train(config, batch, policy, loss_fn, config.policy.train_global_batch_samples, guard, "the gradient")
     if loop.sync_ref_model and guard.step % loop.ref_model_sync_steps == 0:
         policy.sync_reference(loop.ref_model_mixup_alpha)
     if result is not None:
@@ -180,8 +178,9 @@ def learn_values(
     Raises:
         RunError: a gradient is not finite; no update was made from it.
     """
-    size = config.value.train_global_batch_samples
-    result = _train(config, batch, value, loss_fn, size, guard, "the value model's gradient")
+    result = _train(
+        config, batch, value, loss_fn, config.value.train_global_batch_samples, guard, "the value model's gradient"
+    )
     if result is None:
         return {}
     add_explained_variance(result.metrics)
@@ -286,3 +285,85 @@ def publish(
         raise
     except RunError as error:  # an engine did not wake up
         return RefitError(f"publishing version {version}: {error}")
+
+
+def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
+    """Metrics of everything that was sampled; groups_without_signal and filtered_reward are of what is trained on.
+
+    groups_without_signal is the share of prompts whose samples all got the same reward (with GDPO, the same advantage);
+    it is left out with one sample to a prompt.
+    """
+    sampled: list[Outcome] = samples.sampled
+    generations = config.loop.num_generations_per_prompt
+    metrics = {
+        **rollout_metrics(sampled),
+        **length_metrics(sampled),
+        **group_metrics(sampled, generations),
+        **reward_function_metrics(sampled),
+        **task_metrics(sampled, config.env),
+        **({"groups_without_signal": float((~scores.differs).float().mean())} if generations > 1 else {}),
+        "failed_rollouts": float(sum(outcome.failure is not None for outcome in sampled)),
+        **samples.metrics,
+    }
+    if config.loop.use_dynamic_sampling:
+        metrics["filtered_reward"] = rollout_metrics(samples.outcomes)["reward"]
+    return metrics
+
+
+def learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
+    """Metrics of the policy's optimizer steps; with None there were none."""
+    valid_tokens = float(batch.loss_tokens)
+    if learned is None:
+        return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
+    return {
+        "loss": learned.loss,
+        "grad_norm": learned.grad_norm,
+        "learning_rate": learned.learning_rate,
+        **learned.metrics,
+        "optimizer_steps": float(learned.optimizer_steps),
+        "valid_tokens": valid_tokens,
+    }
+
+
+def report(
+    run: GRPORun,
+    samples: StepSamples,
+    metrics: Mapping[str, float],
+    learned: TrainResult | None,
+    transfer: TransferReport | RefitError | None,
+    timing: Mapping[str, float],
+) -> StepReport:
+    """The report of a step for the loop, with the figures of the refit and of throughput beside these metrics.
+
+    Args:
+        run: has the model and layout that throughput is computed from.
+        samples: the samples of the step.
+        metrics: metrics of sampling and learning.
+        learned: the policy's optimizer steps; None: there were none.
+        transfer: the refit that ended the step, or why it failed; None: there are no engines.
+        timing: seconds of the step by phase, and all of them as "total".
+    """
+    config, policy = run.config, run.policy
+    passes = 0.0
+    if learned is not None:  # minibatches without a token in the loss had no optimizer step
+        passes = config.passes_per_step * learned.optimizer_steps / config.optimizer_steps_per_step
+    peak = peak_tflops(policy.device_name, config.policy.precision, config.cluster.peak_tflops_per_device)
+    speed = throughput(
+        policy.shape,
+        [outcome.tokens for outcome in samples.outcomes],
+        timing,
+        passes=passes,
+        devices=config.policy.parallel.world_size,
+        peak=peak,
+    )
+    done = StepReport(dict(metrics), dict(timing), {**speed, **samples.engines}, samples.sampled)
+    if isinstance(transfer, RefitError):
+        return replace(done, failure=transfer)
+    if transfer is None:
+        return done
+    sent = {
+        "refit_bytes": float(transfer.bytes_sent),
+        "refit_retries": float(transfer.retries),
+        "engine_restarts": float(len(transfer.replaced)),
+    }
+    return replace(done, metrics={**metrics, **sent}, remarks=transfer.replaced)

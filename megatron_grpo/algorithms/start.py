@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
@@ -12,23 +11,13 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.user_objects import UserObjects
 
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
-"""The module of each; imported only when it is to run, since torch and Ray take seconds to import."""
-_SAMPLING_ONLY = "megatron_grpo.algorithms.sampling_only"
-
-
-def run_of(name: str, *, train: bool = True) -> Callable[..., None]:
-    """What runs an algorithm from start (or resume) to end, given the checked configuration and the run's `Startup`.
-
-    Args:
-        name: the algorithm's name in the configuration.
-        train: whether the run trains; else it samples and scores alone, which all algorithms do alike.
-    """
-    run: Callable[..., None] = importlib.import_module(ALGORITHMS[name] if train else _SAMPLING_ONLY).run
-    return run
+"""The module of each, with a function `run`; imported only when it runs, since torch and Ray take seconds to import."""
 
 
 def start(config: Config, user_objects: UserObjects | None = None) -> None:
-    """Run the algorithm that the configuration names. It is imported, torch with it, while Ray starts.
+    """Run the algorithm that the configuration names, from start (or resume) to end. It is imported while Ray starts.
+
+    A run that does not train samples and scores alone, which all algorithms do alike.
 
     Args:
         config: checked.
@@ -43,9 +32,10 @@ def start(config: Config, user_objects: UserObjects | None = None) -> None:
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
     from megatron_grpo.controller.lifetime import started  # after the checks: Ray takes long to import
 
+    module = ALGORITHMS[config.algorithm] if config.debug.train else "megatron_grpo.algorithms.sampling_only"
     with ThreadPoolExecutor(1, "import") as importer:
-        algorithm = importer.submit(run_of, config.algorithm, train=config.debug.train)
+        algorithm = importer.submit(importlib.import_module, module)
         with started(config, user_objects) as startup:
             with startup.parts.part("imports"):
-                run = algorithm.result()
+                run = algorithm.result().run
             run(config, startup)

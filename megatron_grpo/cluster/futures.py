@@ -34,7 +34,6 @@ def gather(
     deadline_s: float,
     what: str,
     name: Callable[[int], str] = "rank {}".format,
-    process: Callable[[int], str] | None = None,
 ) -> list[Any]:
     """Results of `refs` in their order, failing as soon as the first one fails.
 
@@ -42,13 +41,11 @@ def gather(
         refs: remote calls of one phase.
         deadline_s: seconds for all of them together.
         what: the phase, for messages ("training step").
-        name: how to call the worker behind refs[i].
-        process: the name under which the worker behind refs[i] logs; None: as `name` says.
+        name: the name of the worker behind refs[i], under which it also logs.
 
     Raises:
         RunError: a worker died, its call raised, or the deadline passed; says which worker and why.
     """
-    process = process or name
     end = time.monotonic() + deadline_s
     index = {ref: i for i, ref in enumerate(refs)}
     results: dict[ray.ObjectRef, Any] = {}
@@ -58,26 +55,21 @@ def gather(
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not done:
-                missing = [index[ref] for ref in pending]
-                raise overdue(what, [name(i) for i in missing], deadline_s, [process(i) for i in missing])
+                raise overdue(what, [name(index[ref]) for ref in pending], deadline_s)
             try:
                 results[done[0]] = ray.get(done[0])
             except RayError as error:
                 failed = index[done[0]]
-                others = report_hanging([process(failed), *(process(index[ref]) for ref in pending)])
+                others = report_hanging([name(failed), *(name(index[ref]) for ref in pending)])
                 raise RunError(f"{what}: {name(failed)} {explain(error)}{others}") from error
     return [results[ref] for ref in refs]
 
 
 def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
-    """Fetch values that are in the object store already, in the order of their references.
-
-    Args:
-        refs: references of `ray.put`, rather than of calls that may still run.
-        what: what they are, for messages.
+    """Fetch values that are in the object store already (from `ray.put`), in the order of their references.
 
     Raises:
-        RunError: some are lost with the process that held them, or do not arrive within `FETCH_S`.
+        RunError: some are lost with the process that held them, or do not arrive within `FETCH_S`; names `what`.
     """
     try:
         return list(ray.get(list(refs), timeout=FETCH_S))
@@ -85,18 +77,17 @@ def stored(refs: Sequence[ray.ObjectRef], what: str) -> list[Any]:
         raise RunError(f"{what} cannot be fetched from the object store: {explain(error)}") from error
 
 
-def overdue(what: str, workers: Sequence[str], deadline_s: float, processes: Sequence[str] | None = None) -> RunError:
+def overdue(what: str, workers: Sequence[str], deadline_s: float) -> RunError:
     """The error for a passed deadline. It names the overdue workers and their phases, and has them log their stacks.
 
     Takes up to a few seconds, in which the workers write their stacks.
 
     Args:
         what: the phase ("training step").
-        workers: how messages call the overdue ones.
+        workers: names of the overdue ones, under which they also log.
         deadline_s: seconds of the deadline.
-        processes: the names under which they log; None: as `workers` says.
     """
-    where = report_overdue(what, list(dict.fromkeys(processes or workers)))
+    where = report_overdue(what, list(dict.fromkeys(workers)))
     return RunError(f"{what}: no answer from {listed(workers)} within {round(deadline_s, 1):g} s{where}")
 
 
@@ -138,15 +129,15 @@ def lost_among(refs: Sequence[ray.ObjectRef], wait_s: float) -> list[int]:
         wait_s: seconds to wait for the others: an actor whose peer died often fails before the death is known.
     """
     over = set(ray.wait(list(refs), num_returns=len(refs), timeout=wait_s)[0]) if refs else set()
-    return [number for number, ref in enumerate(refs) if ref in over and _is_lost(ref)]
-
-
-def _is_lost(ref: ray.ObjectRef) -> bool:
-    try:
-        ray.get(ref)
-    except RayError as error:
-        return is_lost(error)
-    return False
+    lost = []
+    for number, ref in enumerate(refs):
+        try:
+            if ref in over:
+                ray.get(ref)
+        except RayError as error:
+            if is_lost(error):
+                lost.append(number)
+    return lost
 
 
 IN_BAND_BYTES = 4096

@@ -7,7 +7,6 @@ the driver ends, and remembers which processes the driver had started.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -34,7 +33,7 @@ COMMAND_S = 30.0
 """Deadline of the command that is run after a driver that was killed."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
     """End all processes that this process starts in the body, if it is killed there.
 
@@ -50,7 +49,7 @@ def guarded(if_killed: Sequence[str] = ()) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(BrokenPipeError):
+            with suppress(BrokenPipeError):
                 guardian.stdin.write(CLEANED_UP)
                 guardian.stdin.close()
 
@@ -62,24 +61,26 @@ def main(driver: int, if_killed: Sequence[str]) -> None:
         started = _family(driver, started)
     cleaned_up = os.read(sys.stdin.fileno(), 1) == CLEANED_UP
     deadline = time.monotonic() + GRACE_S
-    while (left := _left(driver, started, cleaned_up)) and time.monotonic() < deadline:
+    while True:
+        left = _family(driver, started)
+        if cleaned_up:  # the driver lives, and its children are its own affair
+            left -= _family(driver, set())
+        if not left or time.monotonic() > deadline:
+            break
         time.sleep(0.1)
     for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             process.kill()
     if if_killed and not cleaned_up:
         subprocess.run(if_killed, timeout=COMMAND_S, check=False)
 
 
-def _left(driver: int, started: set[psutil.Process], cleaned_up: bool) -> set[psutil.Process]:
-    """Descendants of the driver that are to be ended."""
-    left = _family(driver, started)
-    return left - _family(driver, set()) if cleaned_up else left
-
-
 def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
     """The known processes that still live, with all their children, and all children of the driver."""
-    children = _children()
+    children = defaultdict(list)  # by pid of the parent; looked up once, as each look is at all processes
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            children[process.ppid()].append(process)
     waiting = [process for process in known if _lives(process)]
     family = set(waiting)
     waiting += children[driver]
@@ -91,18 +92,9 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def _children() -> defaultdict[int, list[psutil.Process]]:
-    """The children of every process on this machine, by its pid; looked up once, as each look is at all processes."""
-    children = defaultdict(list)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children[process.ppid()].append(process)
-    return children
 
 
 @contextmanager

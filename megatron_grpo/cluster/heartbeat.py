@@ -86,15 +86,15 @@ def this_machine() -> str:
 
 
 class HeartbeatWriter:
-    """Writes this process's record until `stop`, and its stacks into its log on request or when it is frozen."""
+    """Writes this process's record until `stop`, and its stacks into its log on request or when it is frozen.
+
+    Args:
+        folder: folder of the heartbeat files; made when it is missing.
+        name: name of this process.
+        log: open file of this process's log; stacks go there.
+    """
 
     def __init__(self, folder: Path, name: str, log: TextIO) -> None:
-        """
-        Args:
-            folder: folder of the heartbeat files; made when it is missing.
-            name: of this process.
-            log: open file of this process's log; stacks go there.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{file_stem(name)}.json"
         self._requests = requests_file(folder, name)
@@ -153,10 +153,13 @@ class HeartbeatWriter:
             idle_since=THIS_PROCESS.idle_since,
             last_phase=THIS_PROCESS.last_phase,
         )
-        data = (json.dumps(asdict(record))).ljust(RECORD_BYTES - 1) + "\n"
+        data = (json.dumps(asdict(record)).ljust(RECORD_BYTES - 1) + "\n").encode()
         with self._lock:
             try:
-                _overwrite(self._path, data.encode())
+                # One write over bytes of nearly always this length, so that readers find the old bytes or the new.
+                with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+                    file.write(data)
+                    file.truncate()  # changes something only after a record of very long names
                 self._problem = ""
             except OSError as error:  # a full or vanished disk does not end the run
                 if str(error) != self._problem:
@@ -176,48 +179,25 @@ class HeartbeatWriter:
 
 
 def requests_file(folder: Path, name: str) -> Path:
-    """The file of a process to which a byte is appended to ask for its stacks, from whatever node.
-
-    Args:
-        folder: folder of the heartbeat files.
-        name: name of the process, like "policy rank 0".
-    """
+    """The file among the heartbeat files to which a byte is appended to ask a process for its stacks, from any node."""
     return folder / f"{file_stem(name)}.requests"
 
 
 def read_heartbeats(folder: Path) -> dict[str, Heartbeat]:
-    """The last record of every process that has one, by name of the process.
-
-    Args:
-        folder: folder of the heartbeat files.
-    """
-    found: dict[str, Heartbeat] = {}
-    for path in sorted(folder.glob("*.json")):
-        heartbeat = _read(path)
-        if heartbeat is not None:
-            found[heartbeat.name] = heartbeat
-    return found
+    """The last record of every process that has one in the folder of the heartbeat files, by name of the process."""
+    found = [_read(path) for path in sorted(folder.glob("*.json"))]
+    return {heartbeat.name: heartbeat for heartbeat in found if heartbeat is not None}
 
 
-def _read(path: Path, attempts: int = 3) -> Heartbeat | None:
+def _read(path: Path) -> Heartbeat | None:
     """A record; None: there is none. One that was being written is read again."""
-    for _ in range(attempts):
+    for _ in range(3):
         try:
             fields = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValueError:
             time.sleep(0.01)
-            continue
-        return Heartbeat(**{**fields, "phases": tuple(Phase(**one) for one in fields["phases"])})
+        else:
+            return Heartbeat(**{**fields, "phases": tuple(Phase(**one) for one in fields["phases"])})
     return None
-
-
-def _overwrite(path: Path, data: bytes) -> None:
-    """One write at the start of a file that nearly always has this length, so that readers find old or new bytes."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(file, data, 0)
-        os.ftruncate(file, len(data))  # changes something only after a record of very long names
-    finally:
-        os.close(file)

@@ -24,7 +24,7 @@ def visible_gpus() -> int:
 
 
 def find_gpus(cluster: ClusterConfig) -> None:
-    """Set cluster.gpus_per_node where it was left open: to what this machine has.
+    """Set cluster.gpus_per_node, if it was left open, to the number of this machine's GPUs.
 
     It stays open on a machine without GPUs that joins a Ray cluster, whose machines may have some.
     """
@@ -33,12 +33,7 @@ def find_gpus(cluster: ClusterConfig) -> None:
 
 
 def too_few(cluster: ClusterConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the machines of a Ray cluster; None: enough of them have enough GPUs.
-
-    Args:
-        cluster: how many machines are asked for, and how many GPUs on each.
-        nodes: what ray.nodes() says of them.
-    """
+    """The message if too few of these machines (as ray.nodes() returns them) have enough GPUs; else None."""
     found = sorted((int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]), reverse=True)
     if sum(count >= cluster.gpus for count in found) >= cluster.num_nodes:
         return None

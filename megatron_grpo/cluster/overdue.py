@@ -22,15 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_grpo.cluster.heartbeat import (
-    BEAT_S,
-    FOLDER,
-    Heartbeat,
-    read_heartbeats,
-    requests_file,
-    this_machine,
-)
-from megatron_grpo.cluster.phases import Phase
+from megatron_grpo.cluster.heartbeat import BEAT_S, FOLDER, Heartbeat, read_heartbeats, requests_file, this_machine
 from megatron_grpo.cluster.process_log import ProcessLog, current_log, log_file
 
 SILENT_S = 5.0
@@ -52,6 +44,15 @@ PY_SPIES = 8
 
 STOPPED, TRACED, GONE, ALIVE, FAR = "stopped", "traced", "gone", "alive", "far"
 """State of a process as the kernel of this machine knows it; FAR: the process is on another machine."""
+
+_VERDICTS = {
+    STOPPED: "its process is stopped (SIGSTOP)",
+    TRACED: "a debugger holds its process",
+    GONE: "its process is gone",
+    ALIVE: "its interpreter is held",
+    FAR: "its process or its machine hangs",
+}
+"""Descriptions of a process that hangs, by its state."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,19 +79,7 @@ class ProcessStatus:
         text = f"{beat.name} (pid {beat.pid} on {beat.host}) {doing(beat)}"
         if self.hangs or self.silence_s > 2 * BEAT_S:
             text += f", last heartbeat {self.silence_s:.0f} s ago"
-        return text + self._verdict()
-
-    def _verdict(self) -> str:
-        if self.state == STOPPED:
-            return ": its process is stopped (SIGSTOP)"
-        if self.state == TRACED:
-            return ": a debugger holds its process"
-        if self.state == GONE:
-            return ": its process is gone"
-        if self.hangs:
-            where = "its process or its machine hangs" if self.state == FAR else "its interpreter is held"
-            return f": {where}"
-        return ""
+        return f"{text}: {_VERDICTS[self.state]}" if self.hangs else text
 
 
 def doing(beat: Heartbeat) -> str:
@@ -101,12 +90,10 @@ def doing(beat: Heartbeat) -> str:
         return f"waits for work, for {now - beat.idle_since:.0f} s{after}"
     if len(beat.phases) == 1 and beat.phases[0].count == 1:
         return f"is in phase '{beat.phases[0].name}', entered {now - beat.phases[0].since:.0f} s ago"
-    return "is in phases " + ", ".join(_entered(phase, now) for phase in beat.phases)
-
-
-def _entered(phase: Phase, now: float) -> str:
-    age = f"{now - phase.since:.0f} s ago"
-    return f"'{phase.name}' ({age})" if phase.count == 1 else f"'{phase.name}' ({phase.count} times, the first {age})"
+    counts = {phase.name: "" if phase.count == 1 else f"{phase.count} times, the first " for phase in beat.phases}
+    return "is in phases " + ", ".join(
+        f"'{phase.name}' ({counts[phase.name]}{now - phase.since:.0f} s ago)" for phase in beat.phases
+    )
 
 
 def report_overdue(what: str, processes: Sequence[str]) -> str:
@@ -114,7 +101,7 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
 
     Args:
         what: the overdue phase, for the logs ("training step").
-        processes: their names, like "policy rank 0"; a name stands for its children too ("generation engine 0 core").
+        processes: names of the overdue ones; a name stands for its children too ("generation engine 0 core").
 
     Returns:
         Text for the end of a message; empty when the run writes no logs.
@@ -125,7 +112,8 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
     everybody = process_statuses(log)
     overdue = [one for one in everybody if _belongs(one.heartbeat.name, processes)]
     silent = [name for name in processes if not any(_belongs(one.heartbeat.name, [name]) for one in overdue)]
-    logger.error("%s is overdue; where the processes are:\n%s", what, _table(everybody))
+    table = "\n".join(f"  {one}" for one in everybody)
+    logger.error("%s is overdue; where the processes are:\n%s", what, table)
     request_stacks(log, what, overdue)
     parts = _described(overdue)
     parts += [f"{name} has not begun: it has no log" for name in silent[:DESCRIBED]]
@@ -133,11 +121,9 @@ def report_overdue(what: str, processes: Sequence[str]) -> str:
 
 
 def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
-    """Describe the processes that are stopped, gone or silent, for the end of another process's error message.
+    """Describe those of these processes that are stopped, gone or silent, for the end of another one's error message.
 
-    Args:
-        processes: their names; a name stands for its children too.
-        overdue: the overdue phase; None: the stacks are not written into their logs.
+    With the name of an `overdue` phase their stacks are written into their logs. A name stands for its children too.
     """
     log = current_log()
     if log is None:
@@ -149,19 +135,14 @@ def report_hanging(processes: Sequence[str], overdue: str | None = None) -> str:
 
 
 def process_statuses(log: ProcessLog) -> list[ProcessStatus]:
-    """State of every process that has a heartbeat, except this one."""
+    """State of every process that has a heartbeat, except this one; stuck ones first."""
     machine, now = this_machine(), time.time()
-    beats = read_heartbeats(log.folder / FOLDER).values()
-    return [
+    found = [
         ProcessStatus(beat, state=_state(beat, machine), silence_s=max(now - beat.beat, 0.0))
-        for beat in beats
+        for beat in read_heartbeats(log.folder / FOLDER).values()
         if beat.name != log.name
     ]
-
-
-def _table(everybody: Sequence[ProcessStatus]) -> str:
-    """A line for each process, stuck ones first."""
-    return "\n".join(f"  {one}" for one in sorted(everybody, key=lambda one: not one.hangs))
+    return sorted(found, key=lambda one: not one.hangs)
 
 
 def _belongs(name: str, processes: Iterable[str]) -> bool:
@@ -169,11 +150,10 @@ def _belongs(name: str, processes: Iterable[str]) -> bool:
 
 
 def _described(found: Sequence[ProcessStatus]) -> list[str]:
-    """Descriptions of processes, stuck ones first, at most as many as a message holds."""
-    ordered = sorted(found, key=lambda one: not one.hangs)
-    parts = [str(one) for one in ordered[:DESCRIBED]]
-    if len(ordered) > DESCRIBED:
-        parts.append(f"of {len(ordered) - DESCRIBED} more the driver's log says where they are")
+    """Descriptions of processes, at most as many as a message holds."""
+    parts = [str(one) for one in found[:DESCRIBED]]
+    if len(found) > DESCRIBED:
+        parts.append(f"of {len(found) - DESCRIBED} more the driver's log says where they are")
     return parts
 
 

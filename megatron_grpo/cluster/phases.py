@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,8 @@ class Phases:
     """The phases that this process is in; any thread and any coroutine may enter one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held during a fork: a lock that another thread held then would stay held in the child."""
         self._active: dict[object, tuple[str, float]] = {}  # in the order of entering
         self.idle_since = time.time()
         self.last_phase: str | None = None
@@ -44,37 +44,29 @@ class Phases:
     def enter(self, name: str) -> object:
         """Begin a phase; returns the token that `leave` takes."""
         token = object()
-        with self._lock:
+        with self.lock:
             self._active[token] = (name, time.time())
         if self.on_enter is not None:
             self.on_enter()
         return token
 
     def leave(self, token: object) -> None:
-        """End the phase that `enter` returned this for."""
-        with self._lock:
+        """End the phase of this token."""
+        with self.lock:
             name, _ = self._active.pop(token, (None, 0.0))  # absent if the process was forked within the phase
             if not self._active:
                 self.idle_since, self.last_phase = time.time(), name
 
-    def before_fork(self) -> None:
-        """Take the lock: one that another thread held during a fork would stay held in the child."""
-        self._lock.acquire()
-
-    def after_fork(self) -> None:
-        """Release the lock in the parent."""
-        self._lock.release()
-
     def forget(self) -> None:
-        """Reset a forked process: it is in none of its parent's phases, and does not write its parent's heartbeat."""
+        """Reset a forked process, which is in none of its parent's phases and does not write its parent's heartbeat."""
         self._active.clear()
         self.idle_since, self.last_phase, self.on_enter = time.time(), None, None
-        self._lock.release()
+        self.lock.release()
 
     def current(self) -> tuple[Phase, ...]:
         """The phases that the process is in, oldest first; concurrent calls of one phase are counted together."""
         found: dict[str, Phase] = {}
-        with self._lock:
+        with self.lock:
             for name, since in self._active.values():
                 first = found.get(name)
                 found[name] = Phase(name, since) if first is None else Phase(name, first.since, first.count + 1)
@@ -83,12 +75,16 @@ class Phases:
 
 THIS_PROCESS = Phases()
 os.register_at_fork(
-    before=THIS_PROCESS.before_fork, after_in_parent=THIS_PROCESS.after_fork, after_in_child=THIS_PROCESS.forget
+    before=THIS_PROCESS.lock.acquire, after_in_parent=THIS_PROCESS.lock.release, after_in_child=THIS_PROCESS.forget
 )
 
 
-class PhaseScope(ContextDecorator):
-    """Scope of `phase`, usable as `with phase("train"):` and as a decorator of functions, `async` ones included."""
+class phase(ContextDecorator):  # noqa: N801  # used like a function
+    """Record that this process is in the phase `name` while the body runs, with two lines in its log at debug level.
+
+    Also a decorator of functions, `async` ones included. It costs some microseconds: use it for a call, not for each
+    token. Concurrent coroutines may each be in a phase. The traceback of a body that raises goes to the log.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -100,9 +96,7 @@ class PhaseScope(ContextDecorator):
         self._began = time.perf_counter()
         self._token = THIS_PROCESS.enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         THIS_PROCESS.leave(self._token)
         seconds = time.perf_counter() - self._began
         if isinstance(error, Exception):
@@ -110,9 +104,8 @@ class PhaseScope(ContextDecorator):
         else:
             logger.debug("%s: took %.3f s", self._name, seconds)
 
-    def _recreate_cm(self) -> PhaseScope:
-        # Of a decorator: every call is a phase of its own.
-        return PhaseScope(self._name)
+    def _recreate_cm(self) -> phase:
+        return phase(self._name)  # every call of a decorated function is a phase of its own
 
     def __call__(self, function: Function) -> Function:
         if not inspect.iscoroutinefunction(function):
@@ -120,16 +113,7 @@ class PhaseScope(ContextDecorator):
 
         @functools.wraps(function)
         async def inside(*args: Any, **kwargs: Any) -> Any:
-            with PhaseScope(self._name):
+            with phase(self._name):
                 return await function(*args, **kwargs)
 
         return cast("Function", inside)
-
-
-def phase(name: str) -> PhaseScope:
-    """Record that this process is in the phase `name` while the body runs, with two lines in its log at debug level.
-
-    It costs some microseconds: use it for a call, not for each token. Concurrent coroutines may each be in a phase. The
-    traceback of a body that raises goes to the log.
-    """
-    return PhaseScope(name)

@@ -63,12 +63,7 @@ def current_log() -> ProcessLog | None:
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """Where a process logs.
-
-    Args:
-        folder: folder of the run's logs.
-        name: name of the process, like "policy rank 0".
-    """
+    """The log of a process, by its name like "policy rank 0", in the folder of the run's logs."""
     return folder / f"{file_stem(name)}.log"
 
 
@@ -89,10 +84,9 @@ class OncePerMessage(logging.Filter):
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self._seen
-        self._seen.add(message)
-        return new
+        before = len(self._seen)
+        self._seen.add(record.getMessage())
+        return len(self._seen) > before
 
 
 def log_environment() -> dict[str, str]:
@@ -104,18 +98,13 @@ def log_environment() -> dict[str, str]:
 def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
     """Log this process as the driver while the body runs, and let the processes that it starts there log beside it.
 
-    Args:
-        run_dir: the run's folder; logs go into a folder in it.
-        level: "debug", "info" or "warning".
-
-    Yields:
-        The folder of the logs.
+    Logs of the level "debug", "info" or "warning" go into a folder in the run's folder, which is yielded.
     """
     global _current
     folder = run_dir.absolute() / LOGS_FOLDER
     for old in (folder / FOLDER).glob("*"):  # of an earlier start, which may have had more processes
         old.unlink(missing_ok=True)
-    before = {name: os.environ.get(name) for name in (FOLDER_VARIABLE, LEVEL_VARIABLE)}
+    before = log_environment()
     os.environ |= {FOLDER_VARIABLE: str(folder), LEVEL_VARIABLE: level}
     _current = log = _open(folder, DRIVER, level)
     logger.info("the driver begins: pid %d, %s", log.pid, " ".join(sys.argv))
@@ -125,11 +114,8 @@ def driver_log(run_dir: Path, level: str) -> Iterator[Path]:
         logger.info("the driver ends")
         _close(log)
         _current = None
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        del os.environ[FOLDER_VARIABLE], os.environ[LEVEL_VARIABLE]
+        os.environ |= before
 
 
 def begin_process_log(name: str, lasting_phase: str | None = None) -> None:
@@ -185,11 +171,10 @@ def _close(log: ProcessLog) -> None:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    logger.critical("the process ends: nobody catches %s", kind.__name__, exc_info=(kind, error, where))
+    logger.critical("the process ends: nobody catches %s", kind.__name__, exc_info=error)
 
 
 def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
-    name = arguments.thread.name if arguments.thread is not None else "a thread"
-    kind, error, where = arguments.exc_type, arguments.exc_value, arguments.exc_traceback
+    name, error = arguments.thread.name if arguments.thread is not None else "a thread", arguments.exc_value
     if error is not None and not isinstance(error, SystemExit):
-        logger.error("thread %s ends: nobody catches %s", name, kind.__name__, exc_info=(kind, error, where))
+        logger.error("thread %s ends: nobody catches %s", name, type(error).__name__, exc_info=error)

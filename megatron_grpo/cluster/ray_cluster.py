@@ -44,31 +44,24 @@ class RayCluster:
         Raises:
             RunError: no cluster answers there, it has too few GPUs, or Ray does not start here.
         """
+        address, quiet = self.config.ray_address, {"log_to_driver": False, "logging_level": logging.ERROR}
         with keep_sigterm_handler():
-            self._start()
-
-    def _start(self) -> None:
-        address = self.config.ray_address
-        if address is not None:
+            if address is None:
+                memory = None if self.config.gpus else OBJECT_STORE_BYTES
+                try:
+                    ray.init(include_dashboard=False, object_store_memory=memory, **quiet)
+                except Exception as error:  # Ray's own class for a machine too busy to start it within 30 seconds
+                    raise RunError(f"Ray does not start on this machine: {error}") from error
+                return
             reason = malformed(address) or unreachable(address)
+            if reason is None:
+                try:
+                    ray.init(address=address, runtime_env={"env_vars": log_environment()}, **quiet)
+                except (ConnectionError, ValueError, RuntimeError) as error:
+                    reason = str(error)
             if reason is not None:
                 raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {reason}")
-            environment = {"env_vars": log_environment()}
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise RunError(f"no Ray cluster answers at cluster.ray_address={address}: {error}") from None
             self._await_machines()
-            return
-        try:
-            ray.init(
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=None if self.config.gpus else OBJECT_STORE_BYTES,
-            )
-        except Exception as error:  # Ray's own class for a machine that is too busy to start it within 30 seconds
-            raise RunError(f"Ray does not start on this machine: {error}") from error
 
     def _await_machines(self) -> None:
         """Return when the cluster has what the configuration asks for.
@@ -105,33 +98,31 @@ class RayCluster:
         per_node = self.config.gpus
         if not per_node:
             return
-        self._policy_group = _whole_nodes(policy.world_size, per_node) if policy else None
-        self._value_group = _whole_nodes(value.world_size, per_node) if value else None
-        ranks, engines = (generation.ranks_per_engine, generation.data) if generation is not None else (0, 0)
-        bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
-        self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(engines)]
-        trained = [group for group in (self._policy_group, self._value_group) if group]
-        groups = [*trained, *self._engine_groups]
-        models = {"the policy": policy, "the value model": value}
-        needs = {name: layout.world_size for name, layout in models.items() if layout}
-        self._await(groups, {**needs, **({"generation": ranks * engines} if engines else {})})
+        needs: dict[str, int] = {}
+        if policy is not None:
+            self._policy_group = _whole_nodes(policy.world_size, per_node)
+            needs["the policy"] = policy.world_size
+        if value is not None:
+            self._value_group = _whole_nodes(value.world_size, per_node)
+            needs["the value model"] = value.world_size
+        if generation is not None:
+            ranks = generation.ranks_per_engine
+            bundles = [{"GPU": ranks, "CPU": 1}] if ranks <= per_node else [{"GPU": 1, "CPU": 1}] * ranks
+            self._engine_groups = [placement_group(bundles, strategy="PACK") for _ in range(generation.data)]
+            needs["generation"] = ranks * generation.data
+        self._await([group for group in (self._policy_group, self._value_group, *self._engine_groups) if group], needs)
 
     def reserve_shared(self, ranks: int, guests: int) -> None:
-        """Reserve GPUs of one node for the policy, which others share: `share` says with whom; a no-op on CPU.
-
-        Args:
-            ranks: ranks of the policy, each of which gets a GPU.
-            guests: processes of Ray that are to share these GPUs.
-        """
+        """Reserve a GPU of one node for each rank of the policy, to share with other processes; a no-op on CPU."""
         if self.config.gpus:
             self._policy_group = placement_group([{"GPU": ranks, "CPU": ranks + guests}])
             self._await([self._policy_group], {"the policy": ranks})
 
     def share(self, devices: list[str], ranks_per_engine: int) -> None:
-        """Let engines and the value model have the policy's GPUs; call it before they are placed.
+        """Let engines and the value model use the policy's GPUs; call it before they are placed.
 
         Args:
-            devices: what Ray calls the GPU of each rank of the policy; none on a CPU.
+            devices: Ray's name of the GPU of each rank of the policy; none on a CPU.
             ranks_per_engine: how many of these GPUs an engine uses.
         """
         self._shared, self._ranks_per_engine = devices, ranks_per_engine
@@ -181,13 +172,10 @@ class RayCluster:
         if not self._engine_groups:
             return {"num_cpus": 0}
         group = self._engine_groups[engine]
-        whole = len(group.bundle_specs) == 1
-        gpus = int(group.bundle_specs[0]["GPU"]) if whole else 0
-        return {
-            "num_cpus": 1 if whole else 0,
-            "num_gpus": gpus,
-            "scheduling_strategy": _in_group(group, 0 if whole else -1),
-        }
+        if len(group.bundle_specs) > 1:
+            return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": _in_group(group, -1)}
+        gpus = int(group.bundle_specs[0]["GPU"])
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": _in_group(group, 0)}
 
     def _guest_options(self, devices: list[str]) -> dict[str, Any]:
         """Ray options of a process that uses GPUs which Ray has given to ranks of the policy."""

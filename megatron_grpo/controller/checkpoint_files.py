@@ -7,10 +7,8 @@ damage would be found after minutes of start-up, or not at all.
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_128
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.controller.directory import POLICY_FOLDER
+from megatron_grpo.controller.directory import POLICY_FOLDER, sync, write_in_one_piece
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 1
@@ -31,6 +29,11 @@ _READ_BYTES = 8 * 2**20
 _THREADS = 8
 """Files read in parallel. One thread hashes faster than a local disk reads, but network file systems need many
 readers."""
+
+STATE_FILE = "state.json"
+LOADER_FILE = "dataloader.pt"
+_MODEL_FILES = (".metadata", "common.pt", "metadata.json")
+"""What Megatron-Core writes beside the tensors, whatever the layout."""
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
@@ -45,80 +48,11 @@ class LaterFormatError(RunError):
     """An intact checkpoint that a later version of this package wrote."""
 
 
-def write_manifest(folder: Path, step: int, sealed: Collection[str]) -> None:
-    """Record size and digest of every file in the folder, as its last file; everything is on disk when this returns.
-
-    Args:
-        folder: a checkpoint that is complete but for the manifest.
-        step: training steps before the checkpoint.
-        sealed: names of files that `write_with_checksum` wrote. They carry their own digest, so that they may be
-            replaced later without touching the manifest.
-    """
-    entries = sorted(folder.rglob("*"))
-    files = [path for path in entries if path.is_file() and path.relative_to(folder).as_posix() not in sealed]
-
-    def synced_record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
-        sync(path)
-        return _record(path, cancelled)
-
-    records = _in_threads(synced_record, files, Event())
-    for inner in (path for path in entries if path.is_dir()):
-        sync(inner)
-    by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
-    manifest = {"format": _FORMAT, "step": step, "sealed": sorted(sealed), "files": by_name}
-    write_with_checksum(folder / MANIFEST_FILE, manifest)
-
-
-def verify_manifest(folder: Path, stop: Event | None = None) -> int:
-    """Compare every file of a checkpoint with what its manifest says; the step that it was written after.
-
-    Args:
-        folder: folder of a checkpoint, with the manifest in it.
-        stop: set by another thread to end this early, with CancelledError.
-
-    Raises:
-        CheckpointError: a file is missing or differs.
-        LaterFormatError: the manifest is of a format that this version does not know.
-        OSError: a file is there and cannot be read.
-    """
-    manifest = read_with_checksum(folder / MANIFEST_FILE)
-    if manifest["format"] != _FORMAT:
-        text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
-        raise LaterFormatError(f"{folder} {text}")
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    for name, record in files.items():  # sizes first: they cost nothing
-        _require_size(folder / name, record["bytes"])
-    for name in manifest["sealed"]:
-        read_with_checksum(folder / name)
-    expected = {folder / name: record for name, record in files.items()}
-
-    def compare(path: Path, cancelled: Cancelled) -> None:
-        if _record(path, cancelled) != expected[path]:
-            raise CheckpointError(_changed(path))
-
-    _in_threads(compare, list(expected), stop or Event())
-    return int(manifest["step"])
-
-
 def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object whose first entry is the digest of the rest; readers see the old or the new file.
-
-    Args:
-        path: file to write or replace.
-        content: entries of the file, at least one; each gets a line of its own.
-    """
+    """Write a JSON object, an entry a line, with the digest of the rest first; readers see the old or the new file."""
     entries = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
     body = f"{entries}\n}}\n".encode()
     write_in_one_piece(path, f'{{"{CHECKSUM_KEY}": "{xxh3_128(body).hexdigest()}",\n'.encode() + body)
-
-
-def write_in_one_piece(path: Path, content: bytes) -> None:
-    """Write or replace a file; it is on disk when this returns, and readers see the old content or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
@@ -138,11 +72,6 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
     return content
 
 
-def has_checksum(content: Mapping[str, Any]) -> bool:
-    """Whether this was read from a file that `write_with_checksum` wrote."""
-    return CHECKSUM_KEY in content
-
-
 @contextmanager
 def missing_is_an_error(path: Path) -> Iterator[None]:
     """Around reading a file of a checkpoint: turns its absence into a CheckpointError that names it."""
@@ -154,26 +83,8 @@ def missing_is_an_error(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is missing: a folder is in its place") from None
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _changed(path: Path) -> str:
     return f"{path} is damaged: its content is not what was written (the digest differs)"
-
-
-def _require_size(path: Path, size: int) -> None:
-    with missing_is_an_error(path):
-        found = path.stat()
-    if path.is_dir():
-        raise CheckpointError(f"{path} is missing: a folder is in its place")
-    if found.st_size != size:
-        raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, and {size} were written")
 
 
 def _record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
@@ -202,27 +113,11 @@ def _in_threads(function: Callable[[Path, Cancelled], T], paths: Sequence[Path],
         pool.shutdown(cancel_futures=True)
 
 
-STATE_FILE = "state.json"
-LOADER_FILE = "dataloader.pt"
-_MODEL_FILES = (".metadata", "common.pt", "metadata.json")
-"""What Megatron-Core writes beside the tensors, whatever the layout."""
-_UNPICKLING_ERRORS = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What torch.load raises for a file of other bytes, as its tests with random bytes show."""
-
-
 def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> None:
-    """Add the driver's files to a folder that holds the models, and the manifest; then all of it is on disk.
+    """Add the driver's files to a folder that holds the models, and last the manifest; then all of it is on disk.
+
+    The manifest has size and digest of every file but the state, which carries its own digest, so that it may be
+    replaced later without touching the manifest.
 
     Args:
         folder: folder of the checkpoint, perhaps under a temporary name.
@@ -234,14 +129,25 @@ def complete(folder: Path, step: int, state: Mapping[str, Any], loader_state: Ma
 
     torch.save(dict(loader_state), folder / LOADER_FILE)
     write_with_checksum(folder / STATE_FILE, state)
-    write_manifest(folder, step, sealed=[STATE_FILE])
+    entries = sorted(folder.rglob("*"))
+    files = [path for path in entries if path.is_file() and path != folder / STATE_FILE]
+
+    def synced_record(path: Path, cancelled: Cancelled) -> dict[str, Any]:
+        sync(path)
+        return _record(path, cancelled)
+
+    records = _in_threads(synced_record, files, Event())
+    for inner in (path for path in entries if path.is_dir()):
+        sync(inner)
+    by_name = {path.relative_to(folder).as_posix(): record for path, record in zip(files, records, strict=True)}
+    manifest = {"format": _FORMAT, "step": step, "sealed": [STATE_FILE], "files": by_name}
+    write_with_checksum(folder / MANIFEST_FILE, manifest)
 
 
 def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Replace the driver's state of a checkpoint, in one piece.
+    """Replace the driver's state of a checkpoint in one piece.
 
-    It carries its own digest, so the checkpoint is sound before and after; but for one without a manifest, where a
-    digest would say that the manifest is missing.
+    It carries its own digest, but for a checkpoint without a manifest, where a digest would mean that this is missing.
     """
     if (folder / MANIFEST_FILE).exists():
         write_with_checksum(folder / STATE_FILE, state)
@@ -266,10 +172,28 @@ def verify(folder: Path, stop: Event | None = None) -> str | None:
     """
     if not (folder / MANIFEST_FILE).exists():
         return _verify_without_manifest(folder)
-    step = verify_manifest(folder, stop)
+    manifest = read_with_checksum(folder / MANIFEST_FILE)
+    if manifest["format"] != _FORMAT:
+        text = f"was written by a later version (format {manifest['format']}; this version reads {_FORMAT})"
+        raise LaterFormatError(f"{folder} {text}")
+    expected: dict[Path, dict[str, Any]] = {folder / name: record for name, record in manifest["files"].items()}
+    for path, record in expected.items():  # sizes first: they cost nothing
+        with missing_is_an_error(path):
+            size = path.stat().st_size
+        if path.is_dir():
+            raise CheckpointError(f"{path} is missing: a folder is in its place")
+        if size != record["bytes"]:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record['bytes']} were written")
     written = read_state(folder)["save_state"]["total_steps"]
-    if written != step:
-        raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: of step {written}, not {step}")
+    if written != manifest["step"]:
+        text = f"of step {written}, not {manifest['step']}"
+        raise CheckpointError(f"{folder / STATE_FILE} is that of another checkpoint: {text}")
+
+    def compare(path: Path, cancelled: Cancelled) -> None:
+        if _record(path, cancelled) != expected[path]:
+            raise CheckpointError(_changed(path))
+
+    _in_threads(compare, list(expected), stop or Event())
     return None
 
 
@@ -287,7 +211,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         content = path.read_bytes()
     try:
         state = json.loads(content)
-        if has_checksum(state):
+        if CHECKSUM_KEY in state:
             raise CheckpointError(f"{folder / MANIFEST_FILE} is missing")
         if not (isinstance(state["save_state"]["total_steps"], int) and isinstance(state["metrics"], dict)):
             raise TypeError("steps or metrics are of another type")
@@ -309,9 +233,9 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
     try:
         with missing_is_an_error(path):
             state = torch.load(path, weights_only=True)
-    except _UNPICKLING_ERRORS as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001  # torch.load raises errors of many classes for a file of other bytes
         text = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path} is damaged: it cannot be loaded ({type(error).__name__}: {text})") from None
     if not isinstance(state, dict):

@@ -7,8 +7,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,6 @@ from megatron_grpo.controller.checkpoint_files import (
     STATE_FILE,
     CheckpointError,
     complete,
-    read_loader_state,
     read_state,
     replace_state,
     sync,
@@ -29,24 +31,42 @@ from megatron_grpo.controller.checkpoint_files import (
 from megatron_grpo.controller.directory import VALUE_FOLDER
 
 if TYPE_CHECKING:
-    from megatron_grpo.controller.saving import PendingSave
+    from megatron_grpo.trainer.group import RankGroup
 
 _DAMAGED = "damaged_step_"
 
 
+@dataclass(slots=True)
+class PendingSave:
+    """A checkpoint that is not complete yet, and under a temporary name."""
+
+    step: int
+    folder: Path
+    state: Mapping[str, Any]
+    loader_state: Mapping[str, Any]
+    writers: Sequence[RankGroup]
+    """Models whose ranks write in the background."""
+    began: float
+    """time.monotonic() when it was begun."""
+    driver_files: Future[None] | None = None
+    """The thread that writes the driver's files and the digests; None: ranks are still writing."""
+
+
 class Checkpointer:
-    """The folder run_dir/checkpoints. One process, the driver, owns it."""
+    """The folder run_dir/checkpoints. One process, the driver, owns it.
+
+    Args:
+        run_dir: folder of the run.
+        config: where to start from, and which checkpoints to keep.
+        look_only: whether `find` only says which checkpoints it would set aside.
+    """
 
     def __init__(self, run_dir: Path, config: CheckpointingConfig, *, look_only: bool = False) -> None:
-        """
-        Args:
-            run_dir: folder of the run.
-            config: where to start from, and which checkpoints to keep.
-            look_only: whether `find` only says which checkpoints it would set aside.
-        """
         self.config, self._look_only = config, look_only
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
-        """Told of every checkpoint that is complete."""
+        """Called for every checkpoint that is complete."""
+        self.note: Callable[[str], None] = lambda text: None
+        """Takes messages for the user about what was saved."""
         self.pending: PendingSave | None = None
         """The checkpoint that is being written while the run goes on."""
         self.folder = run_dir / "checkpoints"
@@ -85,60 +105,116 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, in order; whether their files are intact takes reading them."""
-        names = (re.fullmatch(r"step_(0|[1-9][0-9]*)", entry.name) for entry in self.folder.glob("step_*"))
-        return sorted(int(match[1]) for match in names if match)
+        names = (entry.name.removeprefix("step_") for entry in self.folder.glob("step_*"))
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def path(self, step: int) -> Path:
         """Folder of a checkpoint."""
         return self.folder / f"step_{step}"
 
-    @contextmanager
-    def writing(self, step: int, state: Mapping[str, Any], loader_state: Mapping[str, Any]) -> Iterator[Path]:
-        """Write checkpoint `step`: the body adds the models to the yielded folder.
+    def begin(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        loader_state: Mapping[str, Any],
+        models: Mapping[str, RankGroup],
+        *,
+        background: bool = False,
+    ) -> None:
+        """Begin to write checkpoint `step`, once the one before is complete; `finish` completes it.
 
-        Everything goes to a temporary name first. It is renamed once all of it, and last the manifest with the digest
-        of every file, is on disk: a checkpoint that can be found was complete. Afterwards the ones beyond
-        checkpointing.keep_top_k are removed.
+        Everything goes to a temporary name first, one that no other process writes to: a writer of a run that was
+        killed may still be at work in its own. It is renamed once all of it, and last the manifest with the digest of
+        every file, is on disk, so a checkpoint that can be found was complete.
 
         Args:
             step: training steps so far.
-            state: what the driver needs to continue (JSON).
+            state: what the driver needs to continue (JSON); must not be changed until `finish`.
             loader_state: state of the training data loader.
+            models: trained models, by their folder in the checkpoint.
+            background: let models go on writing, and return as soon as they may change.
+
+        Raises:
+            RunError: this checkpoint cannot be written, or the one before could not be.
         """
-        temporary = self.begin(step)
-        yield temporary
-        complete(temporary, step, state, loader_state)
-        self.publish(step, temporary)
+        self.finish()
+        folder, began = self.folder / f".writing_step_{step}_{os.getpid()}", time.monotonic()
+        with self._errors_name(step):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for name, model in models.items():
+                (folder / name).mkdir()
+                model.save_checkpoint(str(folder / name), background=background)
+        self.pending = PendingSave(
+            step, folder, state, loader_state, list(models.values()) if background else [], began
+        )
 
-    def begin(self, step: int) -> Path:
-        """An empty folder for checkpoint `step`, under a name that no other process writes to: a writer of a run that
-        was killed may still be at work in its own."""
-        temporary = self.folder / f".writing_step_{step}_{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        return temporary
+    def advance(self) -> None:
+        """Continue with the checkpoint that is being written as far as possible without waiting.
 
-    def publish(self, step: int, temporary: Path) -> None:
-        """Give a folder that is complete the name of checkpoint `step`, and remove those beyond keep_top_k."""
-        self._remove(step)
-        temporary.rename(self.path(step))
-        sync(self.folder)
-        self._prune()
-        self.on_publish(step, self.path(step))
+        Raises:
+            RunError: it could not be written.
+        """
+        pending = self.pending
+        if pending is None:
+            return
+        if pending.driver_files is None:
+            if all(model.checkpoint_is_written() for model in pending.writers):
+                self._write_driver_files(pending)
+        elif pending.driver_files.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete, then remove those beyond keep_top_k.
+
+        Raises:
+            RunError: it could not be written, and is given up. Earlier checkpoints are unchanged.
+        """
+        pending = self.pending
+        if pending is None:
+            return
+        try:
+            with self._errors_name(pending.step):
+                driver_files = pending.driver_files or self._write_driver_files(pending)
+                driver_files.result()
+                self._remove(pending.step)
+                pending.folder.rename(self.path(pending.step))
+                sync(self.folder)
+                self._prune()
+                self.on_publish(pending.step, self.path(pending.step))
+        finally:
+            self.pending = None
+        seconds = time.monotonic() - pending.began
+        how = f"beside training, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
+        self.note(f"saved {self.path(pending.step)} {how}")
+
+    def _write_driver_files(self, pending: PendingSave) -> Future[None]:
+        """End the ranks' writing, then begin to write the driver's files and the digests in a thread."""
+        try:
+            for model in pending.writers:
+                model.finish_checkpoint()
+        except RunError:
+            self.pending = None
+            raise
+        pool = ThreadPoolExecutor(1, "checkpoint-digests")
+        pending.driver_files = pool.submit(complete, pending.folder, pending.step, pending.state, pending.loader_state)
+        pool.shutdown(wait=False)
+        return pending.driver_files
+
+    @contextmanager
+    def _errors_name(self, step: int) -> Iterator[None]:
+        """Turn an error of the body's file operations into a RunError that names the checkpoint."""
+        try:
+            yield
+        except RunError:
+            raise
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+            raise RunError(f"{self.path(step)} cannot be written: {error}") from error
 
     def update(self, step: int, state: Mapping[str, Any]) -> None:
         """Replace what the driver keeps of a checkpoint, in one piece; the metrics in it may rank it anew."""
         replace_state(self.path(step), state)
         self._prune()
-
-    @staticmethod
-    def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(state, loader state) as they were given to `writing`.
-
-        Raises:
-            CheckpointError: one of the two files is missing or damaged.
-        """
-        return read_state(path), read_loader_state(path)
 
     def remove_leftovers(self) -> None:
         """Delete what an interrupted write or removal left behind."""
@@ -246,21 +322,14 @@ class Checkpointer:
 
 
 def _tell(text: str) -> None:
-    """Print a line at once: a start that fails later must not have renamed anything in silence."""
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)  # at once: a start that fails later must not rename in silence
 
 
 def checkpoint_to_start_from(checkpointer: Checkpointer, config: Config, stop: Event | None = None) -> Path | None:
-    """The checkpoint that a run begins with, which has all that its algorithm trains; None: it begins anew.
-
-    Args:
-        checkpointer: the one that owns the checkpoints of the run's folder.
-        config: the run's configuration, which says where to start from and whether there is a value model.
-        stop: set by another thread to end this early, with CancelledError.
+    """The checkpoint that a run begins with (`Checkpointer.find`), which has the value model if there is one to train.
 
     Raises:
-        ConfigError: there is none to start from where checkpointing.resume says (`Checkpointer.find`), or PPO's value
-            model is not in it.
+        ConfigError: there is none to start from where checkpointing.resume says, or PPO's value model is not in it.
         RunError: a file cannot be read.
     """
     path = checkpointer.find(stop)

@@ -25,21 +25,20 @@ VALUE_FOLDER = "megatron_value"
 IDENTITY = ("algorithm", "policy.model.path", "data.train_path", "grpo.seed", "ppo.seed", "debug.train")
 """Keys that make a run another run; everything else may change between start and resume."""
 _ONCE_ABSENT = {"debug.train": True}
-"""What runs of versions that did not have such a key were."""
+"""Values of keys in runs of versions that did not have them."""
 
 
 @contextmanager
 def claimed_run_directory(path: str) -> Iterator[Path]:
-    """Create or reopen the folder of a run and hold it until the run ends.
-
-    A folder made here that nothing has been written to by then is removed again.
+    """Create or reopen the folder of a run and hold it until the run ends; a new one is removed if it stays empty.
 
     Raises:
         RunError: another driver holds it, or nothing can be written there.
     """
     folder = Path(os.path.abspath(path))
     try:
-        made = _make_folders(folder)
+        made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+        folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_FILE).open("a")
     except OSError as error:
         raise RunError(f"run_dir={folder} cannot be written: {error.filename}: {error.strerror}") from None
@@ -69,15 +68,8 @@ def in_use(path: str) -> bool:
     return False
 
 
-def _make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it; the ones that were not there, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
-    """Take back what a start made that failed before it wrote anything: the run never was."""
+    """Remove the folders that a start made, if it failed before it wrote anything into the run's."""
     if folder not in made or not folder.is_dir() or os.listdir(folder) != [LOCK_FILE]:
         return
     (folder / LOCK_FILE).unlink()
@@ -90,13 +82,32 @@ def _remove_if_unused(folder: Path, made: Sequence[Path]) -> None:
 
 def record_start(folder: Path, config: Config) -> None:
     """Write the configuration into the folder of its run, and point `latest` beside the folder at it."""
-    temporary = folder / (CONFIG_FILE + ".tmp")
-    with temporary.open("w") as file:
-        yaml.safe_dump(dataclasses.asdict(config), file, sort_keys=False)
-        file.flush()
-        os.fsync(file.fileno())  # else a machine that goes down may leave the new name with an empty file
-    temporary.rename(folder / CONFIG_FILE)
-    _link_latest(folder)
+    write_in_one_piece(folder / CONFIG_FILE, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False).encode())
+    link = folder.parent / "latest"
+    if folder.name == link.name or (link.exists() and not link.is_symlink()):
+        return
+    temporary = folder.parent / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(folder.name)
+    temporary.rename(link)
+
+
+def write_in_one_piece(path: Path, content: bytes) -> None:
+    """Write or replace a file; it is on disk when this returns, and readers see the old content or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_config_file(file: Path) -> dict[str, Any]:
@@ -149,14 +160,3 @@ def changes_since_last_start(folder: Path, config: Config) -> list[str]:
             raise ConfigError([Problem(f"run_dir={file.parent}", f"{text}; choose another run_dir")])
     different = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in different]
-
-
-def _link_latest(folder: Path) -> None:
-    """Point the `latest` link beside the folder at it."""
-    link = folder.parent / "latest"
-    if folder.name == link.name or (link.exists() and not link.is_symlink()):
-        return
-    temporary = folder.parent / f".latest.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(folder.name)
-    temporary.rename(link)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -52,11 +53,9 @@ class StartupParts:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
     def add_slowest(self, kind: str, reports: Iterable[Mapping[str, float]]) -> None:
-        """Record, for each part that processes of one kind report, the seconds of the slowest process.
+        """Record the seconds of the slowest process for each part that processes of one kind report.
 
-        Args:
-            kind: what the processes are, "policy" for one; a part "model" is then called "policy_model".
-            reports: for each process, seconds by part.
+        A part "model" of the kind "policy" is called "policy_model". `reports`: for each process, seconds by part.
         """
         for report in reports:
             for name, seconds in report.items():
@@ -72,9 +71,7 @@ def since_command() -> float:
 def in_background(work: Callable[[Event], T], at_once_s: float = AT_ONCE_S) -> Iterator[Future[T]]:
     """Run `work` in a thread and yield its future. An error within the first seconds is raised before the body begins.
 
-    Args:
-        work: called with an event that is set when the body ends, which it should look at now and then.
-        at_once_s: seconds to wait for it before the body begins.
+    The end of the body sets the event that `work` is called with, at which it should look now and then.
     """
     stop = Event()
     with ThreadPoolExecutor(1, "background") as pool:
@@ -100,7 +97,7 @@ class Startup:
     cluster: RayCluster
     parts: StartupParts
     user_objects: UserObjects
-    write_summary: Callable[[RunEnd], Any]
+    write_summary: Callable[..., Any]
     """Writes summary.json if the run fails. The run's logger replaces it, since it also knows the timings."""
 
 
@@ -129,16 +126,8 @@ def started(config: Config, user_objects: UserObjects | None = None) -> Iterator
         search = stack.enter_context(in_background(lambda stop: checkpoint_to_start_from(checkpointer, config, stop)))
         cluster = RayCluster(config.cluster)
         samples, report = config.samples_per_step, config.logger.report
-        startup = Startup(
-            run_dir=run_dir,
-            checkpointer=checkpointer,
-            start_from=search,
-            changes=changes,
-            cluster=cluster,
-            parts=parts,
-            user_objects=user_objects,
-            write_summary=lambda end: write_summary(run_dir, samples_per_step=samples, end=end),
-        )
+        summary = partial(write_summary, run_dir, samples_per_step=samples)
+        startup = Startup(run_dir, checkpointer, search, changes, cluster, parts, user_objects, summary)
         stack.enter_context(end_recorded(startup, report=report))
         if config.cluster.ray_address is None:
             stack.enter_context(guarded(if_killed=killed_run_command(run_dir, samples, report=report)))
@@ -156,7 +145,7 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
     earlier start in the folder is removed first.
 
     Args:
-        startup: the run's folder, and how its summary is written by the time of its end.
+        startup: has the run's folder, and writes the summary.
         report: whether to write report.html.
     """
     (startup.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -173,21 +162,17 @@ def end_recorded(startup: Startup, *, report: bool) -> Iterator[None]:
         raise
     finally:
         if report and (startup.run_dir / CONFIG_FILE).exists():  # without it the run did not begin
-            _write_report(startup.run_dir)
+            from megatron_grpo.observability.page.write import try_to_write_report  # a start-up does not need it
+
+            page = try_to_write_report(startup.run_dir)
+            text = f"report in {page}" if page else "report.html could not be written; the log says why"
+            logger.info("%s", text)
+            print(text, flush=True)
 
 
 def _write_failure(startup: Startup, end: RunEnd) -> None:
     logger.info("%s: %s", end.outcome, end.reason)
     try:
-        startup.write_summary(end)
+        startup.write_summary(end=end)
     except (OSError, ValueError) as error:  # a full disk, or a damaged line in metrics.jsonl
         logger.error("summary.json could not be written: %s", error)
-
-
-def _write_report(run_dir: Path) -> None:
-    from megatron_grpo.observability.page.write import try_to_write_report  # a start-up does not need it
-
-    page = try_to_write_report(run_dir)
-    text = f"report in {page}" if page else "report.html could not be written; the log says why"
-    logger.info("%s", text)
-    print(text, flush=True)

@@ -14,7 +14,7 @@ from megatron_grpo.config.generation_schema import RefitConfig
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.environments.interface import environment_settings
-from megatron_grpo.environments.pool import build_environments
+from megatron_grpo.environments.pool import EnvironmentPool, build_environments
 from megatron_grpo.sampler.endpoint import endpoint_settings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
@@ -41,23 +41,35 @@ class Models:
 
 
 def start_models(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
-    """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them."""
-    if config.generation.colocated and config.generates:
-        return _start_in_turn(config, folder, cluster, stack)
-    value_model = config.value_model
-    own_engines = config.generates and not config.generation.server.urls
-    value_parallel = value_model.parallel if value_model else None
-    cluster.reserve(config.policy.parallel, config.generation.parallel if own_engines else None, value_parallel)
-    generation = _generation(config, folder, cluster) if config.generates else None
-    if generation is not None:
-        stack.callback(generation.shutdown)
-        generation.start()
+    """Begin to start the policy, the value model of PPO and the engines on Ray. The stack ends them.
+
+    On shared devices engines measure the free memory, so they start first, and sleep before the models start.
+    """
+    colocated = config.generation.colocated and config.generates
+    engines, value_model = config.generation.parallel, config.value_model
+    generation: VllmGeneration | None = None
+    if colocated:
+        value_ranks = value_model.parallel.world_size if value_model else 0
+        cluster.reserve_shared(config.policy.parallel.world_size, engines.data + value_ranks)
+    else:
+        own_engines = config.generates and not config.generation.server.urls
+        value_parallel = value_model.parallel if value_model else None
+        cluster.reserve(config.policy.parallel, engines if own_engines else None, value_parallel)
+        if config.generates:
+            generation = _start_generation(config, folder, cluster, stack)
     policy = _policy(config, folder, cluster)
     stack.callback(policy.shutdown)
-    policy.start()
+    if colocated:
+        cluster.share(policy.devices(), engines.ranks_per_engine)
     value = _value(config, cluster) if value_model else None
     if value is not None:
         stack.callback(value.shutdown)
+    if colocated:
+        generation = _start_generation(config, folder, cluster, stack)
+        generation.wait_ready()
+        generation.sleep()
+    policy.start()
+    if value is not None:
         value.start()
     return Models(policy, value, generation)
 
@@ -66,37 +78,11 @@ def start_engines(config: Config, folder: Path, cluster: RayCluster, stack: Exit
     """Begin to start the engines alone on Ray, with the weights of the model folder. The stack ends them."""
     alone = replace(config.generation, placement="separate")  # there is no policy to share devices with
     cluster.reserve(None, alone.parallel)
-    generation = _generation(replace(config, generation=alone), folder, cluster)
-    stack.callback(generation.shutdown)
-    generation.start()
-    return generation
+    return _start_generation(replace(config, generation=alone), folder, cluster, stack)
 
 
-def _start_in_turn(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> Models:
-    """As `start_models`, on shared devices: engines measure the free memory, so they start first, and sleep before the
-    models start."""
-    ranks = config.policy.parallel.world_size
-    value_ranks = config.value_model.parallel.world_size if config.value_model else 0
-    cluster.reserve_shared(ranks, config.generation.parallel.data + value_ranks)
-    policy = _policy(config, folder, cluster)
-    stack.callback(policy.shutdown)
-    cluster.share(policy.devices(), config.generation.parallel.ranks_per_engine)
-    value = _value(config, cluster) if config.value_model else None
-    if value is not None:
-        stack.callback(value.shutdown)
-    generation = _generation(config, folder, cluster)
-    stack.callback(generation.shutdown)
-    generation.start()
-    generation.wait_ready()
-    generation.sleep()
-    policy.start()
-    if value is not None:
-        value.start()
-    return Models(policy, value, generation)
-
-
-def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGeneration:
-    return VllmGeneration(
+def _start_generation(config: Config, folder: Path, cluster: RayCluster, stack: ExitStack) -> VllmGeneration:
+    generation = VllmGeneration(
         str(folder),
         config.generation,
         precision=config.policy.precision,
@@ -106,6 +92,9 @@ def _generation(config: Config, folder: Path, cluster: RayCluster) -> VllmGenera
         routed=RoutedForm.of(shape_of_folder(folder)) if config.policy.moe.replay_routing else None,
         in_flight=config.loop.async_grpo if config.loop.async_grpo.enabled else None,
     )
+    stack.callback(generation.shutdown)
+    generation.start()
+    return generation
 
 
 def _policy(config: Config, folder: Path, cluster: RayCluster) -> MegatronPolicy:
@@ -144,7 +133,7 @@ def _shares_cores(config: Config) -> bool:
 def start_rollouts(
     config: Config,
     folder: Path,
-    generation: VllmGeneration,
+    generation: VllmGeneration | None,
     stack: ExitStack,
     *,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
@@ -155,21 +144,23 @@ def start_rollouts(
     Args:
         config: the configuration of a run, or of an evaluation.
         folder: the model's folder in Hugging Face format.
-        generation: the engines, which are being started.
+        generation: the engines, which are being started; None: workers only read a recording.
         stack: ends what is started here.
         rewards: a script's reward functions, by their entry in reward_funcs.
         restore: replaces engines that are lost.
     """
-    environments = build_environments(config.env, environment_settings(config, folder), rewards)
+    environments: dict[str, EnvironmentPool] = {}
+    if generation is not None:
+        environments = build_environments(config.env, environment_settings(config, folder), rewards)
     for environment in environments.values():
         stack.callback(environment.shutdown)
     workers = WorkerGroup(
         config.rollouts.num_workers,
-        generation.engines,
+        generation.engines if generation else [],
         environments,
         generation_timeout_s=config.generation.timeout_s,
-        routed=generation.routed,
-        endpoint=endpoint_settings(config.generation.endpoint, folder),
+        routed=generation.routed if generation else None,
+        endpoint=endpoint_settings(config.generation.endpoint, folder) if generation else None,
     )
     rollouts = RolloutPool(
         config.rollouts,
@@ -183,26 +174,12 @@ def start_rollouts(
     return rollouts
 
 
-def start_recording_workers(config: Config, stack: ExitStack) -> RolloutPool:
-    """Begin to start rollout workers without engines, which read a recording instead of sampling."""
-    workers = WorkerGroup(config.rollouts.num_workers, [], {}, generation_timeout_s=config.generation.timeout_s)
-    longest = config.policy.max_total_sequence_length
-    rollouts = RolloutPool(config.rollouts, workers, max_total_sequence_length=longest)
-    stack.callback(rollouts.shutdown)
-    rollouts.start()
-    return rollouts
-
-
-def restore_from_folder(generation: VllmGeneration) -> Restore:
-    """What replaces lost engines whose weights are those of the model folder."""
-
-    def restore(lost: Mapping[int, str]) -> None:
-        try:
-            generation.replace(lost)
-        except RunError as error:
-            raise SamplingError(str(error)) from error
-
-    return restore
+def restore_from_folder(generation: VllmGeneration, lost: Mapping[int, str]) -> None:
+    """Replace lost engines whose weights are those of the model folder (`Restore`)."""
+    try:
+        generation.replace(lost)
+    except RunError as error:
+        raise SamplingError(str(error)) from error
 
 
 def make_transport(

@@ -36,41 +36,28 @@ class Callback:
 
 
 class Callbacks:
-    """Several callbacks as one; what they raise ends the run, and says whose it was."""
+    """Several callbacks as one."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
         self.stop = False
-        """Whether one of them wants training to end."""
+        """Whether the answer of one of them to on_step ends training."""
 
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell all; sets `stop` when one of them says so."""
-        answers = self._tell("on_step", step, metrics)
-        self.stop = self.stop or any(answers)
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call a method of every callback.
 
-    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell all."""
-        self._tell("on_validation", step, metrics)
-
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Tell all."""
-        self._tell("on_checkpoint", step, folder)
-
-    def on_end(self, step: int) -> None:
-        """Tell all."""
-        self._tell("on_end", step)
-
-    def _tell(self, event: str, *arguments: Any) -> list[Any]:
-        answers = []
+        Raises:
+            RunError: one raised something; says which and what.
+        """
         for callback in self._callbacks:
             try:
-                answers.append(getattr(callback, event)(*arguments))
+                answer = getattr(callback, event)(*arguments)
             except RunError:
                 raise
             except Exception as error:  # whatever a script's callback raises
                 name = f"{type(callback).__name__}.{event}"
                 raise RunError(f"callback {name} raised {type(error).__name__}: {error}") from error
-        return answers
+            self.stop = self.stop or (event == "on_step" and bool(answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_grpo.algorithms.validation import respond
 from megatron_grpo.cluster.guardian import guarded, sigterm_interrupts
 from megatron_grpo.cluster.process_log import driver_log
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.startup import start_rollouts
-from megatron_grpo.controller.validation import respond
 from megatron_grpo.data.load_prompts import held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.environments.checks import check_scoring

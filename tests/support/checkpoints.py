@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.controller.checkpoints import Checkpointer
 
 MODELS = ("megatron", "megatron_value")
+
+
+def fake_models(step: int, *folders: str) -> Any:
+    """Models by folder that write some bytes which tell the step."""
+
+    def write(folder: str, background: bool) -> None:
+        for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
+            Path(folder, name).write_bytes(f"{name} of step {step}".encode() * 20)
+
+    return {folder: SimpleNamespace(save_checkpoint=write) for folder in folders}
 
 
 def save(
@@ -19,9 +30,6 @@ def save(
     checkpointer = Checkpointer(run_dir, CheckpointingConfig(**settings))
     for step in steps:
         state = {"save_state": {"total_steps": step}, "metrics": {"val_accuracy": score}, "batch_cache": []}
-        with checkpointer.writing(step, state, {"position": step}) as folder:
-            for model in models:
-                (folder / model).mkdir()
-                for name in (".metadata", "common.pt", "metadata.json", "__0_0.distcp"):
-                    (folder / model / name).write_bytes(f"{name} of step {step}".encode() * 20)
+        checkpointer.begin(step, state, {"position": step}, fake_models(step, *models))
+        checkpointer.finish()
     return checkpointer

@@ -6,10 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_grpo.algorithms.context import GRPORun, Placement, PPORun, SamplingRun, default_grpo_save_state
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import GRPORun, Placement, PPORun, SampleSource
-from megatron_grpo.controller.failures import FiniteGuard
-from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.rollout_files import StepFacts
 from megatron_grpo.data.trajectory import SampledGroup
@@ -51,42 +49,39 @@ class FakeDumps:
         self.log += [f"dump {step} is left" for step in self.held]
 
 
-def make_source(config: Config, folder: Path, rollouts: FakeRollouts) -> SampleSource:
-    """Where the samples of a run that has not begun come from; `folder` is the run's."""
-    rollouts_as_pool: Any = rollouts
-    return SampleSource(
-        config=config,
-        rollouts=rollouts_as_pool,
-        settings=SETTINGS,
-        guard=FiniteGuard(folder, rollouts.tokens.fetch),
-        state=default_grpo_save_state(),
-        waiting=[],
-    )
+def make_sampling_run(
+    config: Config, folder: Path, rollouts: FakeRollouts, log: list[str] | None = None
+) -> SamplingRun:
+    """A run that has not begun and only samples; `folder` is the run's."""
+    parts: dict[str, Any] = {
+        "config": config,
+        "placement": Placement(),
+        "rollouts": rollouts,
+        "settings": SETTINGS,
+        "dumps": FakeDumps([] if log is None else log),
+        "run_dir": folder,
+        "loader": SimpleNamespace(state_dict=lambda: {"epoch": 0}),
+        "val_prompts": [],
+        "logger": None,
+        "checkpointer": None,
+        "state": default_grpo_save_state(),
+        "waiting": [],
+    }
+    return SamplingRun(**parts)
 
 
 def make_run(config: Config, folder: Path, rollouts: FakeRollouts, shape: ModelShape, log: list[str]) -> Any:
     """A run that has not begun, with a value model if the algorithm has one; what its parts do is in the log."""
-    source = make_source(config, folder, rollouts)
 
     def publish(version: int) -> Any:
         log.append(f"version {version}")
         return TransferReport(version, bytes_sent=8, tensors=1, buckets=1, seconds=0.0)
 
     parts: dict[str, Any] = {
-        "config": config,
+        **vars(make_sampling_run(config, folder, rollouts, log)),
         "policy": FakePolicy(shape, log),
         "transport": SimpleNamespace(publish=publish),
-        "placement": Placement(),
-        "rollouts": rollouts,
-        "samples": source,
-        "dumps": FakeDumps(log),
-        "guard": source.guard,
-        "loader": SimpleNamespace(state_dict=lambda: {"epoch": 0}),
-        "val_prompts": [],
         "loss_fn": ClippedPGLossFn(config.loss_fn),
-        "logger": None,
-        "checkpointer": None,
-        "state": source.state,
     }
     if config.value_model is None:
         return GRPORun(**parts)

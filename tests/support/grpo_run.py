@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithms import grpo
-from megatron_grpo.controller.loop import StepReport
+from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.weights.source import known_shape

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.algorithms import loop as train_loop
+from megatron_grpo.algorithms.context import Placement, default_grpo_save_state
+from megatron_grpo.algorithms.loop import StepReport, train_steps
 from megatron_grpo.config.schema import CheckpointingConfig, Config, GRPOConfig, LossConfig
-from megatron_grpo.controller import loop as train_loop
+from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.loop import StepReport, train_steps
-from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.controller.user_objects import Callbacks
+from megatron_grpo.data.trajectory import SampledGroup
 from megatron_grpo.weights.refit.transport import RefitError
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.fake_run import FakeDumps
@@ -51,17 +53,21 @@ class Run:
         )
         self.dumps: Any = FakeDumps(self.logged)
         self.checkpointer = Checkpointer(folder, CHECKPOINTING)
+        self.checkpointer.note = lambda text: self.logger.note(text)
         self.rollouts = FakeRollouts()
-        self.samples = SimpleNamespace(waiting=[], used_up="the data is used up: 1 epoch(s)")
+        self.waiting: list[SampledGroup] = []
+        self.used_up = "the data is used up: 1 epoch(s)"
+        self.placement = Placement()
         self.callbacks = Callbacks()
-        self.models: Callable[[Path], None] = lambda _: None
+        self.write: Callable[[Path], None] = lambda _: None
+        """What writes the model of a checkpoint into its folder."""
         self.report = StepReport(SOUND, {}, {}, [])
 
     def position(self) -> dict[str, Any]:
         return {"position": self.used, "epoch": 0}
 
-    def save_models(self, folder: Path) -> None:
-        self.models(folder)
+    def models(self) -> dict[str, Any]:
+        return {"megatron": SimpleNamespace(save_checkpoint=lambda folder, background: self.write(Path(folder)))}
 
     def train(self, *, steps: int = 99, error: Exception | None = None) -> None:
         """So many steps, then one that samples and fails; without an error the data is used up there."""
@@ -72,7 +78,7 @@ class Run:
                 number = self.state["total_steps"] + 1
                 self.dumps.begin(number, [], None, make_facts())
                 return replace(self.report, failure=self.refit_fails.get(number))
-            self.samples.waiting[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
+            self.waiting[:] = self.rollouts.tokens.put([[make_trajectory(3)]])
             self.state["generation_batches"] += 1
             if error is not None:
                 raise error
@@ -81,7 +87,8 @@ class Run:
         train_steps(self, step)  # type: ignore[arg-type]
 
     def saved(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        return Checkpointer.load(self.checkpointer.path(step))
+        path = self.checkpointer.path(step)
+        return read_state(path), read_loader_state(path)
 
 
 def validating(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, float] | Exception) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_grpo.algorithms.advantages import add_ppo_advantages as add_advantages
-from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config, LossConfig, PPOConfig
 from megatron_grpo.data.trajectory import Trajectory

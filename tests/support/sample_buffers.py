@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.algorithms.sample_buffer import SampleBuffer
 from megatron_grpo.config.schema import AsyncGRPOConfig, LoopConfig
-from megatron_grpo.controller.oversampling import Oversampling
-from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.data.loader import PromptLoader, Visits, prompt_batches
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -54,7 +53,7 @@ class Process:
 
     def __init__(
         self,
-        sampler: type[SampleBuffer] | type[Oversampling],
+        sampler: type[SampleBuffer],
         prompts: Prompts,
         config: AsyncGRPOConfig,
         *,

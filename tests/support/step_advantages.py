@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages
-from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.step_batch import StepBatch

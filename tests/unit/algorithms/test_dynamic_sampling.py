@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.scoring import dynamic_sampling
+from megatron_grpo.algorithms.samples import dynamic_sampling
 from megatron_grpo.losses.advantages import group_advantages, has_signal
 
 

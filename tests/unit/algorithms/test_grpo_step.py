@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import grpo, samples
-from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.advantages import score
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Outcome

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.stages import combine_results, learn, learn_values, train_in_minibatches
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig, PolicyConfig
-from megatron_grpo.controller.failures import FiniteGuard, StepGuard
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.losses.loss import LossFunction
 from megatron_grpo.losses.policy_loss import add_derived_metrics
@@ -145,7 +145,7 @@ def test_a_bad_gradient_ends_the_run_and_names_the_prompts(of_values: bool, what
     rollouts = FakeRollouts()
     pairs = [[make_trajectory(prompt_idx=30 + 2 * i + j, sample=j) for j in range(2)] for i in range(3)]
     groups = rollouts.tokens.put(pairs)
-    guard = StepGuard(FiniteGuard(tmp_path, rollouts.tokens.fetch), groups, step=4)
+    guard = StepGuard(tmp_path, rollouts.tokens.fetch, groups, step=4)
     config = Config(algorithm="ppo" if of_values else "grpo", policy=PolicyConfig(train_global_batch_samples=2))
     config.value.train_global_batch_samples = 2
     stage, model = (learn_values if of_values else learn), RecordingPolicy(bad_call=2)
@@ -161,7 +161,7 @@ def test_a_value_model_has_minibatches_of_its_own() -> None:
     config = Config(algorithm="ppo", policy=PolicyConfig(train_global_batch_samples=3))
     config.value.train_global_batch_samples = 2
     config.ppo.ppo_epochs = 2
-    model, guard = RecordingPolicy(), StepGuard(FiniteGuard(Path(), FakeRollouts().tokens.fetch), [], step=1)
+    model, guard = RecordingPolicy(), StepGuard(Path(), FakeRollouts().tokens.fetch, [], step=1)
     add_moments(model)
     metrics = learn_values(config, make_batch(), model, NO_LOSS, guard)  # type: ignore[arg-type]
     assert model.sequences == [[0, 1], [2, 3], [4, 5]] * 2

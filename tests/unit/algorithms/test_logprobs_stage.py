@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithms.records import StepGuard
 from megatron_grpo.algorithms.stages import add_logprobs, training_batch
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config, GRPOConfig, LossConfig
-from megatron_grpo.controller.failures import FiniteGuard, StepGuard
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
@@ -45,7 +45,7 @@ class Stage:
     def run(self) -> tuple[StepBatch, dict[str, float]]:
         groups = self.rollouts.tokens.put([self.trajectories[:2], self.trajectories[2:]])
         batch = training_batch(self.config, groups, self.rollouts)
-        guard = StepGuard(FiniteGuard(self.folder, self.rollouts.tokens.fetch), groups, step=1)
+        guard = StepGuard(self.folder, self.rollouts.tokens.fetch, groups, step=1)
         return batch, add_logprobs(self.config, batch, self.policy, self.rollouts, guard, self.timer)
 
 

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_ppo_advantages as add_advantages
-from megatron_grpo.algorithms.advantages import on_tokens
+from megatron_grpo.algorithms.advantages import add_advantages, on_tokens, score
 from megatron_grpo.algorithms.advantages import ppo_token_advantages as token_advantages
-from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.algorithms.stages import training_batch
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.trajectory import Trajectory

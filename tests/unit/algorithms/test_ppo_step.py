@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import ppo
+from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.controller.loop import StepReport
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.trainer.group import NonFiniteGradientError, TrainResult

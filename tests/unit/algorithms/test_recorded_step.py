@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.algorithms.context import default_grpo_save_state
 from megatron_grpo.algorithms.grpo import grpo_step
+from megatron_grpo.algorithms.loop import StepReport
+from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.algorithms.sampling_only import sampling_step
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.controller.loop import StepReport
-from megatron_grpo.controller.recordings import RecordedSteps
-from megatron_grpo.controller.save_state import default_grpo_save_state
 from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from tests.support.grpo_run import EVERYTHING, Run
 from tests.support.recording import make_record
@@ -34,7 +34,7 @@ def reading(folder: Path, recording: Path, *overrides: str) -> Run:
     """A run that samples nothing."""
     folder.mkdir()
     run = Run(folder, f"debug.rollouts_from={recording}", "data.val_path=null", "checkpointing=none", *overrides)
-    run.run.samples.recorded = run.run.loader = RecordedSteps(str(recording), 2)
+    run.run.loader = RecordedSteps(str(recording), 2)
     run.run.transport = None
     run.rollouts.answers = lambda *_: pytest.fail("something was sampled")
     return run
@@ -79,7 +79,7 @@ def test_it_is_the_recorded_step(overrides: list[str], tmp_path: Path) -> None:
 def test_groups_that_an_earlier_start_sampled_are_counted_once(tmp_path: Path) -> None:
     first = Run(tmp_path / "first", *DYNAMIC)
     carried = [make_trajectory(2, group=9, prompt_idx=9, sample=i, reward=float(i)) for i in (0, 1)]
-    first.run.samples.waiting += first.rollouts.tokens.put([carried])
+    first.run.waiting += first.rollouts.tokens.put([carried])
     sampled = first.step()
     record(first, tmp_path / "recording")
     assert first.run.dumps.facts[1].carried == 1
@@ -95,7 +95,7 @@ def test_it_ends_where_the_recording_does(tmp_path: Path) -> None:
     second = reading(tmp_path / "second", tmp_path / "recording")
     second.step()
     assert grpo_step(second.run, iter(())) is None
-    assert second.run.samples.used_up == f"the recording is used up: {tmp_path / 'recording'} ends with step 1"
+    assert second.run.used_up == f"the recording is used up: {tmp_path / 'recording'} ends with step 1"
 
 
 def test_a_reward_that_was_changed_to_nothing_is_refused(tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from megatron_grpo.algorithms import samples as stage
+from megatron_grpo.algorithms.advantages import score
+from megatron_grpo.algorithms.context import SamplingRun
+from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
 from megatron_grpo.algorithms.samples import StepSamples, sample
-from megatron_grpo.algorithms.scoring import score
 from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.config.schema import AsyncGRPOConfig, Config, GRPOConfig, RewardShapingConfig
-from megatron_grpo.controller.context import SampleSource
-from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.fake_rollouts import FakeRollouts
-from tests.support.fake_run import SETTINGS, make_source
+from tests.support.fake_run import SETTINGS, make_sampling_run
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain_groups
 
 SAMPLES = 2
@@ -45,18 +45,18 @@ def answers(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]
     ]
 
 
-def make(tmp_path: Path, **settings: Any) -> tuple[SampleSource, FakeRollouts]:
+def make(tmp_path: Path, **settings: Any) -> tuple[SamplingRun, FakeRollouts]:
     rollouts = FakeRollouts(answers)
     config = Config(grpo=GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=SAMPLES, **settings))
-    return make_source(config, tmp_path, rollouts), rollouts
+    return make_sampling_run(config, tmp_path, rollouts), rollouts
 
 
 def batches(*rows: list[int]) -> Iterator[Any]:
     return iter([[{"idx": idx} for idx in row] for row in rows])
 
 
-def drawn(source: SampleSource, prompts: Iterator[Any]) -> StepSamples:
-    samples = sample(source, prompts, StepTimer())
+def drawn(run: SamplingRun, prompts: Iterator[Any]) -> StepSamples:
+    samples = sample(run, prompts, StepTimer())
     assert samples is not None
     return samples
 
@@ -84,31 +84,31 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_without_dynamic_sampling_a_step_is_a_generation_batch(tmp_path: Path) -> None:
-    (source, rollouts), prompts = make(tmp_path), batches([1, 2, 3], [4, 5, 6])
+    (run, rollouts), prompts = make(tmp_path), batches([1, 2, 3], [4, 5, 6])
     for expected in ([1, 2, 3], [4, 5, 6]):
-        samples = drawn(source, prompts)
+        samples = drawn(run, prompts)
         assert prompts_of(samples.outcomes) == expected
         assert samples.outcomes == samples.sampled
         assert samples.metrics == {}
         assert samples.scores is None, "nobody has asked yet"
-    assert sample(source, prompts, StepTimer()) is None
+    assert sample(run, prompts, StepTimer()) is None
     assert [asked["step"] for asked in rollouts.asked] == [1, 2]
-    assert source.state["consumed_samples"] == 6
+    assert run.state["consumed_samples"] == 6
 
 
 def test_what_decides_the_draw(tmp_path: Path) -> None:
-    source, rollouts = make(tmp_path, seed=17)
-    source.state["generation_batches"] = 4
-    drawn(source, batches([8, 3]))
+    run, rollouts = make(tmp_path, seed=17)
+    run.state["generation_batches"] = 4
+    drawn(run, batches([8, 3]))
     assert rollouts.asked == [
         {"rows": [8, 3], "samples_per_prompt": SAMPLES, "settings": SETTINGS, "run_seed": 17, "step": 5}
     ]
 
 
 def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> None:
-    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    run, rollouts = make(tmp_path, use_dynamic_sampling=True)
     prompts = batches([0, 1, 2], [3, 5, 7], [4, 6, 8], [10, 12, 14])
-    samples = drawn(source, prompts)
+    samples = drawn(run, prompts)
     assert prompts_of(samples.outcomes) == [0, 2, 4]
     assert [one.group for one in samples.outcomes] == [0, 0, 1, 1, 2, 2]
     assert prompts_of(samples.sampled) == [0, 1, 2, 3, 5, 7, 4, 6, 8]
@@ -117,26 +117,26 @@ def test_dynamic_sampling_fills_a_step_from_several_batches(tmp_path: Path) -> N
         "dynamic_sampling_groups_without_signal": 4.0,
         "dynamic_sampling_groups_sliced": 2.0,
     }
-    assert source.waiting == []
+    assert run.waiting == []
     assert [[row["prompt_idx"] for row in group] for group in trajectories_of(samples.groups)] == [
         [0] * 2,
         [2] * 2,
         [4] * 2,
     ]
-    samples = drawn(source, prompts)
+    samples = drawn(run, prompts)
     assert prompts_of(samples.outcomes) == [10, 12, 14]
     assert [asked["step"] for asked in rollouts.asked] == [1, 2, 3, 4], "every generation batch has seeds of its own"
-    assert source.state["consumed_samples"] == 12
+    assert run.state["consumed_samples"] == 12
     assert rollouts.fetched == [], "no token comes to the driver"
 
 
 def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
     """The scores of a group go with the group into the step, also from an earlier generation batch."""
     shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=2, max_response_length=3)
-    source, _ = make(tmp_path, use_dynamic_sampling=True, reward_shaping=shaping)
-    samples = drawn(source, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
+    run, _ = make(tmp_path, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples = drawn(run, batches([0, 1, 2], [3, 5, 7], [4, 6, 8]))
     assert scored == [0, 1, 2, 3, 5, 7, 4, 6, 8]
-    expected = score(source.config, samples.outcomes)
+    expected = score(run.config, samples.outcomes)
     assert samples.scores is not None
     assert samples.scores.rewards.tolist() == expected.rewards.tolist()
     assert samples.scores.kept.tolist() == samples.scores.differs.tolist() == [True] * 3
@@ -144,19 +144,19 @@ def test_a_group_is_scored_once(tmp_path: Path, scored: list[int]) -> None:
 
 
 def test_without_dynamic_sampling_scores_are_left_to_the_step(tmp_path: Path, scored: list[int]) -> None:
-    source, _ = make(tmp_path)
-    drawn(source, batches([0, 1, 2]))
+    run, _ = make(tmp_path)
+    drawn(run, batches([0, 1, 2]))
     assert scored == []
 
 
 def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, scored: list[int]) -> None:
-    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
-    waiting = source.waiting
-    assert sample(source, batches([0, 1, 2]), StepTimer()) is None
-    assert waiting is source.waiting, "whoever saves it holds the list"
-    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.tokens.fetch(source.waiting)])
+    run, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    waiting = run.waiting
+    assert sample(run, batches([0, 1, 2]), StepTimer()) is None
+    assert waiting is run.waiting, "whoever saves it holds the list"
+    saved = json.dumps([[one.to_row() for one in group] for group in rollouts.tokens.fetch(run.waiting)])
     resumed, again = make(tmp_path, use_dynamic_sampling=True)
-    resumed.state = json.loads(json.dumps(source.state))
+    resumed.state = json.loads(json.dumps(run.state))
     resumed.waiting[:] = again.put([[Trajectory.from_row(row) for row in group] for group in json.loads(saved)])
     scored.clear()
     continued = drawn(resumed, batches([4, 6, 8]))
@@ -171,62 +171,62 @@ def test_what_waits_when_the_data_ends_is_there_after_a_restart(tmp_path: Path, 
 
 
 def test_a_step_that_does_not_fill_up_ends_the_run(tmp_path: Path) -> None:
-    source, _ = make(tmp_path, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
+    run, _ = make(tmp_path, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
     with pytest.raises(SamplingError, match=r"found 1 of the 3 prompts of a step in .*max_gen_batches=2"):
-        sample(source, batches([0, 1, 3], [5, 7, 9], [2, 4, 6]), StepTimer())
+        sample(run, batches([0, 1, 3], [5, 7, 9], [2, 4, 6]), StepTimer())
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_what_is_not_finite_is_found_before_anything_is_made_of_it(dynamic: bool, tmp_path: Path) -> None:
-    source, rollouts = make(tmp_path, use_dynamic_sampling=dynamic)
-    source.state["total_steps"] = 6
+    run, rollouts = make(tmp_path, use_dynamic_sampling=dynamic)
+    run.state["total_steps"] = 6
     fine = make_trajectory(prompt_idx=5)
     rollouts.answers = lambda *_: [[fine, make_trajectory(prompt_idx=5, reward=math.nan)]]
     with pytest.raises(SamplingError, match=r"step 7: the reward is not finite for 1 response\(s\) to prompt\(s\) 5"):
-        sample(source, batches([5]), StepTimer())
+        sample(run, batches([5]), StepTimer())
     rollouts.answers = lambda *_: [[make_trajectory(prompt_idx=5, logprobs=[math.nan, 0.0]), fine]]
     with pytest.raises(RunError, match="step 7: a sampling log-probability is not finite") as caught:
-        sample(source, batches([5]), StepTimer())
+        sample(run, batches([5]), StepTimer())
     assert not isinstance(caught.value, SamplingError)
-    assert source.waiting == []
+    assert run.waiting == []
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_samples_that_were_drawn_ahead(dynamic: bool, tmp_path: Path) -> None:
     """The same groups as in turn, taken from what is under way; counts are of what steps took, for a resume."""
-    (source, rollouts), (plain, _) = (make(tmp_path, use_dynamic_sampling=dynamic) for _ in range(2))
+    (run, rollouts), (plain, _) = (make(tmp_path, use_dynamic_sampling=dynamic) for _ in range(2))
     rows = [[0, 1, 2], [4, 5, 7], [6, 8, 10], [12, 14, 16]]
     pool: Any = rollouts
     loader: Any = SimpleNamespace(state_dict=dict)
     options = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=1)
-    loop = replace(source.config.loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
-    source.buffer = SampleBuffer(pool, loader, loop, SETTINGS, 0)
+    loop = replace(run.config.loop, num_generations_per_prompt=SAMPLES, max_num_steps=9, async_grpo=options)
+    run.buffer = OrderedBuffer(pool, loader, loop, SETTINGS, 0)
     prompts, in_turn = batches(*rows), batches(*rows)
-    expected, taken = drawn(plain, in_turn), drawn(source, prompts)
+    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
     assert taken.outcomes == expected.outcomes
-    assert source.state == plain.state
-    assert len(rollouts.asked) == source.state["generation_batches"] + 1
+    assert run.state == plain.state
+    assert len(rollouts.asked) == run.state["generation_batches"] + 1
     assert taken.metrics.items() >= expected.metrics.items()
     assert taken.metrics["trajectory_age_max"] == 0
     assert taken.metrics["buffer_depth"] == 3
     assert taken.metrics["exposed_generation_s"] >= 0
-    source.state["total_steps"] = plain.state["total_steps"] = 1
-    expected, taken = drawn(plain, in_turn), drawn(source, prompts)
+    run.state["total_steps"] = plain.state["total_steps"] = 1
+    expected, taken = drawn(plain, in_turn), drawn(run, prompts)
     assert taken.outcomes == expected.outcomes
     assert taken.metrics["trajectory_age_max"] == 1
 
 
 def test_a_rollout_that_failed_makes_no_difference(tmp_path: Path) -> None:
     """A group with one other sample has nothing to compare it with, and is dropped; one with two others is not."""
-    source, rollouts = make(tmp_path, use_dynamic_sampling=True)
-    source.config.grpo.num_generations_per_prompt = 3
-    source.config.grpo.num_prompts_per_step = 1
+    run, rollouts = make(tmp_path, use_dynamic_sampling=True)
+    run.config.grpo.num_generations_per_prompt = 3
+    run.config.grpo.num_prompts_per_step = 1
     failed = failed_trajectory(prompt_idx=0)
     rollouts.answers = lambda *_: [
         [make_trajectory(reward=1.0), failed, failed],
         [failed, make_trajectory(prompt_idx=1, reward=0.0), make_trajectory(prompt_idx=1, reward=1.0)],
     ]
-    samples = drawn(source, batches([0, 1]))
+    samples = drawn(run, batches([0, 1]))
     assert [one.prompt_idx for one in samples.outcomes] == [0, 1, 1]
     assert [one.failure for one in samples.outcomes] == ["it raised twice", None, None]
     assert samples.metrics["dynamic_sampling_groups_without_signal"] == 1

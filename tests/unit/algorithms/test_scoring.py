@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.algorithms.scoring import Scores, score
+from megatron_grpo.algorithms.advantages import Scores, score
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,
@@ -204,10 +203,12 @@ def test_gdpo_drops_groups_whose_rewards_cancel_out() -> None:
     assert score(gdpo_config((1.0, 1.0)), gdpo_step(parts)).kept.tolist() == [False, True]
 
 
-def entries(scores: Scores) -> dict[str, Any]:
-    """To the last digit, and for equality: NaN is a number that no test gives."""
-    values = {one.name: getattr(scores, one.name) for one in fields(scores)}
-    return {name: None if value is None else value.float().nan_to_num(-9.0).tolist() for name, value in values.items()}
+def entries(scores: Scores, groups: list[int]) -> dict[str, Any]:
+    """Those of some groups to the last digit, and for equality: NaN is a number that no test gives."""
+    chosen = {"rewards": scores.rewards[groups], "differs": scores.differs[groups], "kept": scores.kept[groups]}
+    if scores.parts is not None:
+        chosen["parts"] = scores.parts[:, groups]
+    return {name: value.float().nan_to_num(-9.0).tolist() for name, value in chosen.items()}
 
 
 @settings(deadline=None, max_examples=50)
@@ -220,7 +221,7 @@ def entries(scores: Scores) -> dict[str, Any]:
     st.booleans(),
 )
 def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[int], Any], gdpo: bool) -> None:
-    """What a group scores does not depend on its company, so it can be computed once and put together later."""
+    """So what dynamic sampling has seen of a group is what the step trains on, beside whatever groups."""
     groups, chosen, data = drawn
     for one in [one for group in groups for one in group]:
         one.reward_parts = data.draw(st.dictionaries(st.sampled_from(["right", "short"]), st.sampled_from([0.0, 1.0])))
@@ -228,6 +229,6 @@ def test_scores_of_groups_are_those_of_the_groups_alone(drawn: tuple[Any, list[i
     keys = gdpo_config(samples=3) if gdpo else config(3, reward_shaping=shaping)
     whole = score(keys, [one for group in groups for one in group])
     alone = score(keys, [one for number in chosen for one in groups[number]])
-    assert entries(whole.of_groups(chosen)) == entries(alone)
-    assert entries(Scores.joined([whole.of_groups([number]) for number in chosen])) == entries(alone)
-    assert entries(Scores.joined([whole])) == entries(whole)
+    assert entries(whole, chosen) == entries(alone, list(range(len(chosen))))
+    joined = Scores.joined([score(keys, groups[number]) for number in chosen])
+    assert entries(joined, list(range(len(chosen)))) == entries(alone, list(range(len(chosen))))

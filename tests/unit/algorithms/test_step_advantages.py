@@ -10,10 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megatron_grpo.algorithms.advantages import add_advantages
-from megatron_grpo.algorithms.report import sampling_metrics
+from megatron_grpo.algorithms.advantages import add_advantages, score
 from megatron_grpo.algorithms.samples import StepSamples
-from megatron_grpo.algorithms.scoring import score
+from megatron_grpo.algorithms.stages import sampling_metrics
 from megatron_grpo.config.schema import (
     AdvantageEstimatorConfig,
     Config,

@@ -51,18 +51,17 @@ def test_late_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_late_workers_are_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Messages may call a worker other than its process is called."""
     play_ray(monkeypatch, {"a": 1, "b": NEVER})
     process = "environment math worker {}".format
     with driver_log(tmp_path, "debug") as folder, logged_processes(folder, {process(1): SLEEPS}) as processes:
         processes[process(1)].send_signal(signal.SIGSTOP)
         with pytest.raises(RunError) as raised:
-            gather(["a", "b"], deadline_s=0.3, what="environment math", name="worker {}".format, process=process)
-    begin = "environment math: no answer from worker 1 within 0.3 s; environment math worker 1 (pid "
+            gather(["a", "b"], deadline_s=0.3, what="environment math", name=process)
+    begin = "environment math: no answer from environment math worker 1 within 0.3 s; environment math worker 1 (pid "
     assert str(raised.value).startswith(begin)
     assert ": its process is stopped (SIGSTOP); stacks are in " in str(raised.value)
     log = log_file(folder, "driver").read_text()
-    assert "environment math: waits up to 0.3 s for worker 0, worker 1" in log
+    assert "environment math: waits up to 0.3 s for environment math worker 0, environment math worker 1" in log
     assert "environment math: begins" in log, "the driver's own phase"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import CheckpointingConfig
 from megatron_grpo.controller.checkpoint_files import verify
 from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.saving import advance_saving, begin_saving, finish_saving
 
 
 class FakeModel:
@@ -24,6 +22,10 @@ class FakeModel:
         self.written = False
         self.error: RunError | None = None
         self.folder: Path | None = None
+
+    def save_checkpoint(self, folder: str, *, background: bool) -> None:
+        assert background
+        self.folder = Path(folder)
 
     def checkpoint_is_written(self) -> bool:
         return self.written
@@ -39,25 +41,18 @@ class FakeRun:
     def __init__(self, folder: Path) -> None:
         self.model, self.notes = FakeModel(), list[str]()
         self.checkpointer = Checkpointer(folder, CheckpointingConfig(async_save=True, keep_top_k=1))
-        self.logger = SimpleNamespace(note=self.notes.append)
-
-    def models(self) -> list[FakeModel]:
-        return [self.model]
-
-    def save_models(self, folder: Path, *, background: bool) -> None:
-        assert background
-        self.model.folder = folder
+        self.checkpointer.note = self.notes.append
 
     def begin(self, step: int) -> None:
         state = {"save_state": {"total_steps": step}, "metrics": {"val_accuracy": 0.5}}
-        begin_saving(self, step, state, {"position": step})  # type: ignore[arg-type]
+        models: Any = {"megatron": self.model}
+        self.checkpointer.begin(step, state, {"position": step}, models, background=True)
 
     def settle(self) -> None:
         """Look after it until it is complete."""
-        pending = self.checkpointer.pending
-        assert pending is not None
+        assert self.checkpointer.pending is not None
         while self.checkpointer.pending is not None:
-            advance_saving(self)  # type: ignore[arg-type]
+            self.checkpointer.advance()
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ def run(tmp_path: Path) -> Any:
 def test_it_is_complete_once_ranks_have_written_and_all_is_digested(run: FakeRun) -> None:
     run.begin(1)
     for _ in range(3):
-        advance_saving(run)  # type: ignore[arg-type]
+        run.checkpointer.advance()
     assert run.checkpointer.steps() == []
     run.model.written = True
     run.settle()
@@ -81,18 +76,18 @@ def test_the_next_save_waits_for_it_and_old_ones_go(run: FakeRun) -> None:
     run.begin(1)
     run.begin(2)
     assert run.checkpointer.steps() == [1]
-    finish_saving(run)  # type: ignore[arg-type]
+    run.checkpointer.finish()
     assert run.checkpointer.steps() == [2]  # keep_top_k
-    finish_saving(run)  # type: ignore[arg-type]  # nothing to do
+    run.checkpointer.finish()  # nothing to do
 
 
 def test_a_failed_one_is_told_and_given_up(run: FakeRun) -> None:
     run.begin(1)
-    finish_saving(run)  # type: ignore[arg-type]
+    run.checkpointer.finish()
     run.begin(2)
     run.model.error = RunError("rank 1: disk full")
     with pytest.raises(RunError, match="disk full"):
-        finish_saving(run)  # type: ignore[arg-type]
+        run.checkpointer.finish()
     assert run.checkpointer.pending is None
     assert run.checkpointer.steps() == [1]
     assert run.checkpointer.find() == run.checkpointer.path(1)
@@ -101,11 +96,11 @@ def test_a_failed_one_is_told_and_given_up(run: FakeRun) -> None:
 def test_a_kill_at_any_moment_leaves_the_one_before(run: FakeRun, tmp_path: Path) -> None:
     """What a new process finds of a checkpoint that was begun, and of one whose ranks had written."""
     run.begin(1)
-    finish_saving(run)  # type: ignore[arg-type]
+    run.checkpointer.finish()
     run.begin(2)
     for written in (False, True):
         run.model.written = written
-        advance_saving(run)  # type: ignore[arg-type]
+        run.checkpointer.advance()
         again = Checkpointer(tmp_path, replace(run.checkpointer.config))
         assert again.find() == again.path(1)
     pending = run.checkpointer.pending

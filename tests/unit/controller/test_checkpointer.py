@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_grpo.config.errors import ConfigError
+from megatron_grpo.config.errors import ConfigError, RunError
 from megatron_grpo.config.schema import CheckpointingConfig
+from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.checkpoints import Checkpointer
+from tests.support.checkpoints import fake_models
 
 
 def state_of(step: int, score: float | None) -> dict[str, Any]:
@@ -21,10 +24,9 @@ def saved(run_dir: Path, scores: dict[int, float | None], **settings: object) ->
     checkpointer = Checkpointer(run_dir, CheckpointingConfig(**settings))
     for step, score in scores.items():
         metrics = {} if score is None else {"val_accuracy": score}
-        with checkpointer.writing(
-            step, {"save_state": {"total_steps": step}, "metrics": metrics}, {"position": step}
-        ) as folder:
-            (folder / "weights").write_text(str(step))
+        state = {"save_state": {"total_steps": step}, "metrics": metrics}
+        checkpointer.begin(step, state, {"position": step}, fake_models(step, "megatron"))
+        checkpointer.finish()
     return checkpointer
 
 
@@ -36,17 +38,22 @@ def test_what_was_written_is_found_whole(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {2: 0.5, 10: 0.4})
     found = checkpointer.find()
     assert found == tmp_path / "checkpoints" / "step_10"
-    assert Checkpointer.load(found) == (
+    assert (read_state(found), read_loader_state(found)) == (
         {"save_state": {"total_steps": 10}, "metrics": {"val_accuracy": 0.4}},
         {"position": 10},
     )
-    assert (found / "weights").read_text() == "10"
+    assert (found / "megatron" / "common.pt").read_text().startswith("common.pt of step 10")
 
 
 def test_a_write_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, {1: None})
-    with pytest.raises(OSError, match="disk full"), checkpointer.writing(2, {}, {}):
+
+    def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
+
+    model: Any = SimpleNamespace(save_checkpoint=fail)
+    with pytest.raises(RunError, match=r"step_2 cannot be written: disk full"):
+        checkpointer.begin(2, {}, {}, {"megatron": model})
     assert checkpointer.steps() == [1]
     checkpointer.remove_leftovers()
     assert [entry.name for entry in checkpointer.folder.iterdir()] == ["step_1"]
@@ -57,7 +64,7 @@ def test_a_late_validation_ranks_a_checkpoint_anew(tmp_path: Path) -> None:
     assert checkpointer.steps() == [1, 2]
     checkpointer.update(2, state_of(2, 0.9))
     assert checkpointer.steps() == [2]
-    assert Checkpointer.load(checkpointer.path(2)) == (state_of(2, 0.9), {"position": 2})
+    assert (read_state(path := checkpointer.path(2)), read_loader_state(path)) == (state_of(2, 0.9), {"position": 2})
 
 
 def test_a_removal_that_breaks_off_leaves_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

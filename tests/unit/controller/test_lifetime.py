@@ -105,7 +105,7 @@ def test_a_folder_without_a_run_gets_no_report(tmp_path: Path) -> None:
 
 def test_once_a_run_is_up_its_logger_writes(tmp_path: Path) -> None:
     ends: list[RunEnd] = []
-    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=ends.append):
+    with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=lambda end: ends.append(end)):
         raise RunError("the engine died")
     assert ends == [RunEnd("failed", "the engine died")]
 
@@ -118,7 +118,7 @@ def test_the_summary_of_an_earlier_start_does_not_stay(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_hide_why_a_run_ended(tmp_path: Path) -> None:
-    def fail(_: RunEnd) -> None:
+    def fail(end: RunEnd) -> None:
         raise OSError("no space left on device")
 
     with pytest.raises(RunError, match="the engine died"), recorded(tmp_path, write=fail):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from megatron_grpo.algorithms.context import Placement
 from megatron_grpo.algorithms.stages import publish
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
-from megatron_grpo.controller.context import Colocated, Placement
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.weights.refit.transport import RefitError
 
@@ -56,9 +56,9 @@ class Model:
         self._events.happens(f"{self._name} onloads")
 
 
-def colocated(events: Any) -> Colocated:
+def colocated(events: Any) -> Placement:
     models: Any = Model(events, "policy"), Model(events, "value")
-    return Colocated(events, models[0], [models[1]])
+    return Placement(events, models[0], [models[1]])
 
 
 def publish_with(placement: Placement, events: Any, timer: StepTimer | None = None) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.algorithms.records import RecordedSteps
 from megatron_grpo.config.errors import ConfigError, RunError, SamplingError
-from megatron_grpo.controller.recordings import RecordedSteps
 from megatron_grpo.controller.startup import restore_from_folder
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.rollout_files import rollouts_file
@@ -40,8 +40,7 @@ def test_a_recording_that_begins_later_is_refused(tmp_path: Path) -> None:
 
 def test_an_engine_is_replaced_by_one_with_the_weights_of_the_folder() -> None:
     replaced: list[Any] = []
-    restore = restore_from_folder(SimpleNamespace(replace=replaced.append))  # type: ignore[arg-type]
-    restore({1: "it died"})
+    restore_from_folder(SimpleNamespace(replace=replaced.append), {1: "it died"})  # type: ignore[arg-type]
     assert replaced == [{1: "it died"}]
 
 
@@ -50,4 +49,4 @@ def test_an_engine_that_is_not_replaced_ends_the_sampling() -> None:
         raise RunError("as often as generation.engine_restarts=1 allows")
 
     with pytest.raises(SamplingError, match="as often as"):
-        restore_from_folder(SimpleNamespace(replace=refuse))({0: "it died"})  # type: ignore[arg-type]
+        restore_from_folder(SimpleNamespace(replace=refuse), {0: "it died"})  # type: ignore[arg-type]

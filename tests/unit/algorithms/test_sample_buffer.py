@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithms.sample_buffer import OrderedBuffer
 from megatron_grpo.config.schema import AsyncGRPOConfig
-from megatron_grpo.controller.sample_buffer import SampleBuffer
 from megatron_grpo.observability.timing import StepTimer
 from tests.support.sample_buffers import Process, Prompts, course
 
@@ -18,7 +18,7 @@ DATA = Prompts(rows=11, per_batch=3, epochs=3)
 
 def begin(age: int, checkpoint: dict[str, Any] | None = None, steps: int = 99) -> Process:
     config = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=age)
-    return Process(SampleBuffer, DATA, config, checkpoint=checkpoint, steps=steps)
+    return Process(OrderedBuffer, DATA, config, checkpoint=checkpoint, steps=steps)
 
 
 @pytest.mark.parametrize("age", [0, 1, 4])

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_grpo.algorithms.loop import StepReport
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.schema import EarlyStopConfig, LossConfig
-from megatron_grpo.controller.loop import StepReport
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.weights.refit.transport import PolicyLostError, RefitError
 from tests.support.damage import flip
@@ -83,7 +83,7 @@ def test_a_refit_that_fails_and_a_save_that_fails_too(tmp_path: Path) -> None:
     def fail(_: Path) -> None:
         raise RunError("checkpoint: policy rank 1 died")
 
-    run.models = fail
+    run.write = fail
     with pytest.raises(RefitError, match="policy rank 1 died"):
         run.train()
     assert "step 1 could not be saved: checkpoint: policy rank 1 died" in run.logged
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line(tmp_path: Path) -> None:
     def fail(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    run.models = fail
+    run.write = fail
     with pytest.raises(RunError, match=r"checkpoints/step_2 cannot be written: .*No space left on device"):
         run.train()
 
@@ -130,7 +130,7 @@ def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path, error: Except
     def fail(_: Path) -> None:
         raise error
 
-    run.models = fail
+    run.write = fail
     with pytest.raises(SamplingError, match="the engine died"):
         run.train(steps=1, error=SamplingError("the engine died"))
     (told,) = [line for line in run.logged if line.startswith("step 1 could not be saved: ")]
@@ -258,7 +258,7 @@ def test_what_waits_is_saved_with_its_tokens(tmp_path: Path) -> None:
     run = Run(tmp_path)
     groups = [[make_trajectory(3, reward=0.5), make_trajectory(1)], [make_trajectory(2, logprobs=[-0.1, -0.2])]]
     groups[0][1].routed = np.array([[3, 1]], dtype=np.int16)
-    run.samples.waiting[:] = run.rollouts.tokens.put(groups)
+    run.waiting[:] = run.rollouts.tokens.put(groups)
     run.train(steps=2)
     state, _ = run.saved(2)
     resumed = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]

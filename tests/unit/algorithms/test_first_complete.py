@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.controller.oversampling import FirstComplete
+from megatron_grpo.algorithms.sample_buffer import FirstComplete
+from megatron_grpo.sampler.pool import Complete
 
 PER_TAKE = st.integers(1, 3)
 AGES = st.integers(1, 3)
@@ -27,7 +28,7 @@ def can_be_taken_in_time(begun_at: list[int], version: int, per_take: int, age: 
 def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_taken_in_time(
     per_take: int, age: int, beyond: int, luck: list[int], takes: list[int]
 ) -> None:
-    buffer: FirstComplete[int] = FirstComplete(per_take, age)
+    buffer: FirstComplete = FirstComplete(per_take, age)
     under_way = min(per_take + beyond, per_take * (age + 1))
     begun_at: list[int] = []
     complete: list[int] = []
@@ -48,15 +49,16 @@ def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_ta
             done = left[luck[draws % len(luck)] % len(left)]
             draws += 1
             complete.append(done)
-            buffer.put(done, done)
-        assert taken.groups == sorted(complete)[:per_take]
-        assert all(version - begun_at[number] <= age for number in taken.groups)
-        assert taken.resumed == len(passed_over & {*taken.groups})
-        used += taken.groups
-        complete = [number for number in complete if number not in taken.groups]
-        remaining = [number for number in waiting if number not in taken.groups]
-        left_over = {number for number in remaining if number < taken.groups[-1]}
-        assert taken.left_over == len(left_over)
+            buffer.put(Complete(done, worker=0))
+        numbers = [one.number for one in taken]
+        assert numbers == sorted(complete)[:per_take]
+        assert all(version - begun_at[number] <= age for number in numbers)
+        assert buffer.resumed == len(passed_over & {*numbers})
+        used += numbers
+        complete = [number for number in complete if number not in numbers]
+        remaining = [number for number in waiting if number not in numbers]
+        left_over = {number for number in remaining if number < numbers[-1]}
+        assert buffer.left_over == len(left_over)
         passed_over |= left_over
         assert buffer.rows == [100 + number for number in remaining]
         assert buffer.complete == len(complete)
@@ -65,26 +67,26 @@ def test_a_step_takes_the_oldest_complete_ones_as_soon_as_what_remains_can_be_ta
 
 
 def test_a_long_response_is_waited_for_when_its_time_has_come() -> None:
-    buffer: FirstComplete[str] = FirstComplete(2, max_age_steps=1)
+    buffer: FirstComplete = FirstComplete(2, max_age_steps=1)
     for row in range(3):
         buffer.add(row, version=0)
-    buffer.put(1, "b")
-    buffer.put(2, "c")
+    for number in (1, 2):
+        buffer.put(Complete(number, worker=0))
     first = buffer.take(0)
     assert first is not None
-    assert (first.groups, first.resumed, first.left_over) == (["b", "c"], 0, 1)
+    assert ([one.number for one in first], buffer.resumed, buffer.left_over) == ([1, 2], 0, 1)
     for row in (3, 4):
-        buffer.put(buffer.add(row, version=1), "later")
+        buffer.put(Complete(buffer.add(row, version=1), worker=0))
     assert buffer.take(1) is None, "row 0 would be too old for the next step"
-    buffer.put(0, "a")
+    buffer.put(Complete(0, worker=0))
     second = buffer.take(1)
     assert second is not None
-    assert (second.groups, second.resumed, second.left_over) == (["a", "later"], 1, 0)
+    assert ([one.number for one in second], buffer.resumed, buffer.left_over) == ([0, 3], 1, 0)
     assert buffer.rows == [4]
 
 
 def test_what_would_become_too_old_is_not_begun() -> None:
-    buffer: FirstComplete[str] = FirstComplete(1, max_age_steps=1)
+    buffer: FirstComplete = FirstComplete(1, max_age_steps=1)
     buffer.add(0, version=0)
     buffer.add(1, version=0)
     with pytest.raises(AssertionError, match="too old"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_grpo.algorithms.context import EarlyStopState, SamplingRun
 from megatron_grpo.config.loop_schema import VALIDATION_METRICS, VALIDATION_PREFIX
-from megatron_grpo.controller.context import SamplingRun
+from megatron_grpo.config.schema import EarlyStopConfig
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import Outcome, SampledGroup
@@ -17,14 +18,14 @@ from megatron_grpo.sampler.pool import RolloutPool
 
 
 def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
-    """Accuracy, reward and length on the validation prompts, one response each.
+    """Validate the weights that generation has: one response to each validation prompt.
 
     Args:
-        run: whose policy is asked, with the weights that generation has.
+        run: the run, with its engines and validation prompts.
         timer: takes the seconds of generation and scoring.
 
     Returns:
-        Those of `held_out_metrics`, whose names here start with val_; empty without validation data.
+        The metrics of `held_out_metrics`, here with names that start with val_; empty without validation data.
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.
@@ -34,18 +35,17 @@ def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
         return {}
     run.placement.wake_engines(timer)
     loop = run.config.loop
-    settings = replace(run.samples.settings, temperature=loop.val_temperature)
+    settings = replace(run.settings, temperature=loop.val_temperature)
     batches = respond(run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer)
     groups = [group for batch in batches for group in batch]
-    run.rollouts.take_engine_counts()  # what a validation had the engines do is no step's
-    run.guard.require_finite_samples(groups, run.state["total_steps"], "validation")
+    run.rollouts.take_engine_counts()  # steps do not count what engines did in a validation
+    run.guard(groups, run.state["total_steps"], "validation").require_finite_samples()
     shown = groups[: run.config.logger.num_val_samples_to_print]
     answers = [group[0] for group in run.rollouts.tokens.fetch(shown)]
     run.logger.show_samples(run.val_prompts, answers)
     if run.config.logger.log_completions:
-        rows = [
-            sample_row(prompt_text(prompt), one.to_row()) for prompt, one in zip(run.val_prompts, answers, strict=False)
-        ]
+        pairs = zip(run.val_prompts, answers, strict=False)
+        rows = [sample_row(prompt_text(prompt), one.to_row()) for prompt, one in pairs]
         run.logger.log_table(run.state["total_steps"], "validation/completions", rows)
     metrics = held_out_metrics(run.val_prompts, [group.outcomes for group in groups])
     return {f"{VALIDATION_PREFIX}{name}": value for name, value in metrics.items()}
@@ -64,11 +64,11 @@ def respond(
     """Scored responses to prompts, a group for each prompt, in batches that are sampled one after the other.
 
     Args:
-        rollouts: where they come from.
-        prompts: every one is answered.
+        rollouts: the pool that samples them.
+        prompts: the prompts; every one is answered.
         samples: responses to each prompt.
-        settings: how they are drawn.
-        seed: of the draws. The same prompts get the same responses of the same weights each time.
+        settings: how tokens are drawn.
+        seed: seed of the draws. The same prompts get the same responses of the same weights each time.
         size: most prompts of a batch.
         timer: takes the seconds of generation and scoring.
 
@@ -87,11 +87,11 @@ def respond(
 
 
 def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """What the responses to some prompts were like.
+    """Metrics of the responses to some prompts.
 
     Args:
-        prompts: what was responded to.
-        outcomes: of each prompt, those of its responses.
+        prompts: the prompts.
+        outcomes: by prompt, the outcomes of its responses.
 
     Returns:
         accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME of each reward
@@ -121,3 +121,30 @@ def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> d
 def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
     measured = rollout_metrics(outcomes)
     return {name: measured[name] for name in VALIDATION_METRICS if name in measured}
+
+
+def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
+    """Take a validation into account; one without the metric (no response could be judged) counts for nothing."""
+    if not config.enabled or config.metric_name not in metrics:
+        return
+    value = metrics[config.metric_name]
+    sign = 1.0 if config.higher_is_better else -1.0
+    improved = state["best"] is None or sign * (value - state["best"]) > config.min_delta
+    if improved:
+        state["best"] = value
+    state["last"] = value
+    state["waited"] = 0 if improved else state["waited"] + 1
+
+
+def reason_to_stop(state: EarlyStopState, config: EarlyStopConfig) -> str | None:
+    """Why training should end now, for people; None: it should go on."""
+    if not config.enabled or state["last"] is None:
+        return None
+    name, last = config.metric_name, state["last"]
+    if config.threshold is not None:
+        reached = last >= config.threshold if config.higher_is_better else last <= config.threshold
+        if reached:
+            return f"{name} is {last:g}, which reaches early_stop.threshold={config.threshold:g}"
+    if config.patience is not None and state["waited"] >= config.patience:
+        return f"{name} has not improved on {state['best']:g} for {state['waited']} validations"
+    return None

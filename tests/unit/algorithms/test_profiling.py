@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_grpo.algorithms.records import RolloutDumps
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import LoggerConfig
-from megatron_grpo.controller.recordings import RolloutDumps
 from megatron_grpo.data.rollout_files import rollouts_file, write_rollouts
 from tests.support.fake_rollouts import FakeRollouts
 from tests.support.loop_run import LIMITS, Run
@@ -24,11 +24,11 @@ def make_run(folder: Path, steps: list[int]) -> tuple[Run, list[str]]:
     model = SimpleNamespace(
         begin_profile=lambda: run.logged.append("begin"),
         end_profile=lambda where: run.logged.append(f"end in {Path(where).name}"),
-        checkpoint_is_written=lambda: True,
+        save_checkpoint=lambda *_, **__: None,
     )
     run.config.logger.profile_steps = steps
     run.logger.run_dir = folder
-    run.models = lambda *_: [model]  # type: ignore[assignment]
+    run.models = lambda: {"megatron": model}  # type: ignore[method-assign]
     return run, run.logged
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_callbacks_are_told_and_may_end_training(tmp_path: Path, monkeypatch: py
     validating(monkeypatch, {"val_reward": 0.25})
     run, watcher = Run(tmp_path, replace(LIMITS, val_period=2)), Watcher(last=3)
     run.callbacks = Callbacks([watcher])
-    run.checkpointer.on_publish = run.callbacks.on_checkpoint
+    run.checkpointer.on_publish = partial(run.callbacks.tell, "on_checkpoint")
     run.train()
     assert watcher.told == [
         ("step", 1, 0.5),

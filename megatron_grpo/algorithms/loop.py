@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
+from megatron_grpo.algorithms.context import GRPOSaveState, SamplingRun, SomeRun
+from megatron_grpo.algorithms.validation import observe, reason_to_stop, validate
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.loop_schema import VALIDATION_PREFIX
 from megatron_grpo.config.metric_names import sometimes_absent
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.context import SamplingRun
-from megatron_grpo.controller.save_state import observe, reason_to_stop
-from megatron_grpo.controller.saving import (
-    Snapshot,
-    advance_saving,
-    finish_saving,
-    save_checkpoint,
-    save_validation,
-    take_snapshot,
-)
-from megatron_grpo.controller.validation import validate
+from megatron_grpo.controller.checkpoint_files import read_state
 from megatron_grpo.data.loader import prompt_batches
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.scores import TrainerState
-from megatron_grpo.data.trajectory import Outcome
+from megatron_grpo.data.trajectory import Outcome, SampledGroup
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.plan import reasons
 
@@ -46,7 +41,6 @@ class StepReport:
     """An error after the models were updated: the step counts, and the run ends."""
 
 
-SomeRun = TypeVar("SomeRun", bound=SamplingRun)
 StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
 """One step of an algorithm on the next prompts; None: the prompts are used up."""
 
@@ -62,64 +56,132 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     """
     try:
         _train_steps(run, step)
-    except ModelLostError as error:
-        _write_rollouts_of_failed_step(run)
-        _finish_saving_before_the_end(run)
-        raise ModelLostError(f"{error}; {_where_to_continue(run)}") from error
-    except RunError:
-        _write_rollouts_of_failed_step(run)
-        _finish_saving_before_the_end(run)
+    except RunError as error:
+        with _only_noted(run, "the rollouts of the step that failed could not be written"):
+            run.dumps.leave()
+        with _only_noted(run, "what was being saved could not be completed"):
+            run.checkpointer.finish()
+        if isinstance(error, ModelLostError):
+            raise ModelLostError(f"{error}; {_where_to_continue(run)}") from error
         raise
 
 
 def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     limits, state = run.config.loop, run.state
-    run.rollouts.trainer_state = trainer_state(run)
+    _tell_progress(run)
     _catch_up_on_validation(run)
     batches = prompt_batches(run.loader, limits.max_num_epochs)
     metrics: dict[str, float] = {}
     while state["total_steps"] < limits.max_num_steps and not _stopped_early(run):
-        before = take_snapshot(run)
-        run.rollouts.trainer_state = trainer_state(run)
+        before = Snapshot.of(run)
+        _tell_progress(run)
         try:
-            _begin_profile(run, state["total_steps"] + 1)
-            report = step(run, batches)
-            _end_profile(run, state["total_steps"] + 1)
+            with _profiled(run, state["total_steps"] + 1):
+                report = step(run, batches)
         except SamplingError:
             _save_finished_steps(run, metrics, before)
             raise
         if report is None:
-            run.logger.end_early("data_used_up", run.samples.used_up)
-            run.logger.note(run.samples.used_up)
+            run.logger.end_early("data_used_up", run.used_up)
+            run.logger.note(run.used_up)
             break
         _advance(run, report)
         metrics = _finish_step(run, report)
-        advance_saving(run)
+        run.checkpointer.advance()
     _finish_training(run, metrics)
-    run.callbacks.on_end(state["total_steps"])
+    run.callbacks.tell("on_end", state["total_steps"])
 
 
-def _begin_profile(run: SamplingRun, step: int) -> None:
-    """Record the kernels of every model's ranks during this step, if logger.profile_steps has it; that costs time."""
-    if step in run.config.logger.profile_steps:
-        for model in run.models():
-            model.begin_profile()
+@contextmanager
+def _only_noted(run: SamplingRun, what: str) -> Iterator[None]:
+    """Only note a RunError of the body, since the run ends with an earlier failure."""
+    try:
+        yield
+    except RunError as error:
+        run.logger.note(f"{what}: {error}")
 
 
-def _end_profile(run: SamplingRun, step: int) -> None:
+@contextmanager
+def _profiled(run: SamplingRun, step: int) -> Iterator[None]:
+    """Record the kernels of every model's ranks in the body, if logger.profile_steps has this step; that costs time."""
     if step not in run.config.logger.profile_steps:
+        yield
         return
+    models = run.models().values()
+    for model in models:
+        model.begin_profile()
+    yield
     folder = run.logger.run_dir / PROFILES_FOLDER / f"step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    for model in run.models():
+    for model in models:
         model.end_profile(str(folder))
     run.logger.note(f"step {step}: profiles in {folder}")
 
 
-def trainer_state(run: SamplingRun) -> TrainerState:
-    """Progress of the run, for reward functions."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The driver's part of a checkpoint; later steps do not change it."""
+
+    state: GRPOSaveState
+    loader: dict[str, Any]
+    """State of the loader of training prompts: its position in the data."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the next step."""
+
+    @staticmethod
+    def of(run: SamplingRun) -> Snapshot:
+        """Copy the driver's part of a checkpoint."""
+        return Snapshot(copy.deepcopy(run.state), copy.deepcopy(run.position()), list(run.waiting))
+
+
+def _save(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot, *, wait: bool = False) -> None:
+    """Write everything a resumed run needs as checkpoints/step_N; with checkpointing.async_save, begin to.
+
+    Args:
+        run: its models are written as they are.
+        metrics: metrics of the last step, which rank the checkpoint.
+        snapshot: the driver's part of the checkpoint, after the last update of its models.
+        wait: complete it in any case.
+
+    Raises:
+        RunError: a process of a model failed, or the folder cannot be written.
+    """
+    started = time.monotonic()
+    step, background = snapshot.state["total_steps"], run.config.checkpointing.async_save
+    groups = run.rollouts.tokens.fetch(snapshot.waiting)
+    rows = [[trajectory.to_saved_row() for trajectory in group] for group in groups]
+    state = {"save_state": snapshot.state, "metrics": dict(metrics), "batch_cache": rows}
+    run.placement.offload_engines(StepTimer())
+    run.checkpointer.begin(step, state, snapshot.loader, run.models(), background=background)
+    if background:
+        run.logger.note(f"step {step} is being saved; the run went on after {time.monotonic() - started:.1f} s")
+    if wait or not background:
+        run.checkpointer.finish()
+
+
+def _save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
+    """Add a validation to the checkpoint of the last step, which was written before it.
+
+    Replaces only what a validation changes: groups that dynamic sampling has sampled since are not in that checkpoint.
+
+    Raises:
+        RunError: the checkpoint is damaged or cannot be written.
+    """
+    step = run.state["total_steps"]
+    state = read_state(run.checkpointer.path(step))
+    state["metrics"] |= metrics
+    for key in ("val_step", "val_reward", "val_accuracy", "early_stop"):
+        state["save_state"][key] = run.state[key]
+    try:
+        run.checkpointer.update(step, state)
+    except OSError as error:
+        raise RunError(f"the validation cannot be added to {run.checkpointer.path(step)}: {error}") from error
+
+
+def _tell_progress(run: SamplingRun) -> None:
+    """Tell the rollout workers how far the run is, for reward functions."""
     limits, state = run.config.loop, run.state
-    return TrainerState(
+    run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
         max_steps=limits.max_num_steps,
         epoch=float(state["current_epoch"]),
@@ -135,7 +197,7 @@ def _catch_up_on_validation(run: SamplingRun) -> None:
         return
     validated = _validated(run)
     if validated and step in run.checkpointer.steps():
-        save_validation(run, validated)
+        _save_validation(run, validated)
 
 
 def _stopped_early(run: SamplingRun) -> bool:
@@ -165,12 +227,12 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
             step was logged and saved.
     """
-    step, metrics = run.state["total_steps"], dict(report.metrics)
+    step, loop, metrics = run.state["total_steps"], run.config.loop, dict(report.metrics)
     failure = report.failure
     if failure is not None:  # saving waits for ranks that the failure may have left busy
         saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
         run.logger.note(f"the weights of step {step} were not published; the step {saved}")
-    elif _validation_due(run):
+    elif _periodic_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):
         try:
             metrics |= _validated(run)
         except SamplingError as error:
@@ -181,17 +243,17 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
         failure = failure or error
     run.logger.log_step(step, metrics, report.timing, report.throughput)
     if failure is None:
-        run.callbacks.on_step(step, metrics)
+        run.callbacks.tell("on_step", step, metrics)
     _remark(run, step, report)
     if run.config.logger.log_completions and failure is None:
         run.logger.show_completions(step, run.dumps.some(step))
     failure = failure or _ranking_problem(run.config, metrics)
     if failure is not None:
         if not isinstance(failure, ModelLostError):
-            _save_finished_steps(run, metrics, take_snapshot(run))
+            _save_finished_steps(run, metrics, Snapshot.of(run))
         raise failure
     if run.config.saves and step % run.config.checkpointing.save_period == 0:
-        save_checkpoint(run, metrics, take_snapshot(run))
+        _save(run, metrics, Snapshot.of(run))
     return metrics
 
 
@@ -233,13 +295,10 @@ def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapsho
     step = run.state["total_steps"]
     if step == 0 or not run.config.saves:
         return
-    try:
-        finish_saving(run)
+    with _only_noted(run, f"step {step} could not be saved"):
+        run.checkpointer.finish()
         if step not in run.checkpointer.steps():
-            save_checkpoint(run, metrics, snapshot)
-            finish_saving(run)
-    except RunError as error:
-        run.logger.note(f"step {step} could not be saved: {error}")
+            _save(run, metrics, snapshot, wait=True)
 
 
 def _where_to_continue(run: SamplingRun) -> str:
@@ -250,45 +309,23 @@ def _where_to_continue(run: SamplingRun) -> str:
     return f"checkpoints/step_{max(steps)} is the last one: the run goes on from there when it is started again"
 
 
-def _write_rollouts_of_failed_step(run: SamplingRun) -> None:
-    """Write the rollouts of a failed step; an error of writing is only noted, since the first failure is reported."""
-    try:
-        run.dumps.leave()
-    except RunError as error:
-        run.logger.note(f"the rollouts of the step that failed could not be written: {error}")
-
-
-def _finish_saving_before_the_end(run: SamplingRun) -> None:
-    """Complete a background save when a failure ends the run; an error of saving is only noted."""
-    try:
-        finish_saving(run)
-    except RunError as error:
-        run.logger.note(f"what was being saved could not be completed: {error}")
-
-
 def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
     """Validate and save after the last step, unless that step did; `metrics` are those of that step."""
-    finish_saving(run)
+    run.checkpointer.finish()
     step, saved = run.state["total_steps"], run.checkpointer.steps()
     validated: dict[str, float] = {}
     if run.config.loop.val_at_end and run.state.get("val_step") != step:
         try:
             validated = _validated(run)
         except SamplingError:
-            _save_finished_steps(run, metrics, take_snapshot(run))
+            _save_finished_steps(run, metrics, Snapshot.of(run))
             raise
     if not run.config.saves:
         return
     if step not in saved:
-        save_checkpoint(run, {**metrics, **validated}, take_snapshot(run))
-        finish_saving(run)
+        _save(run, {**metrics, **validated}, Snapshot.of(run), wait=True)
     elif validated:
-        save_validation(run, validated)
-
-
-def _validation_due(run: SamplingRun) -> bool:
-    last = run.config.loop.val_at_end and run.state["total_steps"] == run.config.loop.max_num_steps
-    return _periodic_validation_due(run) or last
+        _save_validation(run, validated)
 
 
 def _periodic_validation_due(run: SamplingRun) -> bool:
@@ -304,5 +341,5 @@ def _validated(run: SamplingRun) -> dict[str, float]:
         run.state["val_reward"], run.state["val_accuracy"] = metrics.get("val_reward"), metrics.get("val_accuracy")
         observe(run.state["early_stop"], metrics, run.config.loop.early_stop)
         run.logger.log_validation(run.state["total_steps"], metrics, timer.seconds)
-        run.callbacks.on_validation(run.state["total_steps"], metrics)
+        run.callbacks.tell("on_validation", run.state["total_steps"], metrics)
     return metrics

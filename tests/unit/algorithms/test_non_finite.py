@@ -6,22 +6,20 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from megatron_grpo.algorithms.records import StepGuard
+from megatron_grpo.algorithms.validation import validate
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.controller.context import GRPORun, Placement
-from megatron_grpo.controller.failures import FiniteGuard, StepGuard
-from megatron_grpo.controller.validation import validate
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRay, FakeRollouts, add_entry
-from tests.support.fake_run import make_source
+from tests.support.fake_run import make_sampling_run
 from tests.support.trajectories import failed_trajectory, make_trajectory
 
 
@@ -33,7 +31,7 @@ def check(samples: Sequence[Trajectory], folder: Path) -> None:
     """Have a generation batch of step 5 looked at, one sample to a prompt."""
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([[sample] for sample in samples])
-    FiniteGuard(folder, rollouts.tokens.fetch).require_finite_samples(groups, step=5)
+    StepGuard(folder, rollouts.tokens.fetch, groups, 5).require_finite_samples()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
@@ -73,7 +71,7 @@ def test_only_the_groups_it_is_about_come_to_the_driver(tmp_path: Path) -> None:
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([samples[start : start + 2] for start in range(0, 8, 2)])
     with pytest.raises(SamplingError, match=r"for 2 response\(s\) to prompt\(s\) 1, 3 of the training data"):
-        FiniteGuard(tmp_path, rollouts.tokens.fetch).require_finite_samples(groups, step=5)
+        StepGuard(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
     assert rollouts.fetched == [groups[1], groups[3]]
     written = json.loads((tmp_path / "non_finite_step_5.json").read_text())
     assert written["trajectories"] == [{**samples[i].to_row(), "reward": "NaN"} for i in (2, 7)]
@@ -83,27 +81,18 @@ def test_the_message_names_a_few_prompts_and_the_file_all(tmp_path: Path) -> Non
     rollouts = FakeRollouts()
     groups = rollouts.tokens.put([[trajectory(i, reward=math.nan)] for i in range(20, 0, -1)])
     with pytest.raises(SamplingError, match=r"prompt\(s\) 1, 2, 3, 4, 5, 6, 7, 8, \.\.\. of the training data"):
-        FiniteGuard(tmp_path, rollouts.tokens.fetch).require_finite_samples(groups, step=5)
+        StepGuard(tmp_path, rollouts.tokens.fetch, groups, 5).require_finite_samples()
     assert json.loads((tmp_path / "non_finite_step_5.json").read_text())["prompt_ids"] == list(range(1, 21))
 
 
 def test_a_bad_validation_ends_the_run_too(tmp_path: Path) -> None:
     rollouts = FakeRollouts(lambda *_: [[trajectory(2, reward=math.nan)]])
-    source = make_source(compose_config(["+exp=quickstart"]), tmp_path, rollouts)
-    run = SimpleNamespace(
-        config=source.config,
-        state={"total_steps": 4},
-        samples=source,
-        rollouts=rollouts,
-        guard=source.guard,
-        placement=Placement(),
-        val_prompts=[{"idx": 2}],
-        logger=None,
-    )
+    run = make_sampling_run(compose_config(["+exp=quickstart"]), tmp_path, rollouts)
+    run.state["total_steps"], run.val_prompts = 4, cast(Any, [{"idx": 2}])
     with pytest.raises(
         RunError, match=r"step 4: the reward is not finite for 1 response\(s\) to prompt\(s\) 2 of the validation data"
     ):
-        validate(cast(GRPORun, run), StepTimer())
+        validate(run, StepTimer())
 
 
 @pytest.mark.parametrize("shards", [[[0, 1, 2]], [[0, 2], [1]], [[1], [0, 2]]], ids=str)
@@ -116,7 +105,7 @@ def test_only_what_is_looked_at_has_to_be_finite(shards: list[list[int]], tmp_pa
     batch.shards = numbers
     batch.fields = rollouts.tokens.build_shards(groups, numbers)
     add_entry(batch, "prev_logprobs", np.array([math.nan, -1, -1, -math.inf, -math.inf, math.nan, 0, -2, -3]))
-    guard = StepGuard(FiniteGuard(tmp_path, rollouts.tokens.fetch), groups, step=1)
+    guard = StepGuard(tmp_path, rollouts.tokens.fetch, groups, step=1)
     guard.require_finite("prev_logprobs", np.array([True, True, True]), batch)
     assert list(tmp_path.iterdir()) == []
     assert (rollouts.fetched, fake_ray.gets) == ([], 0)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithms.sample_buffer import Oversampling
 from megatron_grpo.config.schema import AsyncGRPOConfig
-from megatron_grpo.controller.oversampling import Oversampling
 from megatron_grpo.data.trajectory import SampledGroup
 from tests.support import sample_buffers
 from tests.support.sample_buffers import Prompts, course

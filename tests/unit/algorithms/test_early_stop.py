@@ -7,13 +7,14 @@ import json
 
 import pytest
 
+from megatron_grpo.algorithms.context import default_grpo_save_state
+from megatron_grpo.algorithms.validation import observe, reason_to_stop
 from megatron_grpo.config.schema import EarlyStopConfig
-from megatron_grpo.controller.save_state import default_early_stop_state, observe, reason_to_stop
 
 
 def stops_at(values: list[float], config: EarlyStopConfig) -> int | None:
     """After which validation, from 1."""
-    state = default_early_stop_state()
+    state = default_grpo_save_state()["early_stop"]
     for number, value in enumerate(values, start=1):
         observe(state, {config.metric_name: value}, config)
         state = json.loads(json.dumps(state))  # as through a checkpoint
@@ -41,7 +42,7 @@ def test_when_training_ends(values: list[float], settings: dict[str, float], exp
 
 
 def test_asking_for_the_reason_changes_nothing() -> None:
-    state, config = default_early_stop_state(), EarlyStopConfig(enabled=True, patience=1)
+    state, config = default_grpo_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
     observe(state, {"val_accuracy": 0.5}, config)
     observe(state, {"val_accuracy": 0.4}, config)
     before = copy.deepcopy(state)
@@ -51,7 +52,7 @@ def test_asking_for_the_reason_changes_nothing() -> None:
 
 
 def test_a_validation_that_does_not_know_the_metric_counts_for_nothing() -> None:
-    state, config = default_early_stop_state(), EarlyStopConfig(enabled=True, patience=1)
+    state, config = default_grpo_save_state()["early_stop"], EarlyStopConfig(enabled=True, patience=1)
     observe(state, {"val_accuracy": 0.5}, config)
     before = copy.deepcopy(state)
     observe(state, {"val_response_length": 3.0}, config)

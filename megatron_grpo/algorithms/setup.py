@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from megatron_grpo.algorithms.context import (
+    GRPORun,
+    GRPOSaveState,
+    Placement,
+    PPORun,
+    SamplingRun,
+    SomeRun,
+    default_grpo_save_state,
+)
+from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, run_facts
+from megatron_grpo.algorithms.sample_buffer import OrderedBuffer, Oversampling
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer
-from megatron_grpo.controller.context import Colocated, GRPORun, Placement, PPORun, SampleSource, SamplingRun
+from megatron_grpo.controller.checkpoint_files import read_loader_state, read_state
 from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER, record_start
-from megatron_grpo.controller.failures import FiniteGuard
 from megatron_grpo.controller.lifetime import Startup, StartupParts, since_command, started
-from megatron_grpo.controller.oversampling import Oversampling
-from megatron_grpo.controller.recordings import RecordedSteps, RolloutDumps, run_facts
-from megatron_grpo.controller.sample_buffer import SampleBuffer
-from megatron_grpo.controller.save_state import GRPOSaveState, default_grpo_save_state
 from megatron_grpo.controller.startup import (
     Models,
     make_transport,
     restore_from_folder,
     start_engines,
     start_models,
-    start_recording_workers,
     start_rollouts,
 )
 from megatron_grpo.controller.user_objects import Callbacks
 from megatron_grpo.data.load_prompts import PromptData, load_prompt_data
 from megatron_grpo.data.loader import Batches
-from megatron_grpo.data.responses import SamplingSettings, sampling_settings
+from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
 from megatron_grpo.losses.value import MseValueLossFn
 from megatron_grpo.observability.run_logger import RunLogger
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.prepare.models import prepare
+from megatron_grpo.sampler.engine_group import VllmGeneration
 from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.sampler.worker_group import not_replaced
+from megatron_grpo.trainer.group import RankGroup
 from megatron_grpo.weights.refit.transport import WeightTransport
 from megatron_grpo.weights.source import is_prepared, model_folder
 
@@ -55,31 +63,30 @@ def setup(config: Config, startup: Startup | None = None) -> Iterator[GRPORun]:
         ConfigError: the run cannot start from where it is told to.
         RunError: something did not come up; the message says what.
     """
-    with ExitStack() as stack:
-        startup = startup or stack.enter_context(started(config))
-        run = _bring_up(config, startup, stack)
-        _complete_startup(run, startup, stack)
+    with _brought_up(_bring_up, config, startup) as run:
         yield run
+
+
+def setup_sampling(config: Config, startup: Startup | None = None) -> AbstractContextManager[SamplingRun]:
+    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+    return _brought_up(_bring_up_sampling, config, startup)
 
 
 @contextmanager
-def setup_sampling(config: Config, startup: Startup | None = None) -> Iterator[SamplingRun]:
-    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+def _brought_up(
+    bring_up: Callable[[Config, Startup, ExitStack], SomeRun], config: Config, startup: Startup | None
+) -> Iterator[SomeRun]:
+    """A run that is recorded in its folder as started, once nothing of its start can fail on a mistake any more."""
     with ExitStack() as stack:
         startup = startup or stack.enter_context(started(config))
-        run = _bring_up_sampling(config, startup, stack)
-        _complete_startup(run, startup, stack)
+        run = bring_up(config, startup, stack)
+        startup.write_summary = run.logger.write_summary
+        record_start(startup.run_dir, config)
+        # Everything made so far stays until the end, and scanning it takes the collector a third of a second each time.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        run.logger.started(startup_s=since_command(), parts=startup.parts.seconds, changes=startup.changes)
         yield run
-
-
-def _complete_startup(run: SamplingRun, startup: Startup, stack: ExitStack) -> None:
-    """Record a start in the run's folder, now that nothing of it can fail on a mistake."""
-    startup.write_summary = run.logger.write_summary
-    record_start(startup.run_dir, run.config)
-    # Everything made so far stays until the end, and scanning it takes the collector a third of a second each time.
-    gc.freeze()
-    stack.callback(gc.unfreeze)
-    run.logger.started(startup_s=since_command(), parts=startup.parts.seconds, changes=startup.changes)
 
 
 def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
@@ -87,22 +94,21 @@ def _bring_up(config: Config, startup: Startup, stack: ExitStack) -> GRPORun:
     parts, folder = startup.parts, _model(config, startup.parts)
     models = start_models(config, folder, startup.cluster, stack)
     transport: WeightTransport | None = None
-    if models.generation is None:
-        rollouts = start_recording_workers(config, stack)
-    else:
+    if models.generation is not None:
         transport = make_transport(models.policy, models.generation, config.refit, startup.run_dir)
         stack.callback(transport.close)
-        rollouts = start_rollouts(
-            config, folder, models.generation, stack, rewards=startup.user_objects.rewards, restore=transport.restore
-        )
+    restore = not_replaced if transport is None else transport.restore
+    rewards = startup.user_objects.rewards
+    rollouts = start_rollouts(config, folder, models.generation, stack, rewards=rewards, restore=restore)
     data = _prompts(config, folder, startup)
-    _wait_ready(parts, rollouts, models)
+    _wait_ready(parts, rollouts, policy=models.policy, value=models.value, engine=models.generation)
     if transport is not None:
         with parts.part("refit"):
             transport.connect()
-    start_from = _checkpoint(startup)
-    progress = _resume(start_from, config, models, data.loader)
-    placement = _placement(config, models)
+    progress = _resume(_checkpoint(startup), config, models, data.loader)
+    placement = Placement()
+    if models.generation is not None and config.generation.colocated:
+        placement = Placement(models.generation, models.policy, [models.value] if models.value is not None else [])
     if transport is not None:
         with parts.part("refit"), placement.refit(StepTimer()):
             transport.publish(progress.state["total_steps"])
@@ -118,14 +124,11 @@ def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> Sa
     """Start engines with the weights of the model folder, and the rollout workers and environments."""
     folder = _model(config, startup.parts)
     generation = start_engines(config, folder, startup.cluster, stack)
-    restore = restore_from_folder(generation)
+    restore = partial(restore_from_folder, generation)
     rollouts = start_rollouts(config, folder, generation, stack, rewards=startup.user_objects.rewards, restore=restore)
     data = _prompts(config, folder, startup)
-    with startup.parts.part("waiting"):
-        generation.wait_ready()
-        rollouts.wait_ready()
-    startup.parts.add_slowest("engine", generation.startup_s)
-    progress = _Progress(None, default_grpo_save_state(), [])
+    _wait_ready(startup.parts, rollouts, engine=generation)
+    progress = _Progress()
     return _sampling_run(config, startup, folder, rollouts, Placement(), data, progress, stack)
 
 
@@ -133,10 +136,9 @@ def _bring_up_sampling(config: Config, startup: Startup, stack: ExitStack) -> Sa
 class _Progress:
     """Progress of a run when it starts."""
 
-    resumed_from: Path | None
-    """The checkpoint with this progress; None: the run begins."""
-    state: GRPOSaveState
-    waiting: list[list[Trajectory]]
+    state: GRPOSaveState = field(default_factory=default_grpo_save_state)
+    resumed: bool = False
+    waiting: list[list[Trajectory]] = field(default_factory=list)
     """Groups that dynamic sampling keeps."""
 
 
@@ -158,22 +160,21 @@ def _prompts(config: Config, folder: Path, startup: Startup) -> PromptData:
         return PromptData(loader=recorded, val_prompts=[], eos_token_id=None, notes=[])
 
 
-def _wait_ready(parts: StartupParts, rollouts: RolloutPool, models: Models) -> None:
+def _wait_ready(parts: StartupParts, rollouts: RolloutPool, **started: RankGroup | VllmGeneration | None) -> None:
     with parts.part("waiting"):
-        for part in (models.policy, models.value, models.generation, rollouts):
-            if part is not None:
-                part.wait_ready()
-    for kind, model in (("policy", models.policy), ("value", models.value), ("engine", models.generation)):
-        if model is not None:
-            parts.add_slowest(kind, model.startup_s)
+        for one in (*started.values(), rollouts):
+            if one is not None:
+                one.wait_ready()
+    for kind, group in started.items():
+        if group is not None:
+            parts.add_slowest(kind, group.startup_s)
 
 
 def _checkpoint(startup: Startup) -> Path | None:
     """Wait for the verified checkpoint to start from, then remove leftovers of interrupted writes."""
     if not startup.start_from.done():
-        print(
-            "waiting until all files of the checkpoint to start from are read and verified", file=sys.stderr, flush=True
-        )
+        text = "waiting until all files of the checkpoint to start from are read and verified"
+        print(text, file=sys.stderr, flush=True)
     start_from = startup.start_from.result()
     startup.checkpointer.remove_leftovers()
     return start_from
@@ -191,72 +192,48 @@ def _sampling_run(
 ) -> SamplingRun:
     """The parts that all runs have, made of the started processes."""
     state, settings = progress.state, sampling_settings(config.generation, data.eos_token_id)
-    logger = RunLogger(
-        startup.run_dir, config, resume_step=None if progress.resumed_from is None else state["total_steps"]
-    )
+    logger = RunLogger(startup.run_dir, config, resume_step=state["total_steps"] if progress.resumed else None)
     stack.callback(logger.close)
     for note in data.notes:
         logger.note(note)
-    guard = FiniteGuard(startup.run_dir, rollouts.tokens.fetch)
     callbacks = Callbacks(startup.user_objects.callbacks)
-    startup.checkpointer.on_publish = callbacks.on_checkpoint
+    startup.checkpointer.on_publish = partial(callbacks.tell, "on_checkpoint")
+    startup.checkpointer.note = logger.note
+    buffer = None
+    if config.loop.async_grpo.enabled:
+        kind = OrderedBuffer if config.loop.async_grpo.oversampling_factor is None else Oversampling
+        buffer = kind(rollouts, data.loader, config.loop, settings, state["generation_batches"])
     return SamplingRun(
         config=config,
+        run_dir=startup.run_dir,
         placement=placement,
         rollouts=rollouts,
-        samples=SampleSource(
-            config=config,
-            rollouts=rollouts,
-            settings=settings,
-            guard=guard,
-            state=state,
-            waiting=rollouts.tokens.put(progress.waiting),
-            buffer=_buffer(config, rollouts, settings, data.loader, state),
-            recorded=data.loader if isinstance(data.loader, RecordedSteps) else None,
-        ),
+        settings=settings,
         dumps=RolloutDumps(rollouts, config.logger, startup.run_dir, run_facts(config, folder)),
-        guard=guard,
         loader=data.loader,
         val_prompts=data.val_prompts,
         logger=logger,
         checkpointer=startup.checkpointer,
         state=state,
+        waiting=rollouts.tokens.put(progress.waiting),
+        buffer=buffer,
         callbacks=callbacks,
     )
 
 
 def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
     """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
-    if path is None:
-        progress = _Progress(None, default_grpo_save_state(), [])
-    else:
-        state, loader_state = Checkpointer.load(path)
-        loader.load_state_dict(loader_state)
+    progress = _Progress()
+    if path is not None:
+        state = read_state(path)
+        loader.load_state_dict(read_loader_state(path))
         models.policy.load_checkpoint(str(path / POLICY_FOLDER))
         if models.value is not None:
             models.value.load_checkpoint(str(path / VALUE_FOLDER))
         groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
         # Those of another size cannot be trained on beside the groups of this run.
         waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
-        progress = _Progress(path, state["save_state"], waiting if config.loop.use_dynamic_sampling else [])
+        progress = _Progress(state["save_state"], True, waiting if config.loop.use_dynamic_sampling else [])
     if isinstance(loader, RecordedSteps):
         loader.require_reach(progress.state["total_steps"] + 1)
     return progress
-
-
-def _placement(config: Config, models: Models) -> Placement:
-    """Who has the devices when, from before the first refit on."""
-    if models.generation is None or not config.generation.colocated:
-        return Placement()
-    return Colocated(models.generation, models.policy, [] if models.value is None else [models.value])
-
-
-def _buffer(
-    config: Config, rollouts: RolloutPool, settings: SamplingSettings, loader: Batches, state: GRPOSaveState
-) -> SampleBuffer | Oversampling | None:
-    """The buffer of asynchronous sampling, after the prompts that steps have taken; None: sampling is synchronous."""
-    loop = config.loop
-    if not loop.async_grpo.enabled:
-        return None
-    kind = SampleBuffer if loop.async_grpo.oversampling_factor is None else Oversampling
-    return kind(rollouts, loader, loop, settings, state["generation_batches"])

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_grpo.controller.context import Placement
-from megatron_grpo.controller.validation import held_out_metrics, validate
+from megatron_grpo.algorithms.validation import held_out_metrics, validate
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.preflight.load import compose_config
 from tests.support.fake_rollouts import FakeRollouts
-from tests.support.fake_run import SETTINGS, make_source
+from tests.support.fake_run import SETTINGS, make_sampling_run
 from tests.support.trajectories import failed_trajectory, make_trajectory, plain
 
 
@@ -29,22 +28,14 @@ def answers(prompts: Sequence[DatumSpec], samples: int) -> list[list[Trajectory]
 
 
 def make_run(folder: Path, *overrides: str, rows: int = 5) -> Any:
-    rollouts = FakeRollouts(answers)
-    source = make_source(compose_config(["+exp=quickstart", *overrides]), folder, rollouts)
-    shown: list[tuple[Any, Trajectory]] = []
-    return SimpleNamespace(
-        config=source.config,
-        state={"total_steps": 7},
-        samples=source,
-        rollouts=rollouts,
-        guard=source.guard,
-        placement=Placement(),
-        val_prompts=[{"idx": i, "task_name": "task"} for i in range(rows)],
-        shown=shown,
-        logger=SimpleNamespace(
-            show_samples=lambda prompts, trajectories: shown.extend(zip(prompts, trajectories, strict=False))
-        ),
+    run: Any = make_sampling_run(compose_config(["+exp=quickstart", *overrides]), folder, FakeRollouts(answers))
+    run.state["total_steps"] = 7
+    run.val_prompts = [{"idx": i, "task_name": "task"} for i in range(rows)]
+    run.shown = []
+    run.logger = SimpleNamespace(
+        show_samples=lambda prompts, trajectories: run.shown.extend(zip(prompts, trajectories, strict=False))
     )
+    return run
 
 
 @pytest.mark.parametrize(("overrides", "temperature"), [([], 0.0), (["grpo.val_temperature=0.3"], 0.3)])
@@ -53,7 +44,7 @@ def test_validation_has_a_temperature_of_its_own(overrides: list[str], temperatu
     validate(run, StepTimer())
     (asked,) = run.rollouts.asked
     assert asked["settings"] == replace(SETTINGS, temperature=temperature)
-    assert run.samples.settings == SETTINGS
+    assert run.settings == SETTINGS
 
 
 def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path) -> None:
@@ -65,7 +56,7 @@ def test_every_prompt_is_answered_once_and_the_same_way_each_time(tmp_path: Path
     assert validate(run, StepTimer()) == metrics
     seeds = [(asked["run_seed"], asked["step"]) for asked in run.rollouts.asked]
     assert len(set(seeds)) == 1, "accuracies of different steps are to compare"
-    assert run.samples.state["generation_batches"] == 0, "nor does it change what training draws next"
+    assert run.state["generation_batches"] == 0, "nor does it change what training draws next"
 
 
 def test_its_metrics_by_hand(tmp_path: Path) -> None:

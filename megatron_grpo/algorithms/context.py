@@ -1,0 +1,230 @@
+"""A run in progress: the processes, data and progress that the steps of an algorithm work with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+from megatron_grpo.algorithms.records import RecordedSteps, RolloutDumps, StepGuard
+from megatron_grpo.algorithms.sample_buffer import SampleBuffer
+from megatron_grpo.cluster.futures import is_lost
+from megatron_grpo.config.errors import RunError, SamplingError
+from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
+from megatron_grpo.controller.directory import POLICY_FOLDER, VALUE_FOLDER
+from megatron_grpo.controller.user_objects import Callbacks
+from megatron_grpo.data.loader import Batches
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup
+from megatron_grpo.losses.policy_loss import ClippedPGLossFn
+from megatron_grpo.losses.value import MseValueLossFn
+from megatron_grpo.observability.run_logger import RunLogger
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.trainer.group import MegatronPolicy, MegatronValue, RankGroup
+from megatron_grpo.weights.refit.transport import WeightTransport
+
+logger = logging.getLogger(__name__)
+
+
+class Placement:
+    """Moves models and engines in and out of devices that they share; where they share none, its calls do nothing.
+
+    The devices' memory holds models or engines, and during a refit the weights of both. At construction engines sleep
+    and models are on the devices.
+
+    Args:
+        engines: engines that share the devices of the models; None: engines have devices of their own.
+        policy: the model whose weights a refit sends; needed with engines.
+        others: other trained models.
+    """
+
+    def __init__(
+        self, engines: VllmGeneration | None = None, policy: RankGroup | None = None, others: Sequence[RankGroup] = ()
+    ) -> None:
+        self._engines, self._policy, self._others = engines, policy, others
+        self._sampling = False
+        self._unsettled = False
+        """In a refit, or after a failure: engines may be partly awake, or not answer."""
+
+    def wake_engines(self, timer: StepTimer) -> None:
+        """Make engines ready to sample until `offload_engines`, with their previous weights from host memory."""
+        if not self._sampling:
+            with self.refit(timer):
+                pass
+
+    def offload_engines(self, timer: StepTimer) -> None:
+        """Put engines to sleep and load the models onto the devices, to compute or to be saved.
+
+        Raises:
+            SamplingError: an engine failed; called again, this brings the models back all the same, to be saved.
+            RunError: a rank of a model failed.
+        """
+        if self._engines is None or self._policy is None or not (self._sampling or self._unsettled):
+            return
+        with timer.phase("sleep"):
+            try:
+                self._engines.sleep()
+            except RunError as error:
+                if not self._unsettled and not is_lost(error.__cause__):  # a lost engine holds no memory
+                    self._unsettled = True
+                    raise SamplingError(str(error)) from error
+                logger.warning("the models come back to the devices, although %s", error)
+        with timer.phase("onload"):
+            for model in (self._policy, *self._others):
+                model.onload()
+        self._sampling = self._unsettled = False
+
+    @contextmanager
+    def refit(self, timer: StepTimer) -> Iterator[None]:
+        """Scope of a refit, which starts with models ready and ends with engines ready to sample.
+
+        Optimizer and other models leave the devices before the refit, and the policy's weights after it.
+        """
+        if self._engines is None or self._policy is None:
+            yield
+            return
+        self._unsettled = True  # until every part has succeeded
+        with timer.phase("offload"):
+            self._policy.offload(weights=False)
+            for model in self._others:
+                model.offload(weights=True)
+        with timer.phase("wake"):
+            self._engines.wake("weights")
+        yield
+        with timer.phase("offload"):
+            self._policy.offload(weights=True)
+        with timer.phase("wake"):
+            self._engines.wake("kv_cache")
+        self._sampling, self._unsettled = True, False
+
+
+class EarlyStopState(TypedDict):
+    """State of early stopping; part of the checkpoint."""
+
+    best: float | None
+    """Best value so far; None before the first validation."""
+    last: float | None
+    """Value of the latest validation; None before the first."""
+    waited: int
+    """Validations in a row that did not improve on the best."""
+
+
+class GRPOSaveState(TypedDict):
+    """Progress of a GRPO run."""
+
+    consumed_samples: int
+    """Prompts used so far."""
+    current_step: int
+    """Steps in the current epoch."""
+    current_epoch: int
+    """Epochs of the training data that are complete."""
+    total_steps: int
+    """Steps so far; also the policy's weight version."""
+    generation_batches: int
+    """Batches of prompts sampled so far; more than steps with dynamic sampling."""
+    total_valid_tokens: int
+    """Tokens that losses were taken over."""
+    early_stop: EarlyStopState
+    """State from which training may end early."""
+    val_step: NotRequired[int]
+    """Steps before the last validation."""
+    val_reward: NotRequired[float | None]
+    """Mean reward of the last validation; None: no response got one."""
+    val_accuracy: NotRequired[float | None]
+    """Accuracy of the last validation; None: the environment cannot say."""
+
+
+class PPOSaveState(GRPOSaveState):
+    """Progress of a PPO run: its loop is that of GRPO."""
+
+
+def default_grpo_save_state() -> GRPOSaveState:
+    """A run that has not begun."""
+    return GRPOSaveState(
+        consumed_samples=0,
+        current_step=0,
+        current_epoch=0,
+        total_steps=0,
+        generation_batches=0,
+        total_valid_tokens=0,
+        early_stop=EarlyStopState(best=None, last=None, waited=0),
+    )
+
+
+@dataclass(kw_only=True)
+class SamplingRun:
+    """A run that samples and scores without training."""
+
+    config: Config
+    run_dir: Path
+    placement: Placement
+    """Whether engines and models share devices."""
+    rollouts: RolloutPool
+    settings: SamplingSettings
+    dumps: RolloutDumps
+    loader: Batches
+    """Loader of the training prompts, or the recording of an earlier run, whose samples replace sampling."""
+    val_prompts: list[DatumSpec]
+    logger: RunLogger
+    checkpointer: Checkpointer
+    state: GRPOSaveState
+    """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
+    waiting: list[SampledGroup]
+    """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
+    buffer: SampleBuffer | None = None
+    """Samples of coming steps, drawn while a step trains; None: sampling is synchronous."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Callbacks of a script."""
+
+    def guard(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepGuard:
+        """The guard against numbers of a step that are not finite; `data`: the data that the prompts are rows of."""
+        return StepGuard(self.run_dir, self.rollouts.tokens.fetch, groups, step, data)
+
+    def position(self) -> dict[str, Any]:
+        """State of the loader after the last prompts that a step has taken, without those of the sample buffer."""
+        return self.loader.state_dict() if self.buffer is None else self.buffer.position
+
+    @property
+    def used_up(self) -> str:
+        """Why the run ends when nothing is left for a further step."""
+        if isinstance(self.loader, RecordedSteps):
+            return self.loader.used_up
+        return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"
+
+    def models(self) -> dict[str, RankGroup]:
+        """Trained models, by their folder in a checkpoint."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class GRPORun(SamplingRun):
+    """A run of GRPO."""
+
+    policy: MegatronPolicy
+    transport: WeightTransport | None
+    """Transport of the policy's weights to the engines; None: there are no engines."""
+    loss_fn: ClippedPGLossFn
+
+    def models(self) -> dict[str, RankGroup]:
+        return {POLICY_FOLDER: self.policy}
+
+
+@dataclass(kw_only=True)
+class PPORun(GRPORun):
+    """A run of PPO: one of GRPO with a value model."""
+
+    value: MegatronValue
+    value_loss_fn: MseValueLossFn
+
+    def models(self) -> dict[str, RankGroup]:
+        return {**super().models(), VALUE_FOLDER: self.value}
+
+
+SomeRun = TypeVar("SomeRun", bound=SamplingRun)

@@ -1,0 +1,253 @@
+"""Files of a step: its rollouts, written or read instead of sampling, and responses with values that are not finite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_grpo.cluster.futures import stored
+from megatron_grpo.config.errors import ConfigError, Problem, RunError, SamplingError
+from megatron_grpo.config.schema import Config, LoggerConfig
+from megatron_grpo.data.batch import token_places
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.rollout_files import (
+    RunFacts,
+    StepFacts,
+    StepRecord,
+    recorded_steps,
+    rollouts_file,
+    rows_of_file,
+)
+from megatron_grpo.data.step_batch import StepBatch
+from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
+from megatron_grpo.observability.run_files import write_json
+from megatron_grpo.observability.run_logger import one_a_group
+from megatron_grpo.sampler.pool import RolloutPool
+from megatron_grpo.weights.families import shape_of_folder
+from megatron_grpo.weights.source import vocabulary_digest
+
+
+class RecordedSteps:
+    """The steps of an earlier run, as a loader with that run's position in the data, so that checkpoints equal its own.
+
+    Args:
+        path: folder of the run, or its folder of rollouts.
+        prompts_per_batch: prompts that the run sampled together.
+    """
+
+    def __init__(self, path: str, prompts_per_batch: int) -> None:
+        self.path, self.prompts_per_batch = path, prompts_per_batch
+        self.epoch = 0
+        """Epochs that the run had completed."""
+        self.left_out = 0
+        """No rows are left out: none are read."""
+        self.files: Mapping[int, Path] = recorded_steps(path)
+        """The file of each step."""
+        self._position: dict[str, Any] = {"epoch": 0}
+
+    def __iter__(self) -> Iterator[list[DatumSpec]]:
+        """No prompts: the rollouts are there."""
+        return iter(())
+
+    def waiting_batches(self) -> Iterator[list[DatumSpec]]:
+        """None."""
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the run's loader after the last step that was read; JSON-serialisable."""
+        return self._position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of the run's loader after a step."""
+        self._position, self.epoch = state, int(state["epoch"])
+
+    def require_reach(self, step: int) -> None:
+        """Check that the recording has this step, the next one, or ended before it.
+
+        Raises:
+            ConfigError: it begins later.
+        """
+        if min(self.files) > step:
+            text = f"begins with step {min(self.files)}, and this run with step {step}; start from the checkpoint that "
+            raise ConfigError([Problem(f"debug.rollouts_from={self.path}", f"{text}the recorded run started from")])
+
+    @property
+    def used_up(self) -> str:
+        """Why the run ends when no step is left."""
+        return f"the recording is used up: {self.path} ends with step {max(self.files)}"
+
+
+class RolloutDumps:
+    """Writes rollouts, from when a step has its advantages; the step is reported only when its rollouts are on disk.
+
+    Args:
+        rollouts: whose workers write.
+        config: which rollouts are written.
+        run_dir: the run's folder.
+        facts: what the files say of the run.
+    """
+
+    def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
+        self._rollouts, self._config, self._run_dir, self._facts = rollouts, config, run_dir, facts
+        self._writing: dict[int, Any] = {}
+        self._held: tuple[int, list[SampledGroup], StepBatch, StepFacts] | None = None
+
+    def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch, facts: StepFacts) -> None:
+        """Keep the rollouts of a step for `leave`, should it fail before its writing has begun."""
+        self._held = (step, groups, batch, facts)
+
+    def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
+        """Begin to write the rollouts of a step that logger.rollouts selects.
+
+        With a batch of None the step learns nothing from them. `facts`: what the file says of their sampling.
+        """
+        self._held = None
+        if self._config.rollouts != "off":
+            limit = self._config.rollouts_sample if self._config.rollouts == "sample" else None
+            record = StepRecord(self._facts, facts)
+            self._writing[step] = self._rollouts.tokens.dump(step, groups, batch, self._run_dir, record, sample=limit)
+
+    def finish(self, step: int) -> None:
+        """Return when the rollouts of a step are on disk; RunError: they could not be written."""
+        if step in self._writing:
+            self._rollouts.tokens.wait_dump(self._writing.pop(step))
+
+    def leave(self) -> None:
+        """Return when the rollouts of a failed step are on disk; RunError: they could not be written."""
+        if self._held is not None:
+            self.begin(*self._held)
+        for step in list(self._writing):
+            self.finish(step)
+
+    def some(self, step: int) -> list[dict[str, Any]]:
+        """Rows of a step that is on disk: as many rollouts as logger.num_completions_to_print says."""
+        rows = rows_of_file(step, rollouts_file(self._run_dir, step))
+        return one_a_group(rows, self._config.num_completions_to_print)
+
+
+def run_facts(config: Config, folder: Path) -> RunFacts:
+    """What the files of rollouts say of a run; `folder`: that of its model."""
+    loop = config.loop
+    return RunFacts(
+        prompts_per_step=loop.num_prompts_per_step,
+        samples_per_prompt=loop.num_generations_per_prompt,
+        max_num_steps=loop.max_num_steps,
+        vocab=shape_of_folder(folder).vocab,
+        vocabulary=vocabulary_digest(folder),
+    )
+
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_NAMED = 8
+"""Prompts that the message names; the file names all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGuard:
+    """Looks for numbers of one step that are not finite, and ends the run on them with a file of the responses."""
+
+    run_dir: Path
+    fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
+    """Brings the tokens and texts of groups to the driver (`StepTokens.fetch`)."""
+    groups: Sequence[SampledGroup]
+    """Rollouts, a group for each prompt."""
+    step: int
+    """Number of the step, or of the last one before a validation."""
+    data: str = "training"
+    """The data whose rows the prompts are, for messages."""
+
+    def require_finite_samples(self) -> None:
+        """Check the rewards and the sampling log-probabilities.
+
+        Raises:
+            SamplingError: a reward is not finite.
+            RunError: a sampling log-probability is not finite.
+        """
+        outcomes = [outcome for group in self.groups for outcome in group.outcomes]
+        broken = [number for number, one in enumerate(outcomes) if not one.finite_logprobs]
+        if broken:  # the weights themselves may be broken
+            self.stop("a sampling log-probability", broken)
+        rewards = [number for number, one in enumerate(outcomes) if not _all_fit([one.reward])]
+        if rewards:
+            self.stop("the reward", rewards, error=SamplingError)
+        parts = [number for number, one in enumerate(outcomes) if not _all_fit(one.reward_parts.values())]
+        if parts:
+            self.stop("a reward function's reward", parts, error=SamplingError)
+
+    def require_finite(self, entry: str, finite: NDArray[np.bool_], batch: StepBatch) -> None:
+        """Check an entry that was computed for every token.
+
+        Args:
+            entry: name of the entry, for the message.
+            finite: [sequences], bool: whether the entry is finite wherever it is looked at.
+            batch: the step's batch, one sequence for each response.
+
+        Raises:
+            RunError: the entry is not finite somewhere (`stop` makes the message).
+        """
+        if not finite.all():
+            wrong = np.flatnonzero(~finite)
+            self.stop(f"an entry of {entry}", wrong.tolist(), {entry: _rows(batch, entry, wrong)})
+
+    def stop(
+        self,
+        what: str,
+        bad: Sequence[int],
+        more: Mapping[str, Sequence[object]] | None = None,
+        error: type[RunError] = RunError,
+    ) -> NoReturn:
+        """Write the offending responses to run_dir/non_finite_step_N.json and end the run.
+
+        In the file the values are the strings NaN, Infinity and -Infinity: JSON has no such numbers.
+
+        Args:
+            what: name of what is not finite, for the message.
+            bad: numbers of the responses in the step.
+            more: further entries of the file by name, an item for each response.
+            error: class of the error to raise.
+
+        Raises:
+            RunError: always; names the prompts, as rows of the data.
+        """
+        file = self.run_dir / f"non_finite_step_{self.step}.json"
+        outcomes: list[Outcome] = [outcome for group in self.groups for outcome in group.outcomes]
+        places = [(number, row) for number, group in enumerate(self.groups) for row in range(len(group.outcomes))]
+        concerned = sorted({places[index][0] for index in bad})
+        fetched = dict(zip(concerned, self.fetch([self.groups[one] for one in concerned]), strict=True))
+        rows = [
+            # The group's place in the step, whatever generation batch it came from.
+            {**fetched[places[index][0]][places[index][1]].to_row(), "group": outcomes[index].group}
+            for index in bad
+        ]
+        prompts = sorted({outcomes[index].prompt_idx for index in bad})
+        found = {"step": self.step, "what": what, "data": self.data, "prompt_ids": prompts, "trajectories": rows}
+        write_json(file, json.loads(json.dumps({**found, **(more or {})}), parse_constant=str))
+        named = ", ".join(map(str, prompts[:_NAMED])) + (", ..." if len(prompts) > _NAMED else "")
+        raise error(
+            f"step {self.step}: {what} is not finite for {len(bad)} response(s) to prompt(s) {named} of the "
+            f"{self.data} data; no weights were changed by it and nothing of this step was saved; {file} has the "
+            "responses"
+        )
+
+
+def _all_fit(values: Any) -> bool:
+    """Whether all values that are there are finite, also as the float32 that is computed with."""
+    return all(value is None or abs(value) <= LARGEST_FLOAT32 for value in values)  # false for NaN
+
+
+def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[list[float]]:
+    """The numbers of an entry in sequences [chosen], int64; brings their shards' entries to this process."""
+    if entry == "advantages" and batch.advantages is not None:
+        return [[float(batch.advantages[number])] for number in sequences]
+    rows: dict[int, list[float]] = {}
+    for shard, reference in zip(batch.shards, batch.fields[entry], strict=True):
+        for place in np.flatnonzero(np.isin(shard, sequences)):
+            tokens = token_places(batch.lengths[shard], np.array([place]))
+            rows[int(shard[place])] = stored([reference], entry)[0][tokens].tolist()
+    return [rows[int(number)] for number in sequences]

@@ -1,0 +1,271 @@
+"""Asynchronous sampling: while a step trains, prompts of coming steps are sampled, in order or oversampled."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.config.loop_schema import LoopConfig
+from megatron_grpo.data.loader import Batches, with_waiting
+from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import SamplingSettings
+from megatron_grpo.data.trajectory import SampledGroup, renumbered
+from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.pool import Complete, GroupStream, RolloutPool, UnderWay
+
+
+class SampleBuffer(ABC):
+    """Samples of coming steps, complete or under way.
+
+    Args:
+        rollouts: samples the prompts.
+        loader: loader of the prompts that `take` is given, for its position and the size of its batches.
+        loop: samples per prompt, seed, last step, prompts under way, and the greatest age of a trajectory in steps.
+        settings: how tokens are drawn.
+        begun: generation batches that steps have taken before.
+    """
+
+    def __init__(
+        self, rollouts: RolloutPool, loader: Batches, loop: LoopConfig, settings: SamplingSettings, begun: int
+    ) -> None:
+        self._rollouts, self._loader, self._loop, self._settings = rollouts, loader, loop, settings
+        self._number = begun
+        self.position = copy.deepcopy(loader.state_dict())
+        """State of the loader that yields every prompt which no step has taken, for checkpoints. The loader runs ahead
+        of training by the prompts in the buffer, so its own state would skip them; a resumed run samples them again.
+        Their seeds come from the number of the generation batch and the row of the prompt, so the requests are the
+        same; only the weight versions of their tokens may differ."""
+
+    @abstractmethod
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
+        """Begin what may be begun, and wait for as many groups as a generation batch has; None: no prompts are left.
+
+        Args:
+            batches: prompts of generation batches, in the order of the data; the same iterator each time.
+            version: version of the weights that the step learns with, which engines generate with now.
+            timer: counts the waiting as "generation" and "environment".
+
+        Raises:
+            SamplingError: an engine or an environment failed, or too many rollouts did.
+        """
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Prompts in the buffer when the step got its own: those that are sampled already, and those under way."""
+
+    def _draws(self) -> dict[str, Any]:
+        """The arguments of `RolloutPool.begin` and `begin_each` that decide what is drawn for the newest batch."""
+        return {
+            "samples_per_prompt": self._loop.num_generations_per_prompt,
+            "settings": self._settings,
+            "run_seed": self._loop.seed,
+            "step": self._number,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A generation batch that is being sampled, or has been."""
+
+    under_way: UnderWay
+    prompts: int
+    version: int
+    """Version of the engines' weights when the batch was begun."""
+    position: dict[str, Any]
+    """State of the loader after the prompts of this batch."""
+
+
+class OrderedBuffer(SampleBuffer):
+    """Generation batches in the order of the data; steps take them in this order.
+
+    Why no sample is ever too old: a weight version is the number of steps that the policy has learnt from, so a step
+    that begins after v steps learns with version v, and v is also what engines generate with when it begins. A batch
+    is begun only while at most A = max_trajectory_age_steps batches are before it. Every step takes at least one batch
+    (several with dynamic sampling), so a batch that is begun at version v is taken by the step of version v + A at the
+    latest. All its tokens are drawn at version v or later, because a refit replaces the weights under responses that
+    are being generated; their age when they are trained on is therefore between 0 and A. Nothing has to be discarded,
+    and the order of the prompts does not depend on which response is complete first. With A = 0 the buffer holds the
+    batch of the current step alone, which is synchronous sampling.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._batches: deque[_Batch] = deque()
+
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
+        max_age = self._loop.async_grpo.max_trajectory_age_steps
+        while len(self._batches) <= max_age and version + len(self._batches) < self._loop.max_num_steps:
+            prompts = next(batches, None)
+            if prompts is None:
+                break
+            self._number += 1
+            under_way = self._rollouts.begin(prompts, **self._draws())
+            position = copy.deepcopy(self._loader.state_dict())
+            self._batches.append(_Batch(under_way, len(prompts), version, position))
+        if not self._batches:
+            return None
+        batch = self._batches.popleft()
+        assert 0 <= version - batch.version <= max_age, (version, batch.version)
+        groups = self._rollouts.finish(batch.under_way, timer)
+        self.position = batch.position
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        complete = sum(batch.prompts for batch in self._batches if batch.under_way.is_done())
+        all_prompts = sum(batch.prompts for batch in self._batches)
+        return {"buffer_depth": float(complete), "buffer_in_flight": float(all_prompts - complete)}
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A prompt that is being sampled, or has been."""
+
+    row: int
+    version: int
+    """Version of the engines' weights when it was begun."""
+    complete: Complete | None = None
+    """Where its group is; None: not yet complete."""
+    left_over: bool = False
+    """Whether a step has taken a later prompt before it."""
+
+
+class FirstComplete:
+    """Prompts under way, of which a step takes `prompts_per_take` complete ones, the oldest first.
+
+    A prompt that was begun with weights of version w must be taken by the step that learns with version
+    w + max_age_steps at the latest. A step takes a fixed number of prompts, so deadlines can pile up: if a step took
+    only young prompts, later steps could be left with more old ones than they can take. A step therefore waits until,
+    for every k, the prompts that are due within k steps are no more than k steps take (`_in_time`).
+
+    Args:
+        prompts_per_take: prompts that are taken together; every step takes at least once.
+        max_age_steps: most steps from the weights with which a prompt is begun to those that learn from it.
+    """
+
+    def __init__(self, prompts_per_take: int, max_age_steps: int) -> None:
+        self._per_take, self._max_age = prompts_per_take, max_age_steps
+        self._begun: dict[int, _Begun] = {}
+        """By number, in the order of the data."""
+        self._next = 0
+        self.resumed = 0
+        """Prompts of the last take that were under way while an earlier one took later prompts."""
+        self.left_over = 0
+        """Prompts that were begun before the last one taken, and were still under way then."""
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the prompts that no step has taken, in the order of the data."""
+        return [one.row for one in self._begun.values()]
+
+    @property
+    def complete(self) -> int:
+        """Prompts that are complete and that no step has taken."""
+        return sum(one.complete is not None for one in self._begun.values())
+
+    def add(self, row: int, version: int) -> int:
+        """Record a prompt that is begun with weights of this version; returns its number."""
+        assert len(self._begun) < self._per_take * (self._max_age + 1), "what is sampled further ahead becomes too old"
+        self._begun[self._next] = _Begun(row, version)
+        self._next += 1
+        return self._next - 1
+
+    def put(self, complete: Complete) -> None:
+        """Record that a prompt is complete."""
+        self._begun[complete.number].complete = complete
+
+    def take(self, version: int) -> list[Complete] | None:
+        """The prompts of the step that learns with weights of this version, in the order of their rows in the data.
+
+        None: too few are complete yet.
+        """
+        complete = [one.complete for one in self._begun.values() if one.complete is not None][: self._per_take]
+        if len(complete) < self._per_take or not self._in_time(version):
+            return None
+        taken = [self._begun.pop(one.number) for one in complete]
+        left_over = [one for number, one in self._begun.items() if number < complete[-1].number]
+        self.resumed, self.left_over = sum(one.left_over for one in taken), len(left_over)
+        for one in left_over:
+            one.left_over = True
+        assert all(0 <= version - one.version <= self._max_age for one in taken), (version, taken)
+        return complete
+
+    def _in_time(self, version: int) -> bool:
+        """Whether later steps can still take every other prompt in time once the oldest complete ones are taken."""
+        for last in range(version, version + self._max_age):
+            due = [one for one in self._begun.values() if one.version + self._max_age <= last]
+            later = self._per_take * (last - version)
+            if len(due) - later > sum(one.complete is not None for one in due):
+                return False
+        return True
+
+
+class Oversampling(SampleBuffer):
+    """More prompts than a step takes are under way, and a step takes those that are complete first (`FirstComplete`).
+
+    Long responses are not aborted. They continue under the weights that are published meanwhile, and a later step takes
+    them. Since steps take prompts out of order, `position` has the rows of the prompts that were begun and not taken,
+    which a resumed run samples before any other.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        asynchronous = self._loop.async_grpo
+        assert asynchronous.oversampling_factor is not None, "without it samples come in the order of the data"
+        self._per_take = self._loader.prompts_per_batch
+        self._under_way = int(asynchronous.oversampling_factor * self._per_take)
+        self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
+        self._next: deque[DatumSpec] = deque()
+        """Prompts of the last generation batch that are not yet begun."""
+        self._streams: list[GroupStream] = []
+
+    def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
+        self._begin(batches, version)
+        if not len(self._buffer):
+            return None
+        since = time.monotonic()
+        with timer.phase("generation"):
+            self._record_arrivals()
+            while (taken := self._buffer.take(version)) is None:
+                self._rollouts.wait_for_groups(self._streams, since)
+                self._record_arrivals()
+            groups = self._rollouts.take(taken)
+        waiting = [*self._buffer.rows, *(datum["idx"] for datum in self._next)]
+        self.position = with_waiting(self._loader.state_dict(), waiting)
+        return renumbered(groups)
+
+    def metrics(self) -> dict[str, float]:
+        """As for any buffer, and how many prompts the step took out of order."""
+        return {
+            "buffer_depth": float(self._buffer.complete),
+            "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
+            "oversampling_left_over": float(self._buffer.left_over),
+            "oversampling_resumed": float(self._buffer.resumed),
+        }
+
+    def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
+        """Begin as many prompts as are missing, with the seeds of the generation batches that they are in."""
+        needed = self._per_take * (self._loop.max_num_steps - version)
+        missing = min(self._under_way, needed) - len(self._buffer)
+        while missing > 0:
+            if not self._next:
+                self._next.extend(next(batches, []))
+                self._number += 1
+            if not self._next:
+                return
+            data = [self._next.popleft() for _ in range(min(missing, len(self._next)))]
+            missing -= len(data)
+            numbered = {self._buffer.add(datum["idx"], version): datum for datum in data}
+            self._streams.append(self._rollouts.begin_each(numbered, **self._draws()))
+
+    def _record_arrivals(self) -> None:
+        for complete in self._rollouts.arrived(self._streams):
+            self._buffer.put(complete)
+        self._streams = [stream for stream in self._streams if stream.calls]
