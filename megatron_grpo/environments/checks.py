@@ -22,7 +22,7 @@ def check_scoring(
     sets: Sequence[DatasetConfig] | None = None,
     given: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """Check environments, processors and reward functions, as `check_environments` and `check_reward_functions` say.
+    """`check_environments`, and `check_reward_functions` with the columns of the data.
 
     Args:
         config: environments, processors and data.

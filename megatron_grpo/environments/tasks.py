@@ -76,22 +76,20 @@ class Board:
     won: bool = False
 
 
+@dataclass(eq=False)
 class CountdownEnvironment(Environment):
     """Reward 1 when the model makes its row's `target` from its `numbers`, else 0.
 
     Every turn is one move, "a+b", "a-b", "a*b" or "a/b", with two of the numbers that are left; the result, a whole
     number of at least 0, takes their place, and the environment says which numbers are left. An invalid move ends the
     game, and so does a single number.
-
-    Args:
-        board: text of the environment after a move; {result} and {numbers} are filled in.
-        separator: text between the numbers.
     """
 
     multi_turn = True
-
-    def __init__(self, board: str = "{result}. Left: {numbers}. Your move:", separator: str = " ") -> None:
-        self._board, self._separator = board, separator
+    board: str = "{result}. Left: {numbers}. Your move:"
+    """Text of the environment after a move; {result} and {numbers} are filled in."""
+    separator: str = " "
+    """Text between the numbers."""
 
     def reset(self, prompt: str | list[dict[str, str]], extra_env_info: dict[str, Any]) -> Board:
         """The board that the row's columns `numbers` and `target` describe."""
@@ -105,7 +103,7 @@ class CountdownEnvironment(Environment):
         state = Board(numbers, state.target, won=made == state.target)
         if state.won or len(numbers) == 1:
             return Turn(state=state)
-        text = self._board.replace("{numbers}", self._separator.join(map(str, numbers)))
+        text = self.board.replace("{numbers}", self.separator.join(map(str, numbers)))
         return Turn(done=False, state=state, text=text.replace("{result}", str(made)))
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,7 +21,7 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.rollout_files import drop_rollouts_after
 from megatron_grpo.data.trajectory import Trajectory
-from megatron_grpo.observability.page.trajectories import TokenBytes, token_bytes_of
+from megatron_grpo.observability.page.trajectories import TokenBytes, mean_advantage, token_bytes_of
 from megatron_grpo.observability.plots import plot_run
 from megatron_grpo.observability.run_files import (
     METRICS_FILE,
@@ -132,13 +131,12 @@ def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
         prompt, response, reward, correct, advantage (mean over the sampled tokens; None: not known), tokens,
         stop_reason.
     """
-    advantages = trajectory.get("advantages")
     return {
         "prompt": prompt[-SHOWN_CHARACTERS:],
         "response": trajectory["response"][:SHOWN_CHARACTERS],
         "reward": trajectory["reward"],
         "correct": trajectory["correct"],
-        "advantage": float(np.mean(advantages)) if advantages is not None and len(advantages) else None,
+        "advantage": mean_advantage(trajectory.get("advantages")),
         "tokens": len(trajectory["logprobs"]),
         "stop_reason": trajectory["stop_reason"],
     }

@@ -87,11 +87,7 @@ class Sandbox:
         self._readable = [*prefix, *(os.path.abspath(folder) for folder in config.readable)]
 
     def run_python(self, source: str, stdin: str = "") -> Finished:
-        """Run a Python program, without the packages of any user, and with its own folder as the current one.
-
-        Raises:
-            SandboxUnavailableError: the program was not started.
-        """
+        """`run` for a Python program, without the packages of any user, and with its own folder as the current one."""
         # -I: no variables, no packages of a user; -B: bytecode would fill the folder.
         return self.run([self.python, "-I", "-B", "main.py"], {"main.py": source}, stdin)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,8 @@ class TokenBytes:
         except Exception as error:  # noqa: BLE001  # the package raises Exception itself, whatever is wrong
             raise ValueError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         self._added = {number: one.content for number, one in self._tokenizer.get_added_tokens_decoder().items()}
-        in_bytes = _of_kind(json.loads(self._tokenizer.to_str()).get("decoder"), "ByteLevel")
-        self._alphabet = byte_alphabet() if in_bytes else None
+        # A decoder made of several has their names in its own.
+        self._alphabet = byte_alphabet() if "ByteLevel(" in repr(self._tokenizer.decoder) else None
 
     def of(self, token_id: int) -> bytes:
         """What the token stands for; of an id that the tokenizer does not have, its number in brackets."""
@@ -71,13 +70,6 @@ def byte_alphabet() -> dict[str, int]:
     characters = sorted(ByteLevel.alphabet())
     others = iter(sorted(set(range(256)) - set(map(ord, characters))))
     return {one: ord(one) if ord(one) < 0x100 else next(others) for one in characters}
-
-
-def _of_kind(decoder: Any, kind: str) -> bool:
-    """Whether a decoder of a tokenizer.json, or one of those that it is made of, is of a kind."""
-    if not isinstance(decoder, dict):
-        return False
-    return decoder.get("type") == kind or any(_of_kind(one, kind) for one in decoder.get("decoders", []))
 
 
 ROWS = 160_000
@@ -148,11 +140,12 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
             text = vocabulary.text(row["token_ids"][:length])
             prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # what comes before is often the same for all
+    advantages = (mean_advantage(row["advantages"]) for row in rows)
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
         **{name: [row[name] for row in rows] for name in _AS_WRITTEN},
         "tokens": [len(row["logprobs"]) for row in rows],
-        "advantage": [_mean_advantage(row["advantages"]) for row in rows],
+        "advantage": [None if mean is None else round(mean, 5) for mean in advantages],
         "response": [row["response"][:length] for row, length in zip(rows, lengths, strict=True)],
         "characters": [len(row["response"]) for row in rows],
         "prompts": prompts,
@@ -163,8 +156,9 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
 _AS_WRITTEN = ("prompt_idx", "group", "sample", "reward", "correct", "stop_reason", "failure")
 
 
-def _mean_advantage(advantages: Any) -> float | None:
-    return None if advantages is None or len(advantages) == 0 else round(float(np.mean(advantages)), 5)
+def mean_advantage(advantages: Any) -> float | None:
+    """Mean over the sampled tokens of a response; None: not known."""
+    return None if advantages is None or len(advantages) == 0 else float(np.mean(advantages))
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]], tokens: int) -> set[int]:
