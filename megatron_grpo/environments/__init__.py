@@ -1,1 +1,1 @@
-"""Environments score what the model wrote."""
+"""Environments answer the model and score its responses."""

@@ -26,7 +26,7 @@ def check_scoring(
 
     Args:
         config: environments, processors and data.
-        sets: sets of prompts whose responses are scored; None: those of the run.
+        sets: sets of prompts whose responses are scored; None: the training and validation sets.
         given: reward functions passed by a script, by their entry in reward_funcs; these are not imported.
     """
     check_environments(config)
@@ -73,7 +73,7 @@ def check_reward_functions(
     columns_of: ColumnsOf = lambda task: None,
     given: Mapping[str, RewardFunction] | None = None,
 ) -> None:
-    """Import every reward function and agent here, and compare what it takes with what the data have.
+    """Import every reward function and agent, and compare their parameters with the columns of the data.
 
     Args:
         config: environments by task name.

@@ -1,4 +1,4 @@
-"""What a run reports: timers, metrics, plots, progress, the summary, and its rollouts for whoever reads them later."""
+"""Reports of a run: timers, metrics, trackers, plots, progress, the summary and the report page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what this folder offers to the outside only when it is asked for: most users of it need no numpy."""
+    """Import `read_rollouts` only when it is asked for, since the other modules of this folder need no NumPy."""
     if name == "read_rollouts":
         from megatron_grpo.data.rollout_files import read_rollouts
 

@@ -117,7 +117,7 @@ def _phases(timing: Mapping[str, float]) -> str:
 
 
 SHOWN_CHARACTERS = 2000
-"""Of a prompt's end and of a response's beginning: trackers keep every table for ever."""
+"""Characters of a prompt's end and of a response's beginning in tables, which trackers keep for ever."""
 
 
 def sample_row(prompt: str, trajectory: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,9 +161,9 @@ def one_a_group(rows: Iterator[dict[str, Any]], count: int) -> list[dict[str, An
 logger = logging.getLogger(__name__)
 
 LOGGING = "logging"
-"""Phase under which the time spent here is reported, one step late: that of a step is known only after its line."""
+"""Phase of the time spent in `log_step`. A step reports that of the step before, since its own is not known yet."""
 TRL_NAMES = {"completion_length": "response_length", "kl": "kl_penalty"}
-"""Metrics that are also reported under another name, for those who know them from TRL."""
+"""Names that TRL gives to metrics; these are reported under both names."""
 
 
 class RunLogger:
@@ -173,8 +173,8 @@ class RunLogger:
         """
         Args:
             run_dir: folder of the run; made when it is missing.
-            config: of the run.
-            resume_step: step that the run continues from; what the files hold beyond it is dropped. None: it starts.
+            config: configuration of the run.
+            resume_step: step that the run continues from; later lines of the files are dropped. None: it starts.
 
         Raises:
             RunError: a tracker is enabled whose package is missing.
@@ -237,13 +237,13 @@ class RunLogger:
             step: number of the training step, from 1.
             metrics: value of each metric, by name.
             timing: seconds by phase, and all of them as "total" (`StepTimer.seconds`).
-            throughput: what follows from timing: samples and tokens per second, utilisation.
+            throughput: samples and tokens per second, utilisation.
         """
         begin = time.perf_counter()
         metrics = {**metrics, **{name: metrics[same] for name, same in TRL_NAMES.items() if same in metrics}}
         timing = {**timing, LOGGING: self._logging_s, TOTAL: timing[TOTAL] + self._logging_s}
         self._logging_s = 0.0
-        apart = {"timing": timing, "throughput": dict(throughput)}  # what no run repeats
+        apart = {"timing": timing, "throughput": dict(throughput)}  # differ between equal runs
         self._metrics.write(json_line({"step": step, **metrics, **apart}))
         self._track(step, "train", metrics)
         self._track(step, "timing", timing)

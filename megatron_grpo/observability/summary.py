@@ -120,7 +120,7 @@ def killed_run_command(run_dir: Path, samples_per_step: int, *, report: bool) ->
 
 
 def main(run_dir: Path, samples_per_step: int, *, report: bool) -> None:
-    """Write what is missing; nothing if the driver was killed after the end of its run."""
+    """Write summary.json, and report.html if wanted, unless the run had written its summary before the kill."""
     if (run_dir / SUMMARY_FILE).exists():
         return
     write_summary(run_dir, samples_per_step=samples_per_step, end=RunEnd("failed", _REASON))

@@ -88,7 +88,7 @@ def throughput(
         phase, and model_flop_utilization, its share of the peak when that is known. Recomputed activations do not
         count, nor does padding.
     """
-    # Operations of the model, not of the machine: what a kernel wastes on padding must not look like utilisation.
+    # Operations of the model, not of the machine: work wasted on padding must not look like utilisation.
     tflops = BACKWARD_FACTOR * passes * forward_flops(shape, lengths) / 1e12
     figures = processed(lengths, timing)
     figures["train_tflops_per_device"] = tflops / timing["train"] / devices if passes else 0.0

@@ -26,7 +26,7 @@ class TensorBoardTracker:
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard itself hides what an interrupted run wrote at later steps.
+        # TensorBoard itself hides events that an interrupted run wrote at later steps.
         first_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
@@ -83,7 +83,7 @@ class WandbTracker:
         self._run.log({name: self._wandb.Table(columns=[*head], data=data)}, step=step)
 
     def close(self) -> None:
-        """Upload what is left; idempotent."""
+        """Upload the remaining data; idempotent."""
         self._run.finish()
 
 
@@ -116,7 +116,7 @@ class MlflowTracker:
             run = mine[0] if mine else self._client.create_run(number, tags=tags, run_name=folder.name)
             self._id = run.info.run_id
             for key, value in leaves(dataclasses.asdict(config)):
-                if _named(key) not in run.data.params:  # a parameter cannot be changed; the report shows what did
+                if _named(key) not in run.data.params:  # a parameter cannot be changed; the report lists changes
                     self._client.log_param(self._id, _named(key), value)
         except MlflowException as error:
             raise RunError(f"logger.mlflow.enabled=true, and MLflow cannot use {uri}: {error}") from error

@@ -42,7 +42,7 @@ def enter_root(readable: Sequence[str], folder_bytes: int, user: int) -> None:
     """
     mounts, links = _view(readable)
     os.umask(0o022)
-    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # what follows stays in this namespace
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # the mounts below stay in this namespace
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
     kernel.pivot_root("/tmp", "/tmp/old")

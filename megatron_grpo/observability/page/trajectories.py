@@ -1,4 +1,4 @@
-"""The trajectories of a run for the page: a table for every step, and as many in full, token by token, as fit."""
+"""Tables of the trajectories of each step for the page, and as many of them in full, token by token, as fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TokenBytes:
         return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens, control tokens left out; what is no UTF-8 becomes U+FFFD."""
+        """The text of tokens without control tokens; bytes that are no UTF-8 become U+FFFD."""
         shown = (self.of(one) for one in token_ids if one not in self._added)
         return b"".join(shown).decode(errors="replace")
 
@@ -79,9 +79,9 @@ READ_TOKENS = 100_000_000
 TOKENS = 2_000_000
 """Tokens of the trajectories in full; the steps share them equally. One takes about eight bytes of the page."""
 HEAD = 160
-"""Characters of a prompt or response that is not there in full."""
+"""Characters of a prompt, and of a response that is not in the page in full."""
 LONGEST = 1_200_000
-"""Characters of a response that is; what is longer is cut, and says so."""
+"""Characters of a response that is in the page in full; longer ones are cut, and the page says so."""
 
 
 def step_tables(folder: Path, vocabulary: TokenBytes | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -130,7 +130,7 @@ def token_table(vocabulary: TokenBytes | None, used: Iterable[int]) -> dict[str,
 
 
 def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tokens: int) -> dict[str, Any]:
-    """Columns of a step's trajectories; `full` has, by number of the row, those of which the page holds everything."""
+    """Columns of a step's trajectories; `full` has all data of some of them, by number of the row."""
     chosen = _chosen(rows, tokens)
     prompts: dict[str, str] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def _table(rows: Sequence[Mapping[str, Any]], vocabulary: TokenBytes | None, tok
         elif str(row["group"]) not in prompts:
             length = row["spans"][0][0] if row["spans"] else len(row["token_ids"])
             text = vocabulary.text(row["token_ids"][:length])
-            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # what comes before is often the same for all
+            prompts[str(row["group"])] = " ".join(text.split())[-HEAD:]  # prompts often begin alike
     advantages = (mean_advantage(row["advantages"]) for row in rows)
     lengths = (LONGEST if place in chosen else HEAD for place in range(len(rows)))
     return {
@@ -183,7 +183,7 @@ def _far_apart(groups: list[list[int]]) -> list[list[int]]:
 
 
 def _in_full(row: Mapping[str, Any], vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """Tokens and what is known of each, as short as it is exact enough to read."""
+    """Tokens and the figures of each, rounded to the digits that people read."""
     full: dict[str, Any] = {"spans": row["spans"], "parts": row["reward_parts"]}
     if vocabulary is None:
         return full

@@ -40,7 +40,7 @@ def json_element(name: str, value: Any) -> str:
 
 
 def packed_element(name: str, value: Any) -> str:
-    """The same, compressed: gzip in base 64, for what is looked at later or never."""
+    """A script element with a value as JSON in gzip and base 64, for data that is read later or never."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:  # a number that is not finite: rare, and looking for them takes longer than everything else
@@ -87,7 +87,7 @@ def _hash(text: str) -> str:
 
 CONFIG_FILE = "config.yaml"
 _APART = ("timing", "throughput")
-"""Groups of figures that a line has beside its metrics: of metrics.jsonl both, of validation.jsonl the first."""
+"""Groups of figures beside the metrics of a line: both in metrics.jsonl, the first in validation.jsonl."""
 
 
 def run_data(folder: Path) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def write_report(folders: Sequence[Path]) -> Path:
     """Write the page of one run, or of two that are shown side by side.
 
     Args:
-        folders: of the runs; the page appears in the first one, in one piece.
+        folders: folders of the runs; the page appears in the first one, never half written.
 
     Returns:
         Path of the page.
@@ -214,7 +214,7 @@ def try_to_write_report(folder: Path) -> Path | None:
     """Write the page of a run that has ended, whatever is in its folder; None: that failed, and the log says why."""
     try:
         return write_report([folder])
-    except Exception as error:  # noqa: BLE001  # the run is over, and how it ended is what counts
+    except Exception as error:  # noqa: BLE001  # a failed report must not change the outcome of the run
         logger.warning("%s could not be written: %s: %s", folder / REPORT_FILE, type(error).__name__, error)
         return None
 
