@@ -104,7 +104,7 @@ class IdleRank(RankActor):
     def start(self, settings: RankSettings, store_address: tuple[str, int]) -> RankPlace:
         """Every rank is a replica."""
         torch.set_num_threads(1)
-        self.model = IdleModel()
+        self.model = cast(Any, IdleModel())
         return RankPlace(data=self.rank, device_name="cpu", startup_s={})
 
 

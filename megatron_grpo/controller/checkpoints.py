@@ -160,7 +160,16 @@ class Checkpointer:
             return
         if pending.driver_files is None:
             if all(model.checkpoint_is_written() for model in pending.writers):
-                self._write_driver_files(pending)
+                try:
+                    for model in pending.writers:
+                        model.finish_checkpoint()
+                except RunError:
+                    self.pending = None
+                    raise
+                pool = ThreadPoolExecutor(1, "checkpoint-digests")
+                files = (pending.folder, pending.step, pending.state, pending.loader_state)
+                pending.driver_files = pool.submit(complete, *files)
+                pool.shutdown(wait=False)
         elif pending.driver_files.done():
             self.finish()
 
@@ -175,8 +184,12 @@ class Checkpointer:
             return
         try:
             with self._errors_name(pending.step):
-                driver_files = pending.driver_files or self._write_driver_files(pending)
-                driver_files.result()
+                if pending.driver_files is None:
+                    for model in pending.writers:
+                        model.finish_checkpoint()
+                    complete(pending.folder, pending.step, pending.state, pending.loader_state)
+                else:
+                    pending.driver_files.result()
                 self._remove(pending.step)
                 pending.folder.rename(self.path(pending.step))
                 sync(self.folder)
@@ -187,19 +200,6 @@ class Checkpointer:
         seconds = time.monotonic() - pending.began
         how = f"beside training, {seconds:.1f} s after it began" if pending.writers else f"in {seconds:.1f} s"
         self.note(f"saved {self.path(pending.step)} {how}")
-
-    def _write_driver_files(self, pending: PendingSave) -> Future[None]:
-        """End the ranks' writing, then begin to write the driver's files and the digests in a thread."""
-        try:
-            for model in pending.writers:
-                model.finish_checkpoint()
-        except RunError:
-            self.pending = None
-            raise
-        pool = ThreadPoolExecutor(1, "checkpoint-digests")
-        pending.driver_files = pool.submit(complete, pending.folder, pending.step, pending.state, pending.loader_state)
-        pool.shutdown(wait=False)
-        return pending.driver_files
 
     @contextmanager
     def _errors_name(self, step: int) -> Iterator[None]:
