@@ -6,10 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from megatron_grpo.config.help import COMMANDS, answered, commands_text
-
-MISTAKE = 2
-"""Exit code of a command line that names no command."""
+from megatron_grpo.config.help import COMMANDS, MISTAKE, answered, commands_text
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -81,7 +81,14 @@ def train(
     rewards = [rewards] if isinstance(rewards, str) or callable(rewards) else () if rewards is None else rewards
     callbacks = [callbacks] if isinstance(callbacks, Callback) else () if callbacks is None else callbacks
     environments = {} if environments is None else environments
-    check_objects(rewards, environments, tokenizer, callbacks)
+    problems = [
+        *_reward_problems(rewards),
+        *_environment_problems(environments),
+        *_tokenizer_problems(tokenizer),
+        *_callback_problems(callbacks),
+    ]
+    if problems:
+        raise ConfigError(problems)
     if isinstance(config, Config):
         if train_dataset is not None or val_dataset is not None or rewards or environments:
             text = "has its data and environments already; give overrides instead to have others"
@@ -105,25 +112,23 @@ def _checked(
 ) -> Checked:
     """Check overrides together with the objects given beside them; rows are written into the run's folder.
 
-    Args:
-        config: the overrides.
-        datasets: training and validation rows, as `train` takes them.
-        rewards: a list, else as `train` takes them.
-        environments: as `train` takes them.
-        functions: receives the reward functions that cannot be imported, by their names in the configuration.
+    Reward functions that cannot be imported are added to `functions`, by their names in the configuration.
 
     Raises:
         ConfigError: something is wrong; the run's folder is then as it was before.
     """
     overrides = written(config)
-    task, run_dir = _found(overrides)
-    overrides.append(f"run_dir={run_dir}")
-    overrides += reward_overrides(task, rewards, functions)
+    composed = compose_typed(overrides)
+    if composed.config is None:
+        raise ConfigError(composed.named(composed.problems))
+    task, run_dir = composed.config.data.task_name, composed.config.run_dir
+    overrides.append(f"run_dir={run_dir}")  # it may hold the time
+    overrides += _reward_overrides(task, rewards, functions)
     overrides += environment_overrides(environments)
     folder = Path(run_dir) / DATA_FOLDER
     made = not folder.exists()
     try:
-        overrides += data_overrides(folder, *datasets, bool(rewards))
+        overrides += _data_overrides(folder, *datasets, bool(rewards))
         checked = check_overrides(overrides)
         checked.require()
     except ConfigError:
@@ -133,33 +138,8 @@ def _checked(
     return checked
 
 
-def _found(overrides: Sequence[str]) -> tuple[str, str]:
-    """Task name and run folder of overrides, whose problems are not reported yet."""
-    config = compose_typed(overrides).config
-    return (Config().data.task_name, "") if config is None else (config.data.task_name, config.run_dir)
-
-
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-_OF_A_TOKENIZER = ("__call__", "apply_chat_template", "decode", "eos_token_id")
-
-
-def check_objects(rewards: Any, environments: Any, tokenizer: Any, callbacks: Any) -> None:
-    """Check the types of the objects that `train` takes, single ones already in lists.
-
-    Raises:
-        ConfigError: an object is of another kind than `train` takes.
-    """
-    problems = [
-        *_reward_problems(rewards),
-        *_environment_problems(environments),
-        *_tokenizer_problems(tokenizer),
-        *_callback_problems(callbacks),
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _reward_problems(rewards: Any) -> Iterator[Problem]:
@@ -174,29 +154,24 @@ def _reward_problems(rewards: Any) -> Iterator[Problem]:
 
 def _environment_problems(environments: Any) -> Iterator[Problem]:
     if not isinstance(environments, Mapping):
-        text = f"is {_kind(environments)}; give a mapping of task names to classes or types: {{'my_task': MyClass}}"
-        yield Problem("environments", text)
+        text = "give a mapping of task names to classes or types: {'my_task': MyClass}"
+        yield Problem("environments", f"is {_kind(environments)}; {text}")
         return
     for task, kind in environments.items():
         subject = f"environments[{task!r}]"
         if not isinstance(kind, str | type):
-            name = type(kind).__name__
-            text = f"is an object of {name}; give the class, and what it is made with in env.{task}.options"
-            yield Problem(subject, text)
+            text = f"give the class, and what it is made with in env.{task}.options"
+            yield Problem(subject, f"is an object of {type(kind).__name__}; {text}")
         elif isinstance(kind, type) and (kind.__module__ == "__main__" or not kind.__qualname__.isidentifier()):
             text = f"{kind.__qualname__} cannot be imported by the processes of the run; write it into a module"
             yield Problem(subject, text)
 
 
 def _tokenizer_problems(tokenizer: Any) -> Iterator[Problem]:
-    if tokenizer is None:
-        return
-    lacking = [name for name in _OF_A_TOKENIZER if not hasattr(tokenizer, name)]
-    if lacking or inspect.isclass(tokenizer):
-        text = (
-            f"is {_kind(tokenizer)}; give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
-        )
-        yield Problem("tokenizer", text)
+    members = ("__call__", "apply_chat_template", "decode", "eos_token_id")
+    if tokenizer is not None and (inspect.isclass(tokenizer) or not all(hasattr(tokenizer, name) for name in members)):
+        text = "give a tokenizer that is loaded: transformers.AutoTokenizer.from_pretrained(...)"
+        yield Problem("tokenizer", f"is {_kind(tokenizer)}; {text}")
 
 
 def _callback_problems(callbacks: Any) -> Iterator[Problem]:
@@ -205,12 +180,10 @@ def _callback_problems(callbacks: Any) -> Iterator[Problem]:
         yield Problem("callbacks", text)
         return
     for number, callback in enumerate(callbacks):
-        if isinstance(callback, type) and issubclass(callback, Callback):
-            text = f"is the class {callback.__name__}; give an object of it: {callback.__name__}()"
-            yield Problem(f"callbacks[{number}]", text)
-        elif not isinstance(callback, Callback):
-            text = f"is {_kind(callback)}; give an object of a class that extends megatron_grpo.Callback"
-            yield Problem(f"callbacks[{number}]", text)
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type) and issubclass(callback, Callback)
+            fix = f"it: {callback.__name__}()" if is_class else "a class that extends megatron_grpo.Callback"
+            yield Problem(f"callbacks[{number}]", f"is {_kind(callback)}; give an object of {fix}")
 
 
 def _kind(value: Any) -> str:
@@ -218,21 +191,9 @@ def _kind(value: Any) -> str:
     return f"the class {value.__name__}" if inspect.isclass(value) else type(value).__name__
 
 
-_FINE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*")
-
-
-def check_name(name: Any, argument: str, section: str) -> None:
-    """Refuse a name that cannot be part of a configuration key.
-
-    Args:
-        name: key of a mapping that a script gave.
-        argument: the argument of `train` with the mapping ("val_dataset").
-        section: the section of the configuration that gets the name ("data.val_sets").
-
-    Raises:
-        ConfigError: the name has other characters than keys can have.
-    """
-    if not _FINE.fullmatch(str(name)):
+def _check_name(name: Any, argument: str, section: str) -> None:
+    """Refuse a name in an argument of `train` that cannot be part of a key of this section ("data.val_sets")."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*|0|[1-9][0-9]*", str(name)):
         text = (
             f"cannot be a name in {section}.NAME, whose keys have dots between their parts; use letters (a-z, A-Z), "
             "digits, _ and -, and a letter or _ first (or digits alone)"
@@ -240,7 +201,7 @@ def check_name(name: Any, argument: str, section: str) -> None:
         raise ConfigError([Problem(f"{argument}[{name!r}]", text)])
 
 
-def data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
+def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool) -> list[str]:
     """Write datasets that are objects into the folder; returns the overrides with the paths of all datasets."""
     written = []
     columns: set[str] = set()
@@ -249,7 +210,7 @@ def data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool)
         written.append(f"data.train_path={path}")
     if isinstance(validation, Mapping):
         for name, one in validation.items():
-            check_name(name, "val_dataset", "data.val_sets")
+            _check_name(name, "val_dataset", "data.val_sets")
             path, _ = _kept(one, folder / f"val_{name}", f"val_dataset[{name!r}]")
             written.append(f"data.val_sets.{name}.path={path}")
         written.append("data.val_path=null")
@@ -271,29 +232,25 @@ def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
     if isinstance(dataset, str | Path):
         return str(dataset), set()
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
-        file = path.with_suffix(".jsonl")
+        file, lines = path.with_suffix(".jsonl"), []
+        for number, row in enumerate(dataset):
+            try:
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                text = "give numbers, texts, lists and dicts, or a datasets.Dataset"
+                problem = Problem(f"{subject}[{number}]", f"cannot be kept as JSON: {error}; {text}")
+                raise ConfigError([problem]) from None
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = (_line(row, f"{subject}[{number}]") for number, row in enumerate(dataset))
         file.write_text("".join(lines), encoding="utf-8")
         return str(file), {str(column) for row in dataset for column in row}
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "to_parquet"):
-        text = (
-            f"is {type(dataset).__name__}; give a list of dicts, a datasets.Dataset, or a path or hub name (of a large "
-            "hub set with data.streaming=true)"
-        )
+        kinds = "a list of dicts, a datasets.Dataset, or a path or hub name"
+        text = f"is {type(dataset).__name__}; give {kinds} (of a large hub set with data.streaming=true)"
         raise ConfigError([Problem(subject, text)])
     file = path.with_suffix(".parquet")
     file.parent.mkdir(parents=True, exist_ok=True)
     dataset.to_parquet(str(file))
     return str(file), set(dataset.column_names)
-
-
-def _line(row: dict[Any, Any], subject: str) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
-        text = f"cannot be kept as JSON: {error}; give numbers, texts, lists and dicts, or a datasets.Dataset"
-        raise ConfigError([Problem(subject, text)]) from None
 
 
 def written(config: Any) -> list[str]:
@@ -332,7 +289,7 @@ def _value(value: Any, key: str) -> str:
     raise ConfigError([Problem(key, text)])
 
 
-def reward_overrides(
+def _reward_overrides(
     task: str, rewards: Sequence[str | Callable[..., Any]], functions: dict[str, Callable[..., Any]]
 ) -> list[str]:
     """The environment of reward functions; those that cannot be imported are added to `functions`."""
@@ -345,9 +302,12 @@ def reward_overrides(
             continue
         entry = _import_path(reward)
         if entry is None:
-            entry = f"{GIVEN}.{_name(reward)}"
+            # Named in metrics after the function, or after the class of an object.
+            name = getattr(reward, "__name__", type(reward).__name__)
+            name = re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
+            entry = f"{GIVEN}.{name}"
             if entry in functions:
-                text = f"has two functions called {_name(reward)}; their rewards could not be told apart"
+                text = f"has two functions called {name}; their rewards could not be told apart"
                 raise ConfigError([Problem("rewards", text)])
             functions[entry] = reward
         entries.append(entry)
@@ -364,12 +324,6 @@ def _import_path(function: Callable[..., Any]) -> str | None:
     return f"{module}.{name}" if found is function else None
 
 
-def _name(function: Callable[..., Any]) -> str:
-    """Name of a reward function in metrics; that of its class for an object."""
-    name = getattr(function, "__name__", type(function).__name__)
-    return re.sub(r"\W", "_", name) if name != "<lambda>" else "reward"
-
-
 def environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
     """The types of the environments by task name.
 
@@ -378,7 +332,7 @@ def environment_overrides(environments: Mapping[str, str | type]) -> list[str]:
     """
     found = []
     for task, kind in environments.items():
-        check_name(task, "environments", "env")
+        _check_name(task, "environments", "env")
         path = kind if isinstance(kind, str) else f"{kind.__module__}:{kind.__qualname__}"
         found.append(f"env.{task}.type={path}")
     return found

@@ -11,15 +11,12 @@ import yaml
 
 from megatron_grpo.algorithms.start import start
 from megatron_grpo.config.errors import ConfigError, Problem, RunError
-from megatron_grpo.config.help import answered, help_text
+from megatron_grpo.config.help import FAILED, INTERRUPTED, MISTAKE, answered, help_text
 from megatron_grpo.config.overrides import OPTION
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.checkpoints import Checkpointer, checkpoint_to_start_from
 from megatron_grpo.controller.directory import in_use
 from megatron_grpo.preflight.load import check_overrides, summary
-
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
-"""Exit codes: a run that failed, a command line that cannot be run, Ctrl-C."""
 
 Task = Literal["train", "check", "show"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.cluster.machines import prepare_ray_environment
-from megatron_grpo.config.errors import ConfigError, RunError
-from megatron_grpo.config.help import answered
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.help import run_command
 from megatron_grpo.evaluation.request import read_request
 
 USAGE = """\
@@ -27,30 +27,21 @@ Samples responses with vLLM, scores them as validation does, and writes DIR/resu
   compare        output of an earlier evaluation to compare with, prompt by prompt
   section.key    any other key of the configuration, such as generation.max_new_tokens=512
 """
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 _TESTS = {"wilcoxon_p": "Wilcoxon", "mcnemar_p": "McNemar"}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if answered(arguments, USAGE):
-        return 0
-    try:
-        request = read_request(arguments)
-        if request.config.cluster.ray_address is None:
-            prepare_ray_environment()
-        from megatron_grpo.evaluation.evaluate import evaluate  # after the checks: Ray takes long to import
+    return run_command("evaluate: ", arguments, USAGE, _evaluate, failures=(RunError, OSError))
 
-        _print(evaluate(request))
-    except (ConfigError, ValueError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return MISTAKE
-    except (RunError, OSError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+
+def _evaluate(arguments: Sequence[str]) -> int:
+    request = read_request(arguments)
+    if request.config.cluster.ray_address is None:
+        prepare_ray_environment()
+    from megatron_grpo.evaluation.evaluate import evaluate  # after the checks: Ray takes long to import
+
+    _print(evaluate(request))
     print(f"wrote {request.output}")
     return 0
 

@@ -6,17 +6,16 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.help import answered
-from megatron_grpo.config.schema import LoraConfig, QuantizationFormat
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_grpo.config.help import run_command
+from megatron_grpo.config.paths import unwritable
+from megatron_grpo.config.schema import PolicyConfig
 from megatron_grpo.controller.checkpoint_files import MANIFEST_FILE, verify
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 from megatron_grpo.weights.families import shape_of_folder
-from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import model_folder
 
 USAGE = """\
@@ -28,101 +27,61 @@ python -m megatron_grpo.export checkpoint=PATH output=PATH [format=hf|peft|quant
               peft: the adapters of a run with policy.lora.rank above 0 alone, as the peft package loads them;
               quantized: the weights of a run with policy.quantization in the 8 bits that it trained with, for vLLM
 """
-MISTAKE = 2
-"""Exit code of a command line that cannot be run."""
 _PATHS, _FORMATS = ("checkpoint", "output"), ("hf", "peft", "quantized")
 _ARGUMENTS = (*_PATHS, "format")
 
 
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """A checked command line."""
-
-    weights: Path
-    """Folder of Megatron's distributed checkpoint."""
-    source: Path
-    """Local folder of the model that the run started from, with its config.json and tokenizer."""
-    precision: Literal["float32", "bfloat16"]
-    shape: ModelShape
-    output: Path
-    base: str
-    """Path or hub name of that model in the run's configuration."""
-    lora: LoraConfig
-    adapters_alone: bool
-    """Whether only the adapters are written, in the format of peft."""
-    quantization: QuantizationFormat | None
-    """Format of the layers' matrices; None: the precision of the run."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if answered(arguments, USAGE):
-        return 0
-    try:
-        plan = plan_export(arguments)
-        _export(plan)
-    except (ValueError, RunError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print(f"wrote {plan.output}")
-    return 0
+    return run_command("export: ", arguments, USAGE, _export)
 
 
-def _export(plan: ExportPlan) -> None:
-    from megatron_grpo.weights.hf_export import export_checkpoint  # torch: mistakes above are answered without it
-
-    export_checkpoint(
-        plan.weights,
-        plan.source,
-        plan.shape,
-        plan.output,
-        precision=plan.precision,
-        lora=plan.lora,
-        adapters_of=plan.base if plan.adapters_alone else None,
-        quantization=plan.quantization,
-    )
-
-
-def plan_export(arguments: Sequence[str]) -> ExportPlan:
-    """Check a command line before anything large is imported.
+def _export(arguments: Sequence[str]) -> int:
+    """Check a command line before anything large is imported, and write the model.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: what is wrong with the command line.
         RunError: the checkpoint is incomplete or damaged, or the run started from a hub model whose files are not here
             and cannot be downloaded.
         OSError: a file of the checkpoint is there and cannot be read.
     """
     given = _read_arguments(arguments)
     checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
-    weights = checkpoint / POLICY_FOLDER
+    weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={checkpoint} does not exist; give a folder RUN_DIR/checkpoints/step_N")
     if not (checkpoint / MANIFEST_FILE).exists() and not weights.exists():
         raise ValueError(f"checkpoint={checkpoint} is not a checkpoint; give a folder RUN_DIR/checkpoints/step_N")
     _require_writable(output)
     config_file = checkpoint.resolve().parent.parent / CONFIG_FILE
-    source, precision, lora, quantization = _trained_model(config_file)
-    alone = given.get("format") == "peft"
-    if alone and not lora.rank:
+    policy = _trained_policy(config_file)
+    if form == "peft" and not policy.lora.rank:
         raise ValueError(f"format=peft: {config_file} has no policy.lora.rank above 0, so there are no adapters")
-    in_bits = given.get("format") == "quantized"
-    if in_bits and quantization is None:
+    if form == "quantized" and policy.quantization is None:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
-    folder = model_folder(source)
-    shape = shape_of_folder(folder)
+    source = model_folder(policy.model.path)
+    shape = shape_of_folder(source)
     remark = verify(checkpoint)  # last: of a large checkpoint it takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    return ExportPlan(weights, folder, precision, shape, output, source, lora, alone, quantization if in_bits else None)
+    from megatron_grpo.weights.hf_export import export_checkpoint  # torch: mistakes above are answered without it
+
+    export_checkpoint(
+        weights,
+        source,
+        shape,
+        output,
+        precision=policy.precision,
+        lora=policy.lora,
+        adapters_of=policy.model.path if form == "peft" else None,
+        quantization=policy.quantization if form == "quantized" else None,
+    )
+    print(f"wrote {output}")
+    return 0
 
 
-def _trained_model(
-    config_file: Path,
-) -> tuple[str, Literal["float32", "bfloat16"], LoraConfig, QuantizationFormat | None]:
-    """Path or name of the model that a run started from, its precision, its adapters and its quantisation.
+def _trained_policy(config_file: Path) -> PolicyConfig:
+    """Model, precision, adapters and quantisation of a run; a run of another version may have other keys besides.
 
     Raises:
         ValueError: the file is missing, or not the configuration of a run.
@@ -131,41 +90,26 @@ def _trained_model(
         policy = read_config_file(config_file).get("policy")
     except FileNotFoundError:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
-    model = policy.get("model") if isinstance(policy, dict) else None
-    source = model.get("path") if isinstance(model, dict) else None
-    precision = policy.get("precision") if isinstance(policy, dict) else None
-    if not isinstance(source, str) or precision not in ("float32", "bfloat16"):
+    given = policy if isinstance(policy, dict) else {}
+    model = given.get("model")
+    if not isinstance(model, dict) or "path" not in model or "precision" not in given:
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
+    kept = {name: given[name] for name in ("precision", "lora", "quantization") if name in given}
     try:
-        lora = LoraConfig(**policy.get("lora", {})) if isinstance(policy, dict) else LoraConfig()
-    except TypeError as error:
-        raise ValueError(f"{config_file} is not the configuration of a run: policy.lora: {error}") from None
-    quantization = policy.get("quantization") if isinstance(policy, dict) else None
-    if quantization not in (None, *get_args(QuantizationFormat)):
-        raise ValueError(f"{config_file} is not the configuration of a run: policy.quantization={quantization}")
-    return source, precision, lora, quantization
+        return TypeAdapter(PolicyConfig).validate_python({"model": {"path": model["path"]}, **kept})
+    except ValidationError as error:
+        key, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise ValueError(f"{config_file} is not the configuration of a run: policy.{key}: {text}") from None
 
 
 def _require_writable(output: Path) -> None:
-    """Try whether a folder can be made at the output; the probe and the parents made for it are removed.
-
-    Raises:
-        ValueError: something is there already, or a folder cannot be made there.
-    """
-    made: list[Path] = []
-    try:
-        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-            raise ValueError(f"output={output} already exists; give the path of a new folder")
-        probe = output.absolute().with_name(f".{output.absolute().name}.incomplete-{os.getpid()}")
-        for folder in (*reversed(probe.parents), probe):
-            if not folder.exists():
-                folder.mkdir()
-                made.append(folder)
-    except OSError as error:
-        raise ValueError(f"output={output} cannot be written: {error}") from None
-    finally:
-        for folder in reversed(made):
-            folder.rmdir()
+    """ValueError where the folder cannot be made, or is there and not empty."""
+    absolute = output.absolute()
+    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # a longer name than the output's
+    for problem in unwritable("output", str(incomplete)):
+        raise ValueError(f"output={output} cannot be written: {problem.text}")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"output={output} already exists; give the path of a new folder")
 
 
 def _read_arguments(arguments: Sequence[str]) -> dict[str, str]:

@@ -6,16 +6,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.generation_schema import GenerationParallelConfig
-from megatron_grpo.config.help import answered
+from megatron_grpo.config.help import run_command
 from megatron_grpo.config.policy_schema import ParallelConfig
-from megatron_grpo.config.schema import Config
 from megatron_grpo.preflight.load import compose_config
 from megatron_grpo.weights.layouts import engine_shards, training_shards
 from megatron_grpo.weights.refit.links import schedule
@@ -32,10 +31,8 @@ class RankLoad:
     """Bytes that the ranks of one side move."""
 
     ranks: int
-    smallest: int
-    """Bytes of the rank that moves least."""
-    largest: int
-    """Bytes of the rank that moves most."""
+    bytes: dict[str, int]
+    """Bytes of the ranks that move least and most, as "smallest" and "largest"."""
     most_peers: int
     """Ranks of the other side that one rank talks to, at most."""
 
@@ -57,24 +54,13 @@ class RefitSummary:
 
     def seconds(self, bytes_per_s: float) -> float:
         """Estimated time when every rank sends and receives at this speed: that of the busiest rank."""
-        return max(self.sending.largest, self.receiving.largest) / bytes_per_s + self.turns * MESSAGE_S
+        busiest = max(self.sending.bytes["largest"], self.receiving.bytes["largest"])
+        return busiest / bytes_per_s + self.turns * MESSAGE_S
 
     def as_dict(self, bytes_per_s: float) -> dict[str, Any]:
-        """For JSON."""
-        sides = {"sending": self.sending, "receiving": self.receiving}
+        """All numbers but those of single links, for JSON."""
         return {
-            **{
-                side: {
-                    "ranks": load.ranks,
-                    "bytes": {"smallest": load.smallest, "largest": load.largest},
-                    "most_peers": load.most_peers,
-                }
-                for side, load in sides.items()
-            },
-            "bytes": self.bytes,
-            "pieces": self.pieces,
-            "messages": self.messages,
-            "turns": self.turns,
+            **{name: value for name, value in asdict(self).items() if name != "links"},
             "planned_s": round(self.planned_s, 3),
             "assumed_bytes_per_s": bytes_per_s,
             "estimated_s": round(self.seconds(bytes_per_s), 4),
@@ -125,7 +111,8 @@ def refit_summary(
 
 def _load(scheduled: Pieces, side: str, ranks: int, of_links: np.ndarray) -> RankLoad:
     moved = np.bincount(scheduled[side], weights=scheduled["bytes"], minlength=ranks)
-    return RankLoad(ranks, int(moved.min()), int(moved.max()), int(np.bincount(of_links).max()))
+    sizes = {"smallest": int(moved.min()), "largest": int(moved.max())}
+    return RankLoad(ranks, sizes, int(np.bincount(of_links).max()))
 
 
 USAGE = """\
@@ -137,8 +124,6 @@ python -m megatron_grpo.refit_plan +exp=NAME key=value … [--gb-per-s=N] [--jso
 
 Plans the refit of refit.mode=reshard from the layouts of policy and generation; starts no process and needs no GPU.
 """
-MISTAKE = 2
-"""Exit code of a command line that cannot be run."""
 _SPEED = "--gb-per-s"
 _DEFAULT_SPEED = 50.0
 _LINKS_SHOWN = 32
@@ -147,15 +132,18 @@ _LINKS_SHOWN = 32
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if answered(arguments, USAGE):
-        return 0
-    try:
-        speed, as_json, overrides = _options(arguments)
-        config = compose_config(overrides)
-        summary = _summary(config)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return MISTAKE
+    return run_command("", arguments, USAGE, _plan)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    speed, as_json, overrides = _options(arguments)
+    config = compose_config(overrides)
+    shape, policy = known_shape(config), config.policy
+    if shape is None:
+        path = f"policy.model.path={policy.model.path}"
+        raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
+    layouts, bucket = (policy.parallel, config.generation.parallel), int(config.refit.bucket_mib * 2**20)
+    summary = refit_summary(shape, *layouts, policy.precision, bucket, config.refit.fp8_blocks)
     if as_json:
         print(json.dumps(summary.as_dict(speed * 1e9), indent=2))
     else:
@@ -169,7 +157,7 @@ def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
     for word in arguments:
         name, _, value = word.partition("=")
         if name == _SPEED:
-            speed = _number(value)
+            speed = _speed(value)
         elif word.startswith("--") and word != "--json":
             raise ConfigError([Problem(word, f"is no option; there are {_SPEED}=N and --json")])
         elif word != "--json":
@@ -177,26 +165,14 @@ def _options(arguments: Sequence[str]) -> tuple[float, bool, list[str]]:
     return speed, "--json" in arguments, overrides
 
 
-def _number(value: str) -> float:
+def _speed(value: str) -> float:
     try:
         speed = float(value)
     except ValueError:
         speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise ConfigError(
-            [Problem(f"{_SPEED}={value}", f"must be a number above 0; {_DEFAULT_SPEED:g} is the default")]
-        )
-    return speed
-
-
-def _summary(config: Config) -> RefitSummary:
-    shape = known_shape(config)
-    if shape is None:
-        path = f"policy.model.path={config.policy.model.path}"
-        raise ConfigError([Problem(path, "is not on this machine; give a folder with the model's config.json")])
-    policy, refit = config.policy, config.refit
-    layouts = policy.parallel, config.generation.parallel
-    return refit_summary(shape, *layouts, policy.precision, int(refit.bucket_mib * 2**20), refit.fp8_blocks)
+    if 0 < speed < float("inf"):
+        return speed
+    raise ConfigError([Problem(f"{_SPEED}={value}", f"must be a number above 0; {_DEFAULT_SPEED:g} is the default")])
 
 
 def _table(summary: RefitSummary, speed: float) -> list[str]:
@@ -213,7 +189,7 @@ def _table(summary: RefitSummary, speed: float) -> list[str]:
 
 
 def _side(load: RankLoad, verb: str, peers: str) -> str:
-    each = f"{_size(load.smallest)} to {_size(load.largest)}"
+    each = f"{_size(load.bytes['smallest'])} to {_size(load.bytes['largest'])}"
     return f"{load.ranks:,} ranks, each {verb} {each}, with at most {load.most_peers:,} {peers}"
 
 

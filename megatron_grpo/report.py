@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.config.help import answered
+from megatron_grpo.config.help import run_command
 from megatron_grpo.observability.page.write import REPORT_FILE, write_report
 
 USAGE = f"""\
@@ -16,36 +16,28 @@ python -m megatron_grpo.report RUN_DIR [OTHER_RUN_DIR]
 Writes RUN_DIR/{REPORT_FILE}, one page that needs nothing else: curves, configuration, trajectories. With two folders
 both runs stand side by side, in the page of the first.
 """
-MOST_RUNS = 2
-MISTAKE, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if answered(arguments, USAGE):
-        return 0
-    try:
-        page = write_report(read_folders(arguments))
-    except (ValueError, OSError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    print(f"wrote {page}")
+    return run_command("report: ", arguments, USAGE, _write)
+
+
+def _write(arguments: Sequence[str]) -> int:
+    print(f"wrote {write_report(_read_folders(arguments))}")
     return 0
 
 
-def read_folders(arguments: Sequence[str]) -> list[Path]:
+def _read_folders(arguments: Sequence[str]) -> list[Path]:
     """The folders of a command line.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: an option, another number of folders than one or two, or a folder that is not there.
     """
     for argument in arguments:
         if argument.startswith("-"):
             raise ValueError(f"{argument} is not an option\n{USAGE}".rstrip())
-    if not 1 <= len(arguments) <= MOST_RUNS:
+    if len(arguments) not in (1, 2):
         raise ValueError(f"give the folder of one run, or of two\n{USAGE}".rstrip())
     folders = [Path(os.path.expanduser(argument)) for argument in arguments]
     for folder in folders:

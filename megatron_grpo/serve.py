@@ -9,17 +9,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_grpo.config.errors import RunError
+from megatron_grpo.config.help import MISTAKE
 from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token
 from megatron_grpo.platform.device import current_platform
 from megatron_grpo.sampler.plugin import SERVER_MARKER
 from megatron_grpo.weights.source import model_folder
 
-MISTAKE = 2
-"""Exit code of a command line that cannot be run."""
 LOOPBACK = "127.0.0.1"
 
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
 """Arguments of vLLM that the refit, the log-probabilities and the token depend on."""
+_FOR_RUNS = (
+    "--enable-scale-out",  # has the path by which tokens go in and come out
+    "--logprobs-mode=processed_logprobs",
+    "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
+    "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
+)
 
 EPILOG = f"""\
 Every other argument is vLLM's own (vllm serve --help=all), for instance
@@ -47,7 +52,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.exit(MISTAKE)
     # Not vLLM's command: that asks for a package called vllm, and its CPU build is called otherwise.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
-    command += [f"--host={options.host}", f"--port={options.port}", *_for_this_device(), *given, *_for_runs()]
+    command += [f"--host={options.host}", f"--port={options.port}"]
+    if current_platform().name == "cpu":  # prompts in one piece, so that a response can be repeated from its seed
+        from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
+
+        command += ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
+    command += [*given, *_FOR_RUNS]
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
@@ -82,25 +92,6 @@ def _require_safe(host: str, given: Sequence[str]) -> None:
         name = argument.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("no-")
         if argument.startswith("--") and name in _OWNED:
             raise RunError(f"{argument}: is set by this command")
-
-
-def _for_this_device() -> list[str]:
-    """Defaults of a CPU's engines: prompts in one piece, so that a response can be repeated from its seed."""
-    if current_platform().name != "cpu":
-        return []
-    from megatron_grpo.cpu.engine import CPU_BATCH_TOKENS
-
-    return ["--no-enable-chunked-prefill", f"--max-num-batched-tokens={CPU_BATCH_TOKENS}"]
-
-
-def _for_runs() -> list[str]:
-    """What a run needs of a server."""
-    return [
-        "--enable-scale-out",  # has the path by which tokens go in and come out
-        "--logprobs-mode=processed_logprobs",
-        "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
-        "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
-    ]
 
 
 if __name__ == "__main__":

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import os
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.config.help import answered
+from megatron_grpo.config.help import FAILED, run_command
 from megatron_grpo.config.schema import ParallelConfig
 from megatron_grpo.preflight.layout import training_split_problems
-from megatron_grpo.proof.request import (
-    DEFAULT_LAYOUTS,
-    EXPERT_LAYOUTS,
-    NamedLayout,
-    Request,
-    UsageError,
-    read_layouts,
-    read_request,
-)
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.proof.ranks import Row
+
+SIZES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+}
+"""Letters of a layout, and the sizes that they stand for."""
+DEFAULT_LAYOUTS = "tp2,tp2sp,pp2,cp2,dp2,tp2pp2,tp2cp2,pp2cp2,cp2dp2,pp2vp2"
+EXPERT_LAYOUTS = "ep2,tp2ep2,pp2ep2,ep2etp2"
+"""Additional layouts of models with experts."""
 
 USAGE = f"""\
 python -m megatron_grpo.verify [key=value ...] [--json]
@@ -52,26 +60,42 @@ something is past its tolerance.
   timeout_s  deadline of one layout (600)
   --json     results as JSON
 """
-FAILED, MISTAKE = 1, 2
+
+Layouts = list[tuple[str, ParallelConfig]]
+"""Layouts with the names that the user gave them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A command line that was checked."""
+
+    model: str = "tiny:qwen3"
+    """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
+    layouts: Layouts | None = None
+    """None: the usual ones, as far as the model splits so."""
+    packing: tuple[bool, ...] = (True,)
+    shrink: bool = False
+    """Verify a small copy of the model's own configuration, with random weights."""
+    sequences: int = 12
+    longest: int = 48
+    """Tokens of the longest sequence."""
+    steps: int = 3
+    """Optimizer steps after which losses are compared."""
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Deadline of one layout."""
+    json: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
-    if answered(arguments, USAGE):
-        return 0
-    try:
-        request = read_request(arguments)
-        with tempfile.TemporaryDirectory() as folder:
-            rows = list(verify(request, Path(folder)))
-    except (UsageError, ValueError, OSError) as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return MISTAKE
-    except RunError as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return run_command("verify: ", arguments, USAGE, _run, failures=(RunError,))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    request = read_request(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(verify(request, Path(folder)))
     if request.json:
         print(json.dumps({"model": request.model, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}))
     return 0 if all(row.passed for row in rows) else FAILED
@@ -85,18 +109,14 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
         folder: where a model may be made.
 
     Raises:
-        UsageError: there is no such model, or it does not split so.
+        ValueError: there is no such model, or it does not split so.
         RunError: a rank failed.
     """
     warnings.filterwarnings("ignore")  # of packages, about what they fall back to
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    from megatron_grpo.proof.models import prepare_model
+    from megatron_grpo.proof.models import prepare_model  # here: torch takes seconds to import
     from megatron_grpo.proof.problem import make_batch, solve
-    from megatron_grpo.proof.ranks import (
-        Task,
-        compare,  # here: torch takes seconds to import
-        run_layout,
-    )
+    from megatron_grpo.proof.ranks import Task, compare, run_layout
 
     model = prepare_model(request.model, request.shrink, folder / "model", request.seed)
     shape = shape_of_folder(model)
@@ -104,62 +124,41 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
     batch = make_batch(shape.vocab, request.sequences, request.longest, request.seed)
     truth = solve(model, batch)
     one_rank: Row | None = None
-    for layout in (NamedLayout("tp1", ParallelConfig()), *layouts):
+    for name, parallel in [("tp1", ParallelConfig()), *layouts]:
         for packed in request.packing:
-            task = Task(
-                folder=str(model),
-                parallel=layout.parallel,
-                packing=packed,
-                sequences=request.sequences,
-                longest=request.longest,
-                steps=request.steps,
-                seed=request.seed,
-                timeout_s=request.timeout_s,
-            )
+            task = Task(str(model), parallel, packed, batch, request.steps, request.seed, request.timeout_s)
             try:
                 found = run_layout(task)
             except RunError as error:
-                raise RunError(f"layout {layout.name}: {error}") from None
-            row = compare(layout.name, packed, found, truth, batch, one_rank)
+                raise RunError(f"layout {name}: {error}") from None
+            row = compare(name, packed, found, truth, batch, one_rank)
             one_rank = one_rank or row
             if not request.json:
                 _print(row, first=row is one_rank)
             yield row
 
 
-def _layouts(request: Request, shape: ModelShape) -> list[NamedLayout]:
-    """The layouts that are asked for, or the usual ones that the model splits into.
+def _layouts(request: Request, shape: ModelShape) -> Layouts:
+    """The requested layouts, or the usual ones that the model splits into.
 
     Raises:
-        UsageError: one that is asked for does not fit the model.
+        ValueError: a requested layout does not fit the model, or gives a replica no sequence.
     """
-    if request.layouts is not None:
-        asked = [_as_trained(layout, shape) for layout in request.layouts]
-        for layout in asked:
-            _require_split(layout, shape, request.sequences)
-        return asked
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
-    usual = (_as_trained(layout, shape) for layout in read_layouts(names))
-    return [layout for layout in usual if not any(training_split_problems("parallel", layout.parallel, shape))]
-
-
-def _as_trained(layout: NamedLayout, shape: ModelShape) -> NamedLayout:
-    """The layout with sequence parallelism where tensor parallelism cannot train the model without."""
-    needed = layout.parallel.tensor > 1 and (shape.experts is not None or shape.latent is not None)
-    return replace(layout, parallel=replace(layout.parallel, sequence=layout.parallel.sequence or needed))
-
-
-def _require_split(layout: NamedLayout, shape: ModelShape, sequences: int) -> None:
-    """Whether the model splits so.
-
-    Raises:
-        UsageError: it does not; says what does.
-    """
-    parallel = layout.parallel
-    for problem in training_split_problems("parallel", parallel, shape):
-        raise UsageError(f"layouts={layout.name}: {problem.subject.removeprefix('parallel.')} {problem.text}")
-    if sequences < parallel.data:
-        raise UsageError(f"sequences={sequences} do not give each of {parallel.data} data-parallel replicas one")
+    usable = []
+    for name, given in read_layouts("layouts", names) if request.layouts is None else request.layouts:
+        # Tensor parallelism cannot train such models without sequence parallelism.
+        needed = given.tensor > 1 and (shape.experts is not None or shape.latent is not None)
+        parallel = replace(given, sequence=given.sequence or needed)
+        problem = next(training_split_problems("parallel", parallel, shape), None)
+        if problem is None:
+            usable.append((name, parallel))
+        elif request.layouts is not None:
+            raise ValueError(f"layouts={name}: {problem.subject.removeprefix('parallel.')} {problem.text}")
+        if request.layouts is not None and request.sequences < parallel.data:
+            text = f"sequences={request.sequences} do not give each of {parallel.data} data-parallel replicas one"
+            raise ValueError(text)
+    return usable
 
 
 def _print(row: Row, *, first: bool) -> None:
@@ -171,6 +170,84 @@ def _print(row: Row, *, first: bool) -> None:
         f"{'ok' if row.passed else 'FAILED'}",
         flush=True,
     )
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """The request of a command line.
+
+    Raises:
+        ValueError: something in it is wrong.
+    """
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if argument == "--json":
+            values["json"] = True
+        elif equals and key in _READERS:
+            values[key] = _READERS[key](key, text)
+        else:
+            near = difflib.get_close_matches(key, _READERS, 1)
+            known = f"known: {', '.join(f'{one}=' for one in _READERS)} --json"
+            raise ValueError(f"{argument} is not an argument; " + (f"did you mean {near[0]}=...?" if near else known))
+    return Request(**values)
+
+
+def read_layouts(key: str, names: str) -> Layouts:
+    """Layouts from "[a,b]" or "a,b"; `key` is for the message.
+
+    Raises:
+        ValueError: one of the names is none.
+    """
+    parts = (one.strip() for one in names.removeprefix("[").removesuffix("]").split(","))
+    return [(one, _read_layout(f"{key}={one}", one.lower())) for one in parts if one]
+
+
+def _read_layout(subject: str, text: str) -> ParallelConfig:
+    """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp is interleaved pipelines.
+
+    Experts are shared by the ranks that there are; without dp there are as many replicas as they need.
+    """
+    found = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
+    parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)
+    if found is None or len({letters for letters, _ in parts}) < len(parts):
+        raise ValueError(f"{subject} is not a layout; write tp2, pp2, cp2, dp2 and their products, as in tp2pp2")
+    sizes: dict[str, Any] = {SIZES[letters]: int(number) for letters, number in parts}
+    parallel = ParallelConfig(**sizes, sequence=text.endswith("sp"))
+    if "data" not in sizes:
+        experts = parallel.expert * parallel.expert_tensor
+        parallel = replace(parallel, data=experts // math.gcd(experts, parallel.tensor * parallel.context))
+    if parallel.sequence and parallel.tensor == 1:
+        raise ValueError(f"{subject}: sp needs tp2 or more")
+    return parallel
+
+
+def _read_packing(key: str, text: str) -> tuple[bool, ...]:
+    return (True, False) if text == "both" else (_read_truth(key, text, "true, false or both"),)
+
+
+def _read_truth(key: str, text: str, choices: str = "true or false") -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{key}={text} is not {choices}")
+    return text == "true"
+
+
+def _read_number(key: str, text: str) -> float:
+    try:
+        value = float(text) if key == "timeout_s" else int(text)
+    except ValueError:
+        raise ValueError(f"{key}={text} is not a number") from None
+    if value < (0 if key == "seed" else 1):
+        raise ValueError(f"{key}={text} is too small")
+    return value
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "model": lambda _, text: text,
+    "layouts": read_layouts,
+    "packing": _read_packing,
+    "shrink": _read_truth,
+    **dict.fromkeys(("sequences", "longest", "steps", "seed", "timeout_s"), _read_number),
+}
 
 
 if __name__ == "__main__":

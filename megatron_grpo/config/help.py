@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 
+from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.keys import Group, groups, keys
 from megatron_grpo.config.loop_schema import LOOPS
 from megatron_grpo.config.overrides import CONF_MODULE, RECIPES, config_groups
@@ -90,6 +92,38 @@ def answered(arguments: Sequence[str], usage: str) -> bool:
     else:
         return False
     return True
+
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+"""Exit codes: a failure, a command line that cannot be run, Ctrl-C."""
+
+
+def run_command(
+    prefix: str,
+    arguments: Sequence[str],
+    usage: str,
+    body: Callable[[Sequence[str]], int],
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """Answer --help and --version, or run a command; its errors become a line on standard error. Returns the exit code.
+
+    Args:
+        prefix: beginning of that line.
+        arguments: the command line.
+        usage: the text of --help.
+        body: runs the command line and returns the exit code.
+        failures: types of errors with the exit code FAILED; all other errors are mistakes.
+    """
+    if answered(arguments, usage):
+        return 0
+    try:
+        return body(arguments)
+    except (ValueError, RunError, OSError) as error:
+        print(f"{prefix}{error}", file=sys.stderr)
+        return FAILED if isinstance(error, failures) else MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def commands_text() -> str:

@@ -18,11 +18,19 @@ from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.startup import start_rollouts
-from megatron_grpo.data.load_prompts import held_out_prompts
+from megatron_grpo.data.load_prompts import HeldOutPrompts, held_out_prompts
 from megatron_grpo.data.responses import sampling_settings
 from megatron_grpo.environments.checks import check_scoring
-from megatron_grpo.evaluation.request import SAMPLES_FILE, Request
-from megatron_grpo.evaluation.results import Answered, Row, comparison, read_samples, sample_row, set_results
+from megatron_grpo.evaluation.request import Request
+from megatron_grpo.evaluation.results import (
+    SAMPLES_FILE,
+    Answered,
+    Row,
+    comparison,
+    read_samples,
+    sample_row,
+    set_results,
+)
 from megatron_grpo.observability.run_files import json_line, write_json
 from megatron_grpo.observability.timing import StepTimer
 from megatron_grpo.sampler.engine_group import VllmGeneration
@@ -40,7 +48,7 @@ def evaluate(request: Request) -> dict[str, Any]:
     """
     config, timer = request.config, StepTimer()
     check_scoring(config, [one.rows for one in request.sets.values()])
-    before = None if request.compare is None else read_samples(request.compare, SAMPLES_FILE)
+    before = None if request.compare is None else read_samples(request.compare)
     request.output.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Any] = {}
     rows: list[Row] = []
@@ -54,8 +62,7 @@ def evaluate(request: Request) -> dict[str, Any]:
             (request.output / SAMPLES_FILE).open("w") as file,
         ):
             for name, held_out in prompts.items():
-                answered = Answered(held_out.prompts, [], [])
-                _answer(request, name, answered, held_out.eos_token_id, rollouts, timer, file)
+                answered = _answer(request, name, held_out, rollouts, timer, file)
                 sets[name] = set_results(answered, request.k)
                 rows += [row for group in answered.rows for row in group]
     results: dict[str, Any] = {
@@ -74,26 +81,21 @@ def evaluate(request: Request) -> dict[str, Any]:
 
 
 def _answer(
-    request: Request,
-    name: str,
-    answered: Answered,
-    eos_token_id: int | None,
-    rollouts: RolloutPool,
-    timer: StepTimer,
-    file: TextIO,
-) -> None:
+    request: Request, name: str, held_out: HeldOutPrompts, rollouts: RolloutPool, timer: StepTimer, file: TextIO
+) -> Answered:
     """Sample the responses to a set, and write them batch by batch."""
-    config = request.config
-    settings = replace(sampling_settings(config.generation, eos_token_id), temperature=request.temperature)
+    config, answered = request.config, Answered(held_out.prompts, [], [])
+    settings = replace(sampling_settings(config.generation, held_out.eos_token_id), temperature=request.temperature)
     size = max(1, config.loop.val_batch_size // request.samples)
-    prompts = iter(answered.prompts)
+    prompts = iter(held_out.prompts)
     for groups in respond(
-        rollouts, answered.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
+        rollouts, held_out.prompts, request.samples, settings, seed=config.loop.seed, size=size, timer=timer
     ):
         for group, trajectories, prompt in zip(groups, rollouts.tokens.fetch(groups), prompts, strict=False):
             answered.outcomes.append(group.outcomes)
             answered.rows.append([sample_row(name, prompt, one) for one in trajectories])
             file.writelines(json_line(row) for row in answered.rows[-1])
+    return answered
 
 
 @contextmanager
@@ -116,27 +118,22 @@ def rollout_pool(config: Config, model: Path, output: Path) -> Iterator[RolloutP
         cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         cluster.start()
-        generation = _engines(config, model, cluster)
+        alone = replace(config.generation, placement="separate")
+        cluster.reserve(None, alone.parallel)
+        generation = VllmGeneration(
+            str(model),
+            alone,
+            precision=config.policy.precision,
+            max_total_sequence_length=config.policy.max_total_sequence_length,
+            actor_options=cluster.engine_options,
+            startup_timeout_s=config.cluster.startup_timeout_s,
+        )
         stack.callback(generation.shutdown)
         generation.start()
         rollouts = start_rollouts(config, model, generation, stack)
         generation.wait_ready()
         rollouts.wait_ready()
         yield rollouts
-
-
-def _engines(config: Config, model: Path, cluster: RayCluster) -> VllmGeneration:
-    """Engines on their own devices, not started yet."""
-    alone = replace(config.generation, placement="separate")
-    cluster.reserve(None, alone.parallel)
-    return VllmGeneration(
-        str(model),
-        alone,
-        precision=config.policy.precision,
-        max_total_sequence_length=config.policy.max_total_sequence_length,
-        actor_options=cluster.engine_options,
-        startup_timeout_s=config.cluster.startup_timeout_s,
-    )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from megatron_grpo.config.suggestions import unknown_key
 from megatron_grpo.config.typed import typed
 from megatron_grpo.controller.directory import CONFIG_FILE, POLICY_FOLDER, read_config_file
 from megatron_grpo.data.sources import is_remote
+from megatron_grpo.evaluation.results import SAMPLES_FILE
 from megatron_grpo.preflight.data_files import report_of_rows
 from megatron_grpo.preflight.machine import evaluation_problems
 
@@ -37,57 +38,46 @@ class EvaluatedSet:
     """The key that its path was given under."""
     rows: DatasetConfig
 
-    @property
-    def subject(self) -> str:
-        """Key and path, for messages."""
-        return f"{self.key}={self.rows.path}"
 
-
-def evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedSet]:
-    """The sets by name.
+def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedSet]:
+    """The sets by name: NAME of data.val_sets.NAME, else the last part of the path, or the path where names repeat.
 
     Args:
         config: the validation sets, and the split of sets that have splits.
         given: paths or hub names on the command line; empty: all validation sets of the configuration.
     """
     data = config.data
-    if given:
-        rows = [
-            DatasetConfig(path=os.path.expanduser(path), subset=data.subset, split=data.val_split) for path in given
-        ]
-        sets = [EvaluatedSet(DATA_KEY, one) for one in rows]
-    else:
+    if not given:
         sets = [EvaluatedSet(key, one) for key, one in data.validation.items()]
-    names = list(map(_name, sets))
+    else:
+        paths = map(os.path.expanduser, given)
+        rows = (DatasetConfig(path=path, subset=data.subset, split=data.val_split) for path in paths)
+        sets = [EvaluatedSet(DATA_KEY, one) for one in rows]
+    names = []
+    for key, path in ((one.key, one.rows.path) for one in sets):
+        whole = is_remote(path) or os.path.isdir(path)  # a file is named without its suffix
+        names.append(key.split(".")[2] if key != DATA_KEY else Path(path).name if whole else Path(path).stem)
     return {
         (name if names.count(name) == 1 or one.key != DATA_KEY else one.rows.path): one
         for name, one in zip(names, sets, strict=True)
     }
 
 
-def set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
+def _set_problems(config: Config, sets: dict[str, EvaluatedSet]) -> Iterator[Problem]:
     """Problems of the sets and their rows, or of there being no set."""
     if not sets:
         text = "is missing: a file, a folder, a hub name, or [file,file], with the prompts to respond to"
         yield Problem(DATA_KEY, text)
     for one in sets.values():
-        report = report_of_rows(config, one.subject, one.rows)
-        for problem in report.problems:  # of single rows they name the line, and of the whole set its path
-            yield Problem(one.subject, problem.text) if problem.subject == one.rows.path else problem
+        subject = f"{one.key}={one.rows.path}"
+        report = report_of_rows(config, subject, one.rows)
+        for problem in report.problems:  # problems of single rows name the line, those of the whole set its path
+            yield Problem(subject, problem.text) if problem.subject == one.rows.path else problem
         if not report.problems and not report.rows:
-            yield Problem(one.subject, "has no rows")
-
-
-def _name(one: EvaluatedSet) -> str:
-    """The NAME of data.val_sets.NAME; else the last part of the path, of a file without its suffix."""
-    path = one.rows.path
-    if one.key != DATA_KEY:
-        return one.key.split(".")[2]
-    return Path(path).name if is_remote(path) or os.path.isdir(path) else Path(path).stem
+            yield Problem(subject, "has no rows")
 
 
 _OWN = ("checkpoint", "output", "k", "samples", "temperature", "compare")
-SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +120,11 @@ def read_request(arguments: Sequence[str]) -> Request:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError([Problem(f"output={output}", "already exists; give the path of a new folder")])
     config = _of_run(checkpoint, overrides) if is_run else _of_command_line(checkpoint, overrides)
-    sets = evaluated_sets(config, files)
-    _require_usable(config, sets)
+    sets = _evaluated_sets(config, files)
+    # The form of rows is known only when the configuration is right.
+    problems = list(_server_problems(config)) or evaluation_problems(config) or list(_set_problems(config, sets))
+    if problems:
+        raise ConfigError(problems)
     samples = _whole("samples", own.get("samples", "1"))
     temperature = _temperature(own, samples, config)
     compare = Path(os.path.expanduser(own["compare"])) if "compare" in own else None
@@ -197,16 +190,7 @@ def _of_run(checkpoint: Path, overrides: Sequence[str]) -> Config:
 
 
 def _set(values: dict[str, Any], override: str, algorithm: str) -> None:
-    """Change one key of a run's configuration.
-
-    Args:
-        values: the configuration as plain values.
-        override: section.key=value, with the value in YAML.
-        algorithm: the run's; keys of the loop are stored under its name.
-
-    Raises:
-        ConfigError: the key is below one that is no section, or the value is not YAML.
-    """
+    """Apply section.key=VALUE (in YAML) to a run's configuration; keys of the loop are stored under its algorithm."""
     name, _, text = override.partition("=")
     *sections, last = named_for(algorithm, name).split(".")
     node: Any = values
@@ -230,23 +214,14 @@ def _of_command_line(folder: Path, overrides: Sequence[str]) -> Config:
     return composed.config
 
 
-def _require_usable(config: Config, sets: dict[str, EvaluatedSet]) -> None:
-    """Check that an evaluation can sample with its own engines, and that the sets can be read.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+def _server_problems(config: Config) -> Iterator[Problem]:
     urls = config.generation.server.urls
     if urls:
         text = (
             "serve the weights that a run gave them last, and an evaluation starts engines of its own for the "
             "checkpoint; add generation.server.urls=[]"
         )
-        raise ConfigError([Problem(f"generation.server.urls={shown(urls)}", text)])
-    # The form of rows is known only when the configuration is right.
-    problems = evaluation_problems(config) or list(set_problems(config, sets))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem(f"generation.server.urls={shown(urls)}", text)
 
 
 def _ks(text: str, samples: int) -> tuple[int, ...]:

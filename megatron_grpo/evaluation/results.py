@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_grpo.data.processors import REFERENCE, DatumSpec
 from megatron_grpo.data.trajectory import Outcome, Trajectory
 from megatron_grpo.environments.math_answers import final_answer
 
+SAMPLES_FILE = "samples.jsonl"
 RESAMPLES = 10_000
 """Resamples of a bootstrap; its percentiles vary by about a hundredth of the interval with this number."""
 LEVEL = 0.95
@@ -26,16 +27,6 @@ _SEED = 0
 """Seed of the bootstrap, fixed so that the same samples have the same interval."""
 _DIGITS = 12
 """Decimals to which differences of accuracies are rounded; 1 - 2/3 and 2/3 - 1/3 differ in the 16th."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean with its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-    """Ends of the interval that holds the mean over all such prompts with a probability of LEVEL."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -72,16 +63,24 @@ def consensus_at_k(answers: Sequence[str | None], right: Sequence[bool], k: int)
     """
     if len(answers) < k:
         raise ValueError(f"cons@{k} needs at least {k} samples of a prompt, and there are {len(answers)}")
-    groups = range(0, len(answers) - k + 1, k)
-    return fmean(_majority_is_right(answers[begin : begin + k], right[begin : begin + k]) for begin in groups)
+    majorities = []
+    for begin in range(0, len(answers) - k + 1, k):
+        votes = Counter(answer for answer in answers[begin : begin + k] if answer is not None)
+        # Of answers with equal votes most_common gives the one that came first.
+        majorities.append(bool(votes) and right[answers.index(votes.most_common(1)[0][0], begin)])
+    return fmean(majorities)
 
 
-def bootstrap_interval(values: Sequence[float]) -> Interval:
+def bootstrap_interval(values: Sequence[float]) -> dict[str, float]:
     """The mean of independent values with its percentile-bootstrap interval (Efron 1979), from RESAMPLES resamples.
 
     Args:
         values: one per prompt, such as the mean over its samples. Prompts are resampled, not samples, since the samples
             of a prompt are not independent of each other.
+
+    Returns:
+        mean; low and high, the ends of the interval that holds the mean over all such prompts with the probability
+        LEVEL.
 
     Raises:
         ValueError: there are no values.
@@ -95,7 +94,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
         [array[generator.integers(len(array), size=(100, len(array)))].mean(axis=1) for _ in range(RESAMPLES // 100)]
     )
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(array.mean()), float(low), float(high))
+    return {"mean": float(array.mean()), "low": float(low), "high": float(high)}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -129,14 +128,6 @@ def wilcoxon(differences: Sequence[float]) -> float:
     positive = float(ranks[values > 0].sum())
     variance = count * (count + 1) * (2 * count + 1) / 24 - float((ties**3 - ties).sum()) / 48
     return math.erfc(abs(positive - count * (count + 1) / 4) / math.sqrt(2 * variance))
-
-
-def _majority_is_right(answers: Sequence[str | None], right: Sequence[bool]) -> bool:
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return False
-    winner, _ = votes.most_common(1)[0]  # of equal counts the one that came first
-    return right[answers.index(winner)]
 
 
 Row = dict[str, Any]
@@ -196,20 +187,19 @@ def set_results(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
     judged = [[row for row in rows if row["correct"] is not None] for rows in answered.rows]
     right = [[bool(row["correct"]) for row in rows] for rows in judged]
     if any(right):
-        results["accuracy"] = asdict(bootstrap_interval([fmean(one) for one in right if one]))
+        results["accuracy"] = bootstrap_interval([fmean(one) for one in right if one])
     rewards = [[row["reward"] for row in rows if row["reward"] is not None] for rows in answered.rows]
     if any(rewards):
-        results["reward"] = asdict(bootstrap_interval([fmean(one) for one in rewards if one]))
+        results["reward"] = bootstrap_interval([fmean(one) for one in rewards if one])
     for k in ks:
         enough = [number for number, one in enumerate(right) if len(one) >= k]
         if not enough:
             continue
+        votes = [[vote_of(row["response"]) for row in judged[number]] for number in enough]
         passed = [pass_at_k(len(right[number]), sum(right[number]), k) for number in enough]
-        agreed = [
-            consensus_at_k([vote_of(row["response"]) for row in judged[number]], right[number], k) for number in enough
-        ]
-        results[f"pass@{k}"] = {**asdict(bootstrap_interval(passed)), "prompts": len(enough)}
-        results[f"cons@{k}"] = {**asdict(bootstrap_interval(agreed)), "prompts": len(enough)}
+        agreed = [consensus_at_k(own, right[number], k) for own, number in zip(votes, enough, strict=True)]
+        results[f"pass@{k}"] = {**bootstrap_interval(passed), "prompts": len(enough)}
+        results[f"cons@{k}"] = {**bootstrap_interval(agreed), "prompts": len(enough)}
     return {**results, "metrics": held_out_metrics(answered.prompts, answered.outcomes)}
 
 
@@ -227,16 +217,17 @@ def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
         prompts (of pairs); the p-value of Wilcoxon's test; and with one response to each prompt only_before, only_now
         (prompts that one alone got right) with the p-value of McNemar's exact test.
     """
-    now, then = by_prompt(rows), by_prompt(before)
+    now, then = _by_prompt(rows), _by_prompt(before)
     sets = list(dict.fromkeys(key[0] for key in now))
     return {name: _compared([key for key in now if key[0] == name and key in then], now, then) for name in sets}
 
 
 PromptKey = tuple[str, int, str]
+"""Set, row and text of a prompt."""
 
 
-def by_prompt(rows: Sequence[Row]) -> dict[PromptKey, list[bool]]:
-    """Whether each judged response is right, by set, row and text of the prompt."""
+def _by_prompt(rows: Sequence[Row]) -> dict[PromptKey, list[bool]]:
+    """Whether each judged response is right, by prompt."""
     found: dict[PromptKey, list[bool]] = {}
     for row in rows:
         if row["correct"] is not None:
@@ -256,7 +247,7 @@ def _compared(
         "prompts": len(keys),
         "accuracy_before": fmean(before for before, _ in pairs),
         "accuracy_now": fmean(after for _, after in pairs),
-        "difference": asdict(bootstrap_interval(differences)),
+        "difference": bootstrap_interval(differences),
         "wilcoxon_p": wilcoxon(differences),
     }
     if all(len(then[key]) == len(now[key]) == 1 for key in keys):
@@ -265,13 +256,13 @@ def _compared(
     return result
 
 
-def read_samples(folder: Path, file: str) -> list[Row]:
-    """The samples of an evaluation.
+def read_samples(folder: Path) -> list[Row]:
+    """The samples of an evaluation from its output folder.
 
     Raises:
         ValueError: the file is damaged.
     """
-    path = folder / file
+    path = folder / SAMPLES_FILE
     try:
         return [json.loads(line) for line in path.read_text().splitlines() if line]
     except ValueError as error:

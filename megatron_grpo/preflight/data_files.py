@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.config.data_schema import DatasetConfig
@@ -13,7 +13,6 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.data.rollout_files import (
     ROLLOUTS_FOLDER,
     RecordedFile,
-    RunFacts,
     examine_file,
     recorded_folder,
     recorded_steps,
@@ -44,7 +43,10 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
         tasks |= report.tasks
         if key in training:
             rows += min(report.rows, one.visits(report.rows))  # a row that is there twice is drawn with the same seeds
-            problems += _never_visited(key, one, report.rows)
+            if report.rows and not one.visits(report.rows):
+                least = f"{1 / report.rows:.2g} or more, or leave the set out"
+                text = f"visits none of the {report.rows} rows in an epoch; give {least}"
+                problems.append(Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text))
         if not report.problems and key not in training and report.rows == 0:
             problems.append(Problem(f"{key}={one.path}", "has no rows"))
     if not problems and not config.data.streaming:
@@ -55,29 +57,13 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
     return problems, remarks
 
 
-def training_rows(config: Config) -> int | None:
-    """Visits of training rows in an epoch; None: they are streamed, so their number is unknown."""
-    if config.data.streaming:
-        return None
+def training_rows(config: Config) -> int:
+    """Visits of training rows in an epoch; they are not streamed."""
     return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
-def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
-    """The report on a set, which may be made before the run."""
-    subject = f"{key}={one.path}"
-    if made_before_the_run(config, one.path):
-        return _prepared(config, one.path, subject, training=key in config.data.training)
-    return report_of_rows(config, subject, one)
-
-
 def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetReport:
-    """The report on the rows of an existing set.
-
-    Args:
-        config: how rows become prompts, and the environments.
-        subject: KEY=PATH of the set, which a problem or remark about the set as a whole is filed under.
-        one: the set.
-    """
+    """The report on the rows of an existing set; a problem of its file is filed under `subject`, its KEY=PATH."""
     reason = None if is_remote(one.path) or os.path.isdir(one.path) else unreadable(one.path)
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
@@ -85,20 +71,8 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
     return examined(one, config.data, {name: env.type for name, env in config.env.items()}).report
 
 
-def _never_visited(key: str, one: DatasetConfig, rows: int) -> Iterator[Problem]:
-    """A training set whose weight is so small that an epoch visits no row."""
-    if rows and not one.visits(rows):
-        text = f"visits none of the {rows} rows in an epoch; give {1 / rows:.2g} or more, or leave the set out"
-        yield Problem(f"{key.removesuffix('path')}weight={one.weight:g}", text)
-
-
 def _too_few(config: Config, rows: int) -> Iterator[Problem]:
-    """Training sets with fewer rows than the prompts of a step.
-
-    Args:
-        config: the sets and the prompts of a step.
-        rows: different rows that an epoch visits.
-    """
+    """Training sets of whose rows an epoch visits fewer than the prompts of a step."""
     wanted, training = config.prompts_per_generation_batch, config.data.training
     if rows >= wanted:
         return
@@ -108,15 +82,18 @@ def _too_few(config: Config, rows: int) -> Iterator[Problem]:
     yield Problem(subject, f"has {rows} rows{weighted}, fewer than the {wanted} prompts that are sampled together")
 
 
-def _prepared(config: Config, path: str, subject: str, *, training: bool) -> SetReport:
-    """The report on a file that is made before the run."""
+def _report(config: Config, key: str, one: DatasetConfig) -> SetReport:
+    """The report on a set, which may be made before the run."""
+    subject = f"{key}={one.path}"
+    if not made_before_the_run(config, one.path):
+        return report_of_rows(config, subject, one)
     assert config.prepare.name is not None
     made = PREPARED_PROMPTS[config.prepare.name]
-    name = str(Path(path).relative_to(config.prepare.folder))
+    name = str(Path(one.path).relative_to(config.prepare.folder))
     if name not in made.rows:
         text = f"is not among what prepare.name={config.prepare.name} makes: {', '.join(made.rows)}"
         return SetReport(problems=[Problem(subject, text)])
-    problems = list(_unfit(config, made)) if training else []
+    problems = list(_unfit(config, made)) if key in config.data.training else []
     return SetReport(rows=made.rows[name], tasks=set(made.tasks), alike=False, problems=problems)
 
 
@@ -149,14 +126,13 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     if text is not None:
         return [Problem(subject, text)], []
     steps = recorded_steps(config.debug.rollouts_from)
-    problems: list[Problem] = []
     for step, file in steps.items():
-        if step > config.loop.max_num_steps:
-            break
-        problems += _of_file(config, subject, file)
+        problems = list(_of_file(config, subject, file)) if step <= config.loop.max_num_steps else []
         if problems:  # those of other steps are likely the same
             return problems, []
-    return [], list(_too_short(config, subject, max(steps)))
+    last, wanted = max(steps), config.loop.max_num_steps
+    text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={wanted}"
+    return [], [Problem(subject, text)] if last < wanted else []
 
 
 def recorded_max_num_steps(config: Config) -> int:
@@ -180,15 +156,11 @@ def _unusable(config: Config, path: str) -> str | None:
     missing = [step for step in range(min(steps), max(steps)) if step not in steps]
     if missing:
         return f"{folder} has no step_{missing[0]}.parquet, and later steps; put it back, or {_RECORD}"
-    if min(steps) > 1 and _starts_at_step_1(config):
+    no_checkpoint = not Path(config.run_dir, "checkpoints").is_dir()
+    if min(steps) > 1 and config.checkpointing.resume in ("auto", "none") and no_checkpoint:
         start = f"checkpointing.resume=RUN_DIR/checkpoints/step_{min(steps) - 1}"
         return f"begins with step {min(steps)}; start from the checkpoint before it, {start}"
     return None
-
-
-def _starts_at_step_1(config: Config) -> bool:
-    """Whether the run starts with step 1."""
-    return config.checkpointing.resume in ("auto", "none") and not Path(config.run_dir, "checkpoints").is_dir()
 
 
 def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
@@ -199,10 +171,15 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
         text = error.strerror if isinstance(error, OSError) else error
         yield Problem(subject, f"{file} {text}; {_RECORD}")
         return
-    sizes = list(_sizes(config, found.record.run))
-    yield from sizes
-    rollouts = found.record.run.prompts_per_step * found.record.run.samples_per_prompt
-    if not sizes and found.rollouts != rollouts:
+    recorded = found.record.run
+    ours = (config.loop.num_prompts_per_step, config.loop.num_generations_per_prompt)
+    theirs = (recorded.prompts_per_step, recorded.samples_per_prompt)
+    for name, here, there in zip(("num_prompts_per_step", "num_generations_per_prompt"), ours, theirs, strict=True):
+        if here != there:
+            text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
+            yield Problem(f"{config.algorithm}.{name}={here}", text)
+    rollouts = recorded.prompts_per_step * recorded.samples_per_prompt
+    if ours == theirs and found.rollouts != rollouts:
         yield Problem(subject, f"{file} has {found.rollouts} of the {rollouts} rollouts of its step; {_RECORD}")
     longest, limit = found.record.step.longest, config.policy.max_total_sequence_length
     if longest > limit:
@@ -212,17 +189,6 @@ def _of_file(config: Config, subject: str, file: Path) -> Iterator[Problem]:
         text = f"{file} was sampled without it, and recorded rollouts are taken as they are; use false"
         yield Problem(f"{config.algorithm}.use_dynamic_sampling=True", text)
     yield from _tokens(config, found, file)
-
-
-def _sizes(config: Config, recorded: RunFacts) -> Iterator[Problem]:
-    ours: Mapping[str, tuple[int, int]] = {
-        "num_prompts_per_step": (config.loop.num_prompts_per_step, recorded.prompts_per_step),
-        "num_generations_per_prompt": (config.loop.num_generations_per_prompt, recorded.samples_per_prompt),
-    }
-    for name, (here, there) in ours.items():
-        if here != there:
-            text = f"the steps of debug.rollouts_from={config.debug.rollouts_from} have {there}; use {there}"
-            yield Problem(f"{config.algorithm}.{name}={here}", text)
 
 
 def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem]:
@@ -243,11 +209,4 @@ def _tokens(config: Config, found: RecordedFile, file: Path) -> Iterator[Problem
             yield Problem(subject, f"{text} tokenizer")
     elif shape.vocab != recorded.vocab:
         text = f"has {shape.vocab} tokens, and the model that {file} was recorded with has {recorded.vocab}; name that"
-        yield Problem(subject, text)
-
-
-def _too_short(config: Config, subject: str, last: int) -> Iterator[Problem]:
-    steps = config.loop.max_num_steps
-    if last < steps:
-        text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={steps}"
         yield Problem(subject, text)

@@ -16,14 +16,10 @@ def engine_problems(config: Config) -> Iterator[Problem]:
     if config.cluster.gpus == 0:
         yield from _on_cpu(config)
     yield from _batched_tokens(config)
-    yield from _speculation(config)
-
-
-def recorded_routing_problems(config: Config) -> Iterator[Problem]:
-    """Settings that keep engines from recording the experts of tokens, for policy.moe.replay_routing."""
-    if config.policy.moe.replay_routing and config.generation.engine.speculative.num_speculative_tokens:
-        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
-        yield Problem("policy.moe.replay_routing=True", text)
+    pipeline = config.generation.parallel.pipeline
+    if config.generation.engine.speculative.num_speculative_tokens and pipeline > 1:
+        text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
+        yield Problem(f"generation.parallel.pipeline={pipeline}", text)
 
 
 def _on_cpu(config: Config) -> Iterator[Problem]:
@@ -44,28 +40,17 @@ def _on_cpu(config: Config) -> Iterator[Problem]:
 
 
 def _batched_tokens(config: Config) -> Iterator[Problem]:
-    generation, longest = config.generation, config.policy.max_total_sequence_length
-    tokens = generation.engine.max_num_batched_tokens
+    engine, longest = config.generation.engine, config.policy.max_total_sequence_length
+    tokens, together = engine.max_num_batched_tokens, config.generation.sequences_per_engine
     if tokens is None:
         return
-    subject, together = f"generation.engine.max_num_batched_tokens={tokens}", generation.sequences_per_engine
-    chunked = generation.engine.enable_chunked_prefill
-    if chunked is None:
-        chunked = config.cluster.gpus > 0
+    subject = f"generation.engine.max_num_batched_tokens={tokens}"
+    chunked = config.cluster.gpus > 0 if engine.enable_chunked_prefill is None else engine.enable_chunked_prefill
     if tokens < longest and not chunked:
         text = f"is less than policy.max_total_sequence_length={longest}, and prompts are not cut into pieces"
         yield Problem(subject, text)
     if tokens < together:
         yield Problem(subject, f"is less than a token for each of the {together} responses decoded together")
-
-
-def _speculation(config: Config) -> Iterator[Problem]:
-    tokens, pipeline = config.generation.engine.speculative.num_speculative_tokens, config.generation.parallel.pipeline
-    if not tokens:
-        return
-    if pipeline > 1:
-        text = "the installed vLLM proposes tokens on the last stage only, and the others fail over it; use 1"
-        yield Problem(f"generation.parallel.pipeline={pipeline}", text)
 
 
 def length_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
@@ -86,22 +71,18 @@ def sequence_problems(config: Config, shape: ModelShape | None) -> Iterator[Prob
     """Lengths of prompts and responses, and tokens that end one, against the model; with shape None, without it."""
     longest = config.policy.max_total_sequence_length
     prompt, response = config.data.max_input_seq_length, config.generation.max_new_tokens
+    subject = f"policy.max_total_sequence_length={longest}"
     if prompt + response > longest:
-        yield Problem(
-            f"policy.max_total_sequence_length={longest}",
-            f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response} "
-            "tokens do not fit",
-        )
-    if shape is not None and 0 < shape.max_positions < longest:
-        text = f"the model has {shape.max_positions} positions; use at most that"
-        yield Problem(f"policy.max_total_sequence_length={longest}", text)
-    beyond = [token for token in config.generation.stop_token_ids if shape is not None and token >= shape.vocab]
-    if shape is not None and beyond:
+        total = f"data.max_input_seq_length + generation.max_new_tokens = {prompt} + {response} = {prompt + response}"
+        yield Problem(subject, f"{total} tokens do not fit")
+    if shape is None:
+        return
+    if 0 < shape.max_positions < longest:
+        yield Problem(subject, f"the model has {shape.max_positions} positions; use at most that")
+    beyond = [token for token in config.generation.stop_token_ids if token >= shape.vocab]
+    if beyond:
         text = f"has {beyond[0]}, and the model's tokens are numbered from 0 to {shape.vocab - 1}"
         yield Problem("generation.stop_token_ids", text)
-
-
-_COLOCATED = "generation.placement=colocated"
 
 
 def placement_problems(config: Config) -> Iterator[Problem]:
@@ -110,15 +91,13 @@ def placement_problems(config: Config) -> Iterator[Problem]:
         return
     if config.loop.async_grpo.enabled:
         text = "engines that sleep while models train cannot sample ahead of them; use separate, or "
-        yield Problem(_COLOCATED, f"{text}{config.algorithm}.async_grpo.enabled=false")
-    if config.cluster.gpus:
-        yield from _on_gpus(config)
-
-
-def _on_gpus(config: Config) -> Iterator[Problem]:
+        yield Problem("generation.placement=colocated", f"{text}{config.algorithm}.async_grpo.enabled=false")
+    if not config.cluster.gpus:
+        return
     if config.cluster.num_nodes > 1:
-        text = "weights reach engines in the memory of one node, and the run has "
-        yield Problem(_COLOCATED, f"{text}cluster.num_nodes={config.cluster.num_nodes}; use separate, or one node")
+        have = f"the run has cluster.num_nodes={config.cluster.num_nodes}; use separate, or one node"
+        text = f"weights reach engines in the memory of one node, and {have}"
+        yield Problem("generation.placement=colocated", text)
     if config.refit.mode == "broadcast":
         text = "goes over NCCL, which has one rank a GPU, and with generation.placement=colocated there are two; "
         yield Problem("refit.mode=broadcast", f"{text}use reshard")
@@ -144,34 +123,22 @@ def _layouts(config: Config) -> Iterator[Problem]:
         yield Problem("value.parallel", text)
 
 
-_FP8_BLOCKS = "refit.fp8_blocks=True"
-_FP8_ENGINE = "fp8_per_block"
-
-
 def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude sending matrices in FP8; nothing without refit.fp8_blocks.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-        shape: sizes of the policy's model; None: they are not known here.
-    """
+    """Settings that exclude sending matrices in FP8; nothing without refit.fp8_blocks. None: sizes are unknown here."""
     if not config.refit.fp8_blocks:
         return
+    subject, engine = "refit.fp8_blocks=True", "fp8_per_block"
     if config.refit.mode != "reshard":
-        yield Problem(
-            _FP8_BLOCKS, f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard"
-        )
-    kept = config.generation.engine_args.get("quantization")
-    if kept != _FP8_ENGINE:
-        add = f"add +generation.engine_args.quantization={_FP8_ENGINE}"
-        text = f"is for engines that keep blocks in FP8; {add}, or use false"
-        yield Problem(_FP8_BLOCKS, text)
+        yield Problem(subject, f"refit.mode={config.refit.mode} sends tensors as vLLM's loader reads them; use reshard")
+    if config.generation.engine_args.get("quantization") != engine:
+        add = f"add +generation.engine_args.quantization={engine}"
+        yield Problem(subject, f"is for engines that keep blocks in FP8; {add}, or use false")
     if (config.generation.engine.dtype or config.policy.precision) != "bfloat16":
-        yield Problem(_FP8_BLOCKS, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
+        yield Problem(subject, "such engines compute in bfloat16; give generation.engine.dtype=bfloat16")
     if shape is not None and not any(layout_problems(config, shape)):
         places = training_shards(config.policy.parallel, shape), engine_shards(config.generation.parallel, shape)
         cuts = list(cut_blocks(shape, *places))
         if cuts:
             more = f" (and {len(cuts) - 1} more)" if len(cuts) > 1 else ""
             text = f"ranks would share a block of 128 x 128: {cuts[0]}{more}; use fewer tensor-parallel ranks, or false"
-            yield Problem(_FP8_BLOCKS, text)
+            yield Problem(subject, text)

@@ -12,14 +12,8 @@ from megatron_grpo.weights.source import known_value_shape
 
 
 def training_split_problems(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Sizes of a training layout that do not fit the model.
-
-    Args:
-        section: key of the layout, such as policy.parallel.
-        parallel: the layout.
-        shape: sizes of the model.
-    """
-    yield from tensor_problems(section, parallel.tensor, shape)
+    """Sizes of a training layout that do not fit the model; `section` is its key, such as policy.parallel."""
+    yield from _tensor(section, parallel.tensor, shape)
     yield from _pipeline(section, parallel, shape)
     yield from _experts(section, parallel, shape)
     if parallel.tensor > 1 and not parallel.sequence and (shape.experts is not None or shape.latent is not None):
@@ -28,22 +22,21 @@ def training_split_problems(section: str, parallel: ParallelConfig, shape: Model
         yield Problem(f"{section}.sequence=False", text)
 
 
-def tensor_problems(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
+def _tensor(section: str, tensor: int, shape: ModelShape) -> Iterator[Problem]:
     """A tensor-parallel size that does not divide the model's sizes; `section` is the key of the layout."""
     usable = [size for size in range(1, shape.attention_heads + 1) if _undivided(size, shape) is None]
     what = _undivided(tensor, shape)
     if what is not None:
-        yield Problem(f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {listed(usable)}")
+        yield Problem(f"{section}.tensor={tensor}", f"does not divide the model's {what}; use {_listed(usable)}")
 
 
-def listed(numbers: list[int]) -> str:
+def _listed(numbers: list[int]) -> str:
     """For a message: "1, 2 or 4"."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, ascending."""
+def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
@@ -71,16 +64,13 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
         return
     ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     given = {name: layers for name, layers in ends.items() if layers is not None}
-    counted = parallel.count_embedding + parallel.count_loss
-    if given and (stages == 1 or counted):
-        name, layers = next(iter(given.items()))
+    flags = {"count_embedding": parallel.count_embedding, "count_loss": parallel.count_loss}
+    counted = sum(flags.values())
+    uneven = {**given, **{name: True for name, counts in flags.items() if counts}}
+    if uneven and (stages == 1 or (given and counted)):
+        name, value = next(iter(uneven.items()))
         both = "and count_embedding or count_loss are two ways to one end; use one"
-        fix = f"needs {section}.pipeline > 1" if stages == 1 else both
-        yield Problem(f"{section}.{name}={layers}", fix)
-        return
-    if counted and stages == 1:
-        name = "count_embedding" if parallel.count_embedding else "count_loss"
-        yield Problem(f"{section}.{name}=True", f"needs {section}.pipeline > 1")
+        yield Problem(f"{section}.{name}={value}", f"needs {section}.pipeline > 1" if stages == 1 else both)
         return
     middle, left = stages - len(given), shape.layers + counted - sum(given.values())
     if left < 0 or (middle == 0 and left) or (middle and (left % middle or left < middle)):
@@ -88,7 +78,7 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
         return
     for layers in {*given.values(), *([left // middle] if middle else [])}:
         if layers % chunks:
-            text = f"does not divide the {layers} layers of a pipeline rank; use {listed(divisors(layers))}"
+            text = f"does not divide the {layers} layers of a pipeline rank; use {_listed(_divisors(layers))}"
             yield Problem(f"{section}.virtual_pipeline={chunks}", text)
             return
 
@@ -99,10 +89,9 @@ def _uneven(layers: int, counted: int, given: dict[str, int], left: int, middle:
         names = " and ".join(f"{name}={number}" for name, number in given.items())
         return f"with {names} {left} of the {layers} layers are left for {middle} ranks, who need equally many each"
     if counted:
-        return f"does not divide the model's {layers} layers and what is counted as {counted} more; use " + listed(
-            divisors(layers + counted)
-        )
-    return f"does not divide the model's {layers} layers; use {listed(divisors(layers))}, or first_stage_layers"
+        usable = _listed(_divisors(layers + counted))
+        return f"does not divide the model's {layers} layers and what is counted as {counted} more; use {usable}"
+    return f"does not divide the model's {layers} layers; use {_listed(_divisors(layers))}, or first_stage_layers"
 
 
 def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -114,28 +103,30 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
         return
     count, width = shape.experts.count, shape.experts.ffn_hidden
     if count % expert:
-        text = f"does not divide the model's {count} experts; use {listed(divisors(count))}"
+        text = f"does not divide the model's {count} experts; use {_listed(_divisors(count))}"
         yield Problem(f"{section}.expert={expert}", text)
     if width % tensor:
-        text = f"does not divide an expert's width of {width}; use {listed(divisors(width))}"
+        text = f"does not divide an expert's width of {width}; use {_listed(_divisors(width))}"
         yield Problem(f"{section}.expert_tensor={tensor}", text)
     ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (expert * tensor):
         text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
-        usable = [size for size in divisors(count) if ranks % (size * tensor) == 0]
-        more = f"{listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
+        usable = [size for size in _divisors(count) if ranks % (size * tensor) == 0]
+        more = f"{_listed(usable)}, or more replicas" if usable else "fewer of expert_tensor, or more replicas"
         yield Problem(f"{section}.expert={expert}", text + more)
 
 
 def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     """Layouts against the model's sizes, the machines and the batches; with shape None, without the model."""
-    yield from _parallel(config)
+    for section, parallel in _trained(config):
+        if parallel.sequence and parallel.tensor == 1:
+            yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
     yield from _devices(config, _gpus_needed(config), _trained(config))
     yield from _batch(config)
+    yield from _replay(config, shape)
     if shape is not None:
         yield from training_split_problems("policy.parallel", config.policy.parallel, shape)
         yield from _routing(config.policy.moe, shape)
-        yield from _replay(config, shape)
         yield from _generation(config, shape)
         yield from _value_model(config, shape)
 
@@ -164,25 +155,26 @@ def _value_model(config: Config, policy: ModelShape) -> Iterator[Problem]:
 
 
 def _routing(moe: MoeConfig, shape: ModelShape) -> Iterator[Problem]:
-    given = {
-        "aux_loss_coeff": moe.aux_loss_coeff,
-        "z_loss_coeff": moe.z_loss_coeff,
-        "bias_update_rate": moe.bias_update_rate,
-    }
-    for name, value in given.items():
-        if value and shape.experts is None:
-            yield Problem(f"policy.moe.{name}={value:g}", "the model has no experts; use 0")
-        elif value and name == "bias_update_rate" and shape.experts is not None and not shape.experts.selection_bias:
-            yield Problem(f"policy.moe.{name}={value:g}", "the model chooses experts without a bias; use 0")
+    for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
+        if getattr(moe, name) and shape.experts is None:
+            yield Problem(f"policy.moe.{name}={getattr(moe, name):g}", "the model has no experts; use 0")
+    if (rate := moe.bias_update_rate) and shape.experts is not None and not shape.experts.selection_bias:
+        yield Problem(f"policy.moe.bias_update_rate={rate:g}", "the model chooses experts without a bias; use 0")
 
 
-def _replay(config: Config, shape: ModelShape) -> Iterator[Problem]:
+def _replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+    """Settings that keep engines from recording the experts of tokens, for policy.moe.replay_routing."""
     if not config.policy.moe.replay_routing:
+        return
+    engine = config.generation.engine
+    if engine.speculative.num_speculative_tokens:
+        text = "records experts of tokens that speculative decoding takes back; use false for one of them"
+        yield Problem("policy.moe.replay_routing=True", text)
+    if shape is None:
         return
     if shape.experts is None:
         yield Problem("policy.moe.replay_routing=True", "the model has no experts; use false")
         return
-    engine = config.generation.engine
     if config.cluster.gpus == 0:
         if not engine.enforce_eager:
             text = "policy.moe.replay_routing=true needs what a CPU engine records only uncompiled; use true"
@@ -199,9 +191,9 @@ def _replay(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
     parallel = config.generation.parallel
-    yield from tensor_problems("generation.parallel", parallel.tensor, shape)
+    yield from _tensor("generation.parallel", parallel.tensor, shape)
     if shape.layers % parallel.pipeline:
-        text = f"does not divide the model's {shape.layers} layers; use {listed(divisors(shape.layers))}"
+        text = f"does not divide the model's {shape.layers} layers; use {_listed(_divisors(shape.layers))}"
         yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
     yield from _generation_experts(parallel, shape.experts)
 
@@ -215,18 +207,12 @@ def _generation_experts(parallel: GenerationParallelConfig, experts: ExpertShape
             yield Problem(subject, "the model has no experts; use 1")
     elif expert not in (1, tensor):
         text = f"vLLM shares experts over all ranks of generation.parallel.tensor={tensor} or over none; use "
-        yield Problem(subject, text + listed(sorted({1, tensor})) if tensor > 1 else f"{text}1, or a larger tensor")
+        yield Problem(subject, text + _listed(sorted({1, tensor})) if tensor > 1 else f"{text}1, or a larger tensor")
     elif expert > 1 and experts.count % expert:
         yield Problem(subject, f"does not divide the model's {experts.count} experts; use 1, or another tensor")
     elif expert == 1 and experts.ffn_hidden % tensor:
         text = f"does not divide an expert's width of {experts.ffn_hidden}; use generation.parallel.expert={tensor}"
         yield Problem(f"generation.parallel.tensor={tensor}", text)
-
-
-def _parallel(config: Config) -> Iterator[Problem]:
-    for section, parallel in _trained(config):
-        if parallel.sequence and parallel.tensor == 1:
-            yield Problem(f"{section}.parallel.sequence=True", f"needs {section}.parallel.tensor > 1")
 
 
 def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
@@ -238,34 +224,22 @@ def _trained(config: Config) -> list[tuple[str, ParallelConfig]]:
 def _devices(
     config: Config, wanted: Mapping[str, int], trained: Sequence[tuple[str, ParallelConfig]]
 ) -> Iterator[Problem]:
-    """GPUs that the machines lack.
-
-    Args:
-        config: the machines, the engines and the reward models.
-        wanted: GPUs of models and engines, by section.
-        trained: layouts of the models that are trained, by section.
-    """
+    """GPUs that the machines lack for models and engines (`wanted`: by section) and for reward models."""
     cluster, parallel = config.cluster, config.generation.parallel
     if cluster.gpus == 0:
         return
     needs: dict[str, float] = dict(wanted)
-    served = {name: env.reward_model.gpus * env.reward_model.num_workers for name, env in config.env.items()}
-    needs |= {
-        f"env.{name}.reward_model.gpus": gpus * len(config.env[name].reward_model_folders)
-        for name, gpus in served.items()
-        if gpus and config.env[name].reward_model_folders
-    }
+    for name, env in config.env.items():
+        gpus = env.reward_model.gpus * env.reward_model.num_workers * len(env.reward_model_folders)
+        needs |= {f"env.{name}.reward_model.gpus": gpus} if gpus else {}
     there = cluster.num_nodes * cluster.gpus
     if sum(needs.values()) > there:
         first, *rest = needs.items()
         taken = " and ".join([f"{first[0]} takes {first[1]}", *(f"{section} {ranks:g}" for section, ranks in rest)])
-        yield Problem(
-            f"cluster.gpus_per_node={cluster.gpus}",
-            f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; make the layouts smaller, or "
-            "give more GPUs, or 0 for a run on CPU",
-        )
-    tensors = [(section, layout.tensor) for section, layout in trained]
-    for section, tensor in [*tensors, ("generation", parallel.tensor)]:
+        fix = "make the layouts smaller, or give more GPUs, or 0 for a run on CPU"
+        text = f"{cluster.num_nodes} node(s) have {there} GPUs, but {taken}; {fix}"
+        yield Problem(f"cluster.gpus_per_node={cluster.gpus}", text)
+    for section, tensor in [*((name, layout.tensor) for name, layout in trained), ("generation", parallel.tensor)]:
         if tensor > cluster.gpus:
             text = f"matrices are split within a node, which has {cluster.gpus} GPUs; use pipeline across nodes"
             yield Problem(f"{section}.parallel.tensor={tensor}", text)
@@ -293,10 +267,6 @@ def _batch(config: Config) -> Iterator[Problem]:
     trained = [(f"{name}.parallel.data", layout.data, "data-parallel ranks", step) for name, layout in _trained(config)]
     engines = ("generation.parallel.data", config.generation.parallel.data, "engines", together)
     for key, parts, what, prompts in [*trained, engines]:
-        samples = prompts * generations
-        if samples % parts:
-            yield Problem(
-                f"{key}={parts}",
-                f"{prompts} prompts x {generations} generations = {samples} samples do not share out evenly over "
-                f"{parts} {what}",
-            )
+        if prompts * generations % parts:
+            samples = f"{prompts} prompts x {generations} generations = {prompts * generations} samples"
+            yield Problem(f"{key}={parts}", f"{samples} do not share out evenly over {parts} {what}")

@@ -16,34 +16,22 @@ from megatron_grpo.config.compose import Composed, compose_typed
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config, ParallelConfig
 from megatron_grpo.preflight.data_files import recorded_max_num_steps, training_rows
-from megatron_grpo.preflight.engines import (
-    engine_problems,
-    length_problems,
-    placement_problems,
-    recorded_routing_problems,
-    refit_problems,
-)
+from megatron_grpo.preflight.engines import engine_problems, length_problems, placement_problems, refit_problems
 from megatron_grpo.preflight.layout import layout_problems
-from megatron_grpo.preflight.machine import MachineReport, examine_machine
+from megatron_grpo.preflight.machine import examine_machine
 from megatron_grpo.preflight.model import adapter_problems, fp8_problems, quantization_problems, training_problems
 from megatron_grpo.weights.source import known_shape
 
 
 def summary(config: Config, start_from: Path | None) -> str:
-    """One sentence on a run: recipe, algorithm, steps, layouts, and where it starts.
-
-    Args:
-        config: the run's configuration.
-        start_from: the checkpoint that the run starts from; None: it starts with step 1.
-    """
+    """One sentence on a run: recipe, algorithm, steps, layouts, and where it starts (None: with step 1)."""
     loop, generation = config.loop, config.generation.parallel
     algorithm = ("asynchronous " if loop.async_grpo.enabled else "") + config.algorithm.upper()
     samples = f"{loop.num_prompts_per_step} prompts x {loop.num_generations_per_prompt} samples"
     parts = [f"policy on {_ranks(config.policy.parallel)}"] if config.debug.train else ["nothing is trained"]
     if config.value_model is not None and config.debug.train:
         parts.append(f"value model on {_ranks(config.value.parallel)}")
-    engines = f"{generation.data} {_plural('engine', generation.data)} of {generation.ranks_per_engine} "
-    engines += _plural("rank", generation.ranks_per_engine)
+    engines = f"{_counted('engine', generation.data)} of {_counted('rank', generation.ranks_per_engine)}"
     parts.append(engines if config.generates else f"rollouts of {config.debug.rollouts_from}")
     where = f"{config.cluster.num_nodes} x {config.cluster.gpus} GPUs" if config.cluster.gpus else "CPU"
     return (
@@ -57,7 +45,7 @@ def _ranks(parallel: ParallelConfig) -> str:
     layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     if parallel.expert > 1:
         layout += f", EP{parallel.expert}"
-    return f"{parallel.world_size} {_plural('rank', parallel.world_size)}{f' ({layout})' if layout else ''}"
+    return _counted("rank", parallel.world_size) + (f" ({layout})" if layout else "")
 
 
 def _beginning(config: Config, start_from: Path | None) -> str:
@@ -69,40 +57,27 @@ def _beginning(config: Config, start_from: Path | None) -> str:
     return f"begins in {folder} from {start_from}"
 
 
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+def _counted(word: str, count: int) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-OPEN = 2**31 - 1
+_OPEN = 2**31 - 1
 """Stands for max_num_steps=-1 until the rows are counted: more steps than any run has."""
 
 
-def leave_steps_open(config: Config) -> None:
-    """Replace max_num_steps=-1 by a number that the checks of a configuration by itself can compare with."""
-    if config.loop.max_num_steps == -1:
-        config.loop.max_num_steps = OPEN
-
-
-def settle_steps(config: Config) -> Iterator[Problem]:
-    """Set max_num_steps=-1 to the steps of max_num_epochs passes over the rows, or to those of the recorded run.
+def _settle_steps(config: Config) -> Iterator[Problem]:
+    """Set open steps to those of max_num_epochs passes over the rows, which have to be countable, or of the recording.
 
     The run is shorter where prompts turn out to be too long, or dynamic sampling takes more prompts for a step.
-
-    Yields:
-        A problem where the rows cannot be counted.
     """
-    if config.loop.max_num_steps != OPEN:
-        return
     if not config.generates:
         config.loop.max_num_steps = recorded_max_num_steps(config)
-        return
-    rows = training_rows(config)
-    if rows is None:
+    elif config.data.streaming:
         text = "needs rows that can be counted, and they are streamed; give a number of steps"
         yield Problem(f"{config.algorithm}.max_num_steps=-1", text)
-        return
-    per_epoch = rows // config.prompts_per_generation_batch
-    config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
+    else:
+        per_epoch = training_rows(config) // config.prompts_per_generation_batch
+        config.loop.max_num_steps = max(per_epoch * config.loop.max_num_epochs, 1)
 
 
 @dataclass(slots=True)
@@ -138,11 +113,9 @@ def check_overrides(overrides: Sequence[str]) -> Checked:
     """
     composed = compose_typed(overrides)
     checked = _by_itself(composed)
-    if checked.problems or checked.config is None:
-        return checked
-    machine = _of_machine(checked.config)
-    checked.problems += composed.named(machine.problems)
-    checked.remarks = composed.named([*remarks(checked.config), *machine.remarks])
+    if not checked.problems:
+        problems, found = _of_machine(checked.require())
+        checked.problems, checked.remarks = composed.named(problems), composed.named(found)
     return checked
 
 
@@ -150,8 +123,7 @@ def check_config(config: Config) -> Checked:
     """Check a configuration that a script made, as `check_overrides` checks that of a command line."""
     checked = Checked(config, asdict(config), _problems(config))
     if not checked.problems:
-        machine = _of_machine(config)
-        checked.problems, checked.remarks = machine.problems, [*remarks(config), *machine.remarks]
+        checked.problems, checked.remarks = _of_machine(config)
     return checked
 
 
@@ -177,12 +149,12 @@ def compose_config(overrides: Sequence[str]) -> Config:
     return _by_itself(compose_typed(overrides)).require()
 
 
-def _of_machine(config: Config) -> MachineReport:
-    """Check this machine; the steps of the run are set once its rows are counted."""
-    machine = examine_machine(config)
-    if not machine.problems:
-        machine.problems += settle_steps(config)
-    return machine
+def _of_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """Problems of this machine, and remarks on the run; open steps are set once the rows are counted."""
+    problems, found = examine_machine(config)
+    if not problems and config.loop.max_num_steps == _OPEN:
+        problems += _settle_steps(config)
+    return problems, [*remarks(config), *found]
 
 
 def _by_itself(composed: Composed) -> Checked:
@@ -199,7 +171,8 @@ def _by_itself(composed: Composed) -> Checked:
 def _problems(config: Config) -> list[Problem]:
     """Problems of a configuration by itself and against its model."""
     find_gpus(config.cluster)
-    leave_steps_open(config)
+    if config.loop.max_num_steps == -1:
+        config.loop.max_num_steps = _OPEN
     shape = known_shape(config)
     return [
         *layout_problems(config, shape),
@@ -211,7 +184,6 @@ def _problems(config: Config) -> list[Problem]:
         *training_problems(config, shape),
         *owned_problems(passed_fields(config)),
         *engine_problems(config),
-        *recorded_routing_problems(config),
         *refit_problems(config, shape),
         *placement_problems(config),
     ]

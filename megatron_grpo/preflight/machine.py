@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.paths import unlistable, unwritable
 from megatron_grpo.config.schema import Config
+from megatron_grpo.controller.checkpoints import Checkpointer
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
@@ -69,12 +68,10 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
 
 
 def _resume(config: Config) -> Iterator[Problem]:
-    resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
-    names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
-    steps = [int(match[1]) for match in names if match]
-    subject = f"checkpointing.resume={resume}"
+    resume, here = config.checkpointing.resume, Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
+    steps, subject = here.steps(), f"checkpointing.resume={resume}"
     if resume == "none" and steps:
-        text = f"would begin anew, and {folder} has checkpoints up to step {max(steps)}; choose another run_dir"
+        text = f"would begin anew, and {here.folder} has checkpoints up to step {steps[-1]}; choose another run_dir"
         yield Problem(subject, f"{text}, or delete them")
     if resume in ("auto", "none") or steps:
         return
@@ -82,14 +79,13 @@ def _resume(config: Config) -> Iterator[Problem]:
     if reason is not None:
         yield Problem(subject, f"{reason}; give auto, none or the path of a checkpoint")
     elif not (Path(resume) / POLICY_FOLDER).is_dir():
-        yield Problem(
-            subject, f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
-        )
+        text = f"is not a checkpoint: it has no folder {POLICY_FOLDER}; give RUN_DIR/checkpoints/step_N"
+        yield Problem(subject, text)
     elif config.value_model is not None and not (Path(resume) / VALUE_FOLDER).is_dir():
         yield Problem(subject, f"{resume} is not a checkpoint of PPO: it has no value model")
 
 
-def sandbox_problems(config: Config) -> Iterator[Problem]:
+def _sandbox(config: Config) -> Iterator[Problem]:
     """A sandbox that cannot run a trial program; checked when an environment on this machine runs programs."""
     if config.cluster.ray_address is not None or not any(map(_runs_programs, config.env.values())):
         return
@@ -105,53 +101,30 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
     return environment.type == "code" or (environment.type == "tools" and isinstance(tools, list) and "python" in tools)
 
 
-@dataclass(slots=True)
-class MachineReport:
-    """The result of the checks of this machine."""
-
-    problems: list[Problem] = field(default_factory=list)
-    remarks: list[Problem] = field(default_factory=list)
-    """Settings that are allowed and may not be intended."""
-
-
-def examine_machine(config: Config) -> MachineReport:
-    """Check everything that a run needs of this machine.
+def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
+    """Check everything that a run needs of this machine; returns problems, and remarks on what is not intended perhaps.
 
     Without the GPUs nothing else is checked: the run, and with it the files, will be on another machine.
     """
     missing_gpus = list(_gpus(config))
     if missing_gpus:
-        return MachineReport(missing_gpus)
+        return missing_gpus, []
     files, remarks = check_prompt_files(config) if config.generates else check_recording(config)
     problems = [
         *_cluster(config),
-        *_driver_gpu(config),
         *_packages(config),
-        *_kernels(config),
         *fp8_machine_problems(config),
         *quantization_machine_problems(config),
-        *(sandbox_problems(config) if config.generates else ()),
+        *(_sandbox(config) if config.generates else ()),
         *model_problems(config),
-        *passed_field_problems(passed_fields(config)),
+        *_passed_fields(passed_fields(config)),
         *files,
         *folder_problems(config),
     ]
-    return MachineReport(problems, [*remarks, *_untried_versions()])
-
-
-def _untried_versions() -> Iterator[Problem]:
     for name, version, tried in untried_versions():
-        yield Problem(f"{name} {version}", f"is not among the versions that megatron_grpo was tried with, {tried}")
-
-
-def cluster_problems(config: Config) -> list[Problem]:
-    """Problems of the GPUs and nodes of `cluster`, seen from this machine."""
-    return list(_gpus(config)) or list(_cluster(config))
-
-
-def _cluster(config: Config) -> Iterator[Problem]:
-    yield from _nodes(config)
-    yield from _ray(config)
+        text = f"is not among the versions that megatron_grpo was tried with, {tried}"
+        remarks.append(Problem(f"{name} {version}", text))
+    return problems, remarks
 
 
 def _gpus(config: Config) -> Iterator[Problem]:
@@ -167,15 +140,12 @@ def _gpus(config: Config) -> Iterator[Problem]:
         )
 
 
-def _nodes(config: Config) -> Iterator[Problem]:
-    if config.cluster.num_nodes > 1 and config.cluster.ray_address is None:
-        text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
-        yield Problem(f"cluster.num_nodes={config.cluster.num_nodes}", text)
-
-
-def _ray(config: Config) -> Iterator[Problem]:
+def _cluster(config: Config) -> Iterator[Problem]:
     address = config.cluster.ray_address
     if address is None:
+        if config.cluster.num_nodes > 1:
+            text = "needs cluster.ray_address of a Ray cluster over the nodes; launchers/slurm_pyxis.sbatch starts one"
+            yield Problem(f"cluster.num_nodes={config.cluster.num_nodes}", text)
         return
     reason = malformed(address)
     if reason is None:
@@ -188,42 +158,35 @@ def _ray(config: Config) -> Iterator[Problem]:
         yield Problem("cluster.gpus_per_node=null", text)
 
 
-def _driver_gpu(config: Config) -> Iterator[Problem]:
+def _packages(config: Config) -> Iterator[Problem]:
+    """Packages that the driver or the processes on this machine lack, and devices for the driver and for Triton."""
+    policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
+    fused, precise = policy.gradient_accumulation_fusion, "optimizer.precision_aware"
+    wanted = {
+        "policy.gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", fused),
+        f"policy.{precise}": ("transformer_engine", policy.optimizer.precision_aware),
+        f"value.{precise}": ("transformer_engine", config.value.optimizer.precision_aware),
+    }
+    for key, (package, asked) in wanted.items():
+        if asked and here and not _is_installed(package):
+            yield Problem(f"{key}=True", f"needs the package {package}, which is not installed here; leave it out")
+    for name, enabled in (("wandb", logger.wandb.enabled), ("mlflow", logger.mlflow.enabled)):
+        if enabled and not _is_installed(name):
+            text = f"needs the {name} package: pip install {name}, or set it to false"
+            yield Problem(f"logger.{name}.enabled=True", text)
     if config.ppo.calculate_advantages_on_gpu and not visible_gpus():
         text = "the driver estimates advantages, and this machine, where it runs, has no CUDA GPU; use false"
         yield Problem("ppo.calculate_advantages_on_gpu=True", text)
-
-
-def _kernels(config: Config) -> Iterator[Problem]:
-    if config.policy.logprob_kernel != "fused":
-        return
-    subject = "policy.logprob_kernel=fused"
-    if config.cluster.ray_address is None and importlib.util.find_spec("triton") is None:
-        yield Problem(subject, "needs the triton package: pip install triton, or use chunked or auto")
-    elif config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1":
-        text = (
-            "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 in "
-            "the environment to have it interpreted, slowly, as tests do"
-        )
-        yield Problem(subject, text)
-
-
-def _packages(config: Config) -> Iterator[Problem]:
-    wanted = {
-        "policy.gradient_accumulation_fusion": (
-            "fused_weight_gradient_mlp_cuda",
-            config.policy.gradient_accumulation_fusion,
-        ),
-        "policy.optimizer.precision_aware": ("transformer_engine", config.policy.optimizer.precision_aware),
-        "value.optimizer.precision_aware": ("transformer_engine", config.value.optimizer.precision_aware),
-    }
-    for key, (package, asked) in wanted.items():
-        if asked and config.cluster.ray_address is None and importlib.util.find_spec(package) is None:
-            yield Problem(f"{key}=True", f"needs the package {package}, which is not installed here; leave it out")
-    if config.logger.wandb.enabled and importlib.util.find_spec("wandb") is None:
-        yield Problem("logger.wandb.enabled=True", "needs the wandb package: pip install wandb, or set it to false")
-    if config.logger.mlflow.enabled and importlib.util.find_spec("mlflow") is None:
-        yield Problem("logger.mlflow.enabled=True", "needs the mlflow package: pip install mlflow, or set it to false")
+    if policy.logprob_kernel == "fused":
+        if here and not _is_installed("triton"):
+            text = "needs the triton package: pip install triton, or use chunked or auto"
+            yield Problem("policy.logprob_kernel=fused", text)
+        elif config.cluster.gpus == 0 and os.environ.get("TRITON_INTERPRET") != "1":
+            text = (
+                "Triton compiles for GPUs, and cluster.gpus_per_node=0; use chunked or auto, or set TRITON_INTERPRET=1 "
+                "in the environment to have it interpreted, slowly, as tests do"
+            )
+            yield Problem("policy.logprob_kernel=fused", text)
 
 
 _LIBRARIES = {
@@ -241,7 +204,7 @@ print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json
 """The program of the process that imports a library. Other lines that the import may print come before the last."""
 
 
-def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
     """Fields passed on that the installed library does not have, or whose values are of another type.
 
     Each library is imported in a process of its own: that takes seconds, brings torch, and changes the environment of
@@ -275,11 +238,7 @@ def _is_installed(package: str) -> bool:
 
 
 def evaluation_problems(config: Config) -> list[Problem]:
-    """Problems that exclude an evaluation: sampling with engines and scoring with environments.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-    """
+    """Problems that exclude an evaluation: sampling with engines and scoring with environments."""
     find_gpus(config.cluster)
     shape = known_shape(config)
     arguments = {key: values for key, values in passed_fields(config).items() if key.startswith("generation.")}
@@ -295,4 +254,4 @@ def evaluation_problems(config: Config) -> list[Problem]:
         *owned_problems(arguments),
         *spec_problems(config.data),
     ]
-    return problems or [*cluster_problems(config), *sandbox_problems(config), *passed_field_problems(arguments)]
+    return problems or [*(list(_gpus(config)) or _cluster(config)), *_sandbox(config), *_passed_fields(arguments)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config, OptimizerConfig
@@ -12,12 +12,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude training adapters; nothing without adapters.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-        shape: sizes of the policy's model; None: they are not known here.
-    """
+    """Settings that exclude training adapters; nothing without adapters. None: the sizes are unknown here."""
     lora = config.policy.lora
     if not lora.rank:
         return
@@ -27,20 +22,16 @@ def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Probl
     if len(set(lora.target_modules)) < len(lora.target_modules):
         yield Problem(targets, "names a layer twice; name each once")
     if config.loop.sync_ref_model:
-        yield Problem(
-            f"{config.algorithm}.sync_ref_model=True",
-            f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; "
-            "use false, or train all weights with policy.lora.rank=0",
-        )
-    if config.policy.moe.bias_update_rate:
-        rate = config.policy.moe.bias_update_rate
+        text = f"with policy.lora.rank={lora.rank} the reference policy is the base model itself, which does not move; "
+        fix = "use false, or train all weights with policy.lora.rank=0"
+        yield Problem(f"{config.algorithm}.sync_ref_model=True", text + fix)
+    if rate := config.policy.moe.bias_update_rate:
         yield Problem(f"policy.moe.bias_update_rate={rate:g}", "adapters leave the base model as it is; use 0")
     if shape is None:
         return
     if shape.latent is not None and "linear_qkv" in lora.target_modules:
         others = ",".join(name for name in lora.target_modules if name != "linear_qkv") or "linear_proj"
-        text = f"latent attention has no linear_qkv; use [{others}]"
-        yield Problem(targets, text)
+        yield Problem(targets, f"latent attention has no linear_qkv; use [{others}]")
     if shape.experts is not None and {"linear_fc1", "linear_fc2"} & {*lora.target_modules}:
         text = "the matrices of experts take no adapters; use [linear_qkv,linear_proj] and leave them as they are"
         yield Problem(targets, text)
@@ -50,16 +41,12 @@ _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude FP8, on any machine; nothing when it is off.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-        shape: sizes of the policy's model; None: they are not known here.
-    """
+    """Settings that exclude FP8, on any machine; nothing when it is off. None: the sizes are unknown here."""
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
-    yield from _recipe(config)
+    if fp8.recipe == "delayed":
+        yield from _delayed(config)
     if fp8.on_device:
         yield from _on_device(config)
     if shape is not None:
@@ -88,19 +75,15 @@ def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of this machine's oldest GPU, from nvidia-smi; None: unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
-        ).stdout
-        pairs = [line.strip().split(".") for line in found.splitlines() if line.strip()]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        pairs = [line.strip().split(".") for line in found.stdout.splitlines() if line.strip()]
         return min((int(major), int(minor)) for major, minor in pairs)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
 
-def _recipe(config: Config) -> Iterator[Problem]:
+def _delayed(config: Config) -> Iterator[Problem]:
     fp8 = config.policy.fp8
-    if fp8.recipe != "delayed":
-        return
     if fp8.simulate:
         text = "has scales of earlier steps, which are not simulated; use tensorwise, blockwise or mxfp8"
         yield Problem("policy.fp8.recipe=delayed", text)
@@ -132,12 +115,11 @@ def _on_device(config: Config) -> Iterator[Problem]:
 def _sizes(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Sides of a rank's matrices that are no multiple of the recipe's block."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
-    queries = shape.attention_heads * shape.head_dim
-    keys_and_values = 2 * shape.key_value_heads * shape.head_dim
+    heads, key_value_heads = shape.attention_heads, shape.key_value_heads
     sides = {
         "hidden size": (shape.hidden, 1),
-        "width of all heads": (queries, parallel.tensor),
-        "width of queries, keys and values": (queries + keys_and_values, parallel.tensor),
+        "width of all heads": (heads * shape.head_dim, parallel.tensor),
+        "width of queries, keys and values": ((heads + 2 * key_value_heads) * shape.head_dim, parallel.tensor),
         "feed-forward width": (shape.ffn_hidden, parallel.tensor),
     }
     if shape.experts is not None:
@@ -161,12 +143,7 @@ def _outer_layers(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude quantisation-aware training, on any machine; nothing when it is off.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-        shape: sizes of the policy's model; None: they are not known here.
-    """
+    """Settings that exclude quantisation-aware training; nothing when it is off. None: the sizes are unknown here."""
     policy = config.policy
     if policy.quantization is None:
         return
@@ -176,20 +153,10 @@ def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[
     if policy.lora.rank:
         text = "rounds weights that are trained, and adapters leave them as they are; use null, or policy.lora.rank=0"
         yield Problem(subject, text)
-    if policy.gradient_accumulation_fusion:
-        text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
-        yield Problem("policy.gradient_accumulation_fusion=True", f"with {subject}: {text}")
     if shape is not None and shape.experts is not None:
         yield Problem(subject, "is not supported for a mixture of experts; use null")
     elif shape is not None and shape.latent is not None:
         yield Problem(subject, "is not supported with latent attention; use null")
-
-
-def _fused_gradients_of_rounded_weights(config: Config) -> Iterator[Problem]:
-    policy = config.policy
-    if policy.gradient_accumulation_fusion and policy.fp8.simulated:
-        text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
-        yield Problem("policy.gradient_accumulation_fusion=True", f"with policy.fp8.simulate=True: {text}")
 
 
 def quantization_machine_problems(config: Config) -> Iterator[Problem]:
@@ -208,36 +175,41 @@ _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
 def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings of speed and memory that exclude each other or do not fit the model or the devices.
-
-    Args:
-        config: a configuration whose values are all of their types and in their ranges.
-        shape: sizes of the policy's model; None: not known here.
-    """
-    yield from _recomputation(config, shape)
-    yield from _overlap(config)
-    yield from _fused_gradients_of_rounded_weights(config)
-    if config.policy.gradient_accumulation_fusion and config.cluster.gpus == 0:
-        yield Problem("policy.gradient_accumulation_fusion=True", "needs GPUs; use null, which is true where it can be")
-    yield from _optimizer(config, "policy", config.policy.optimizer)
+    """Settings of speed and memory that exclude each other, or do not fit the model (None: unknown) or the devices."""
+    optimizers = {"policy": config.policy.optimizer}
     if config.loop.has_value_model:
-        yield from _optimizer(config, "value", config.value.optimizer)
+        optimizers["value"] = config.value.optimizer
+    yield from _recomputation(config, shape)
+    yield from _overlap(config, optimizers)
+    yield from _fused_gradients(config)
+    for section, optimizer in optimizers.items():
+        yield from _optimizer(config, section, optimizer)
+
+
+def _fused_gradients(config: Config) -> Iterator[Problem]:
+    policy, subject = config.policy, "policy.gradient_accumulation_fusion=True"
+    if not policy.gradient_accumulation_fusion:
+        return
+    rounding = {f"quantization={policy.quantization}": policy.quantization, "fp8.simulate=True": policy.fp8.simulated}
+    for setting, rounds in rounding.items():
+        if rounds:
+            text = "takes the gradient of the weight itself, and the product is with a rounded one; use null"
+            yield Problem(subject, f"with policy.{setting}: {text}")
+    if config.cluster.gpus == 0:
+        yield Problem(subject, "needs GPUs; use null, which is true where it can be")
 
 
 def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     modules = config.policy.recompute_modules
-    if not modules:
-        return
     key = f"policy.recompute_modules=[{','.join(modules)}]"
-    if config.policy.activation_checkpointing:
+    if modules and config.policy.activation_checkpointing:
         yield Problem(key, "policy.activation_checkpointing=true recomputes whole layers; choose one of them")
     if len(set(modules)) < len(modules):
         yield Problem(key, "names a module twice")
     engine = [module for module in modules if module in _OF_TRANSFORMER_ENGINE]
     if engine and config.cluster.gpus == 0:
-        yield Problem(
-            key, f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
-        )
+        text = f"{', '.join(engine)} can be recomputed only by Transformer Engine, which needs GPUs; leave out"
+        yield Problem(key, text)
     if shape is None:
         return
     lacking = [module for module in modules if module in _OF_EXPERTS and shape.experts is None]
@@ -247,18 +219,14 @@ def _recomputation(config: Config, shape: ModelShape | None) -> Iterator[Problem
         yield Problem(key, "the model has no latent attention; leave out mla_up_proj")
 
 
-def _overlap(config: Config) -> Iterator[Problem]:
+def _overlap(config: Config, optimizers: Mapping[str, OptimizerConfig]) -> Iterator[Problem]:
     policy = config.policy
     if not policy.overlap_param_gather:
         return
     reduces = config.cluster.gpus > 0 if policy.overlap_grad_reduce is None else policy.overlap_grad_reduce
     if not reduces:
         yield Problem("policy.overlap_param_gather=True", "needs policy.overlap_grad_reduce=true")
-    trained = [
-        ("policy", policy.optimizer),
-        *([("value", config.value.optimizer)] if config.loop.has_value_model else []),
-    ]
-    for section, optimizer in trained:
+    for section, optimizer in optimizers.items():
         if not optimizer.distributed:
             yield Problem("policy.overlap_param_gather=True", f"needs {section}.optimizer.distributed=true")
 

@@ -28,12 +28,7 @@ _LONGEST_HEADER = 100 * 2**20
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
-    """Problems of the weights in a folder; of several of one kind the first.
-
-    Args:
-        folder: model folder in Hugging Face format.
-        shape: sizes of the model that is to be made of the weights.
-    """
+    """Problems of the weights in a folder for a model of these sizes; of several of one kind the first."""
     try:
         shapes = _tensor_shapes(folder)
     except ValueError as error:
@@ -58,17 +53,12 @@ def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in the folder.
-
-    Raises:
-        ValueError: a file is missing, cut off or no safetensors file; names it.
-    """
+    """Shape of every tensor in the folder; ValueError names a file that is missing, cut off or no safetensors file."""
     index = folder / _INDEX_FILE
     if not index.is_file():
         return _shapes_in(folder / _SINGLE_FILE, f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
     try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(file_of.values()))
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except OSError as error:
         raise ValueError(f"{index} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -124,15 +114,14 @@ def _unusable(subject: str, path: str, *, of_value: bool) -> Iterator[Problem]:
     """A folder or hub name without a model that can be trained: missing, or of an unsupported config.json."""
     if is_hub_name(path):
         reason = None if local_folder(path) else download_config(path)
-        if reason is not None:
-            yield Problem(subject, f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}")
-            return
+        text = f"no such folder here, nor in the Hugging Face cache, and the hub says: {reason}"
     else:
         reason = unlistable(path)
-        if reason is not None:
-            advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
-            yield Problem(subject, reason + (advice if reason == "no such folder" else ""))
-            return
+        advice = "; give a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B"
+        text = f"{reason}{advice if reason == 'no such folder' else ''}"
+    if reason is not None:
+        yield Problem(subject, text)
+        return
     folder = local_folder(path)
     assert folder is not None
     try:
@@ -147,9 +136,8 @@ def _incomplete(subject: str, folder: Path, *, of_value: bool) -> Iterator[Probl
         yield Problem(subject, text)
         return
     shape = shape_of_folder(folder, reward_models=of_value)
-    yield from (
-        Problem(subject, text) for text in weight_problems(folder, as_value_model(shape) if of_value else shape)
-    )
+    for text in weight_problems(folder, as_value_model(shape) if of_value else shape):
+        yield Problem(subject, text)
 
 
 def _tokenizer(subject: str, folder: Path, config: Config) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -71,11 +72,7 @@ Split = tuple[list[Lesson], list[Lesson], list[Lesson]]
 
 
 def split_lessons(name: str) -> Split:
-    """The lessons of a prepared model.
-
-    Args:
-        name: one of RECIPES.
-    """
+    """The lessons of a prepared model, one of RECIPES."""
     if name == "calculator":
         return _by_share(list(_products()), RECIPES[name])
     if name != "two_tasks":
@@ -140,6 +137,7 @@ def encode(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[An
         [lessons, longest], int64, shorter ones padded at the end; and bool of the same shape.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     tokens, of_model = [], []
     for lesson in lessons:
@@ -149,18 +147,12 @@ def encode(lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[An
             turn = _ids(text, vocabulary) + [vocabulary[EOS]] * by_model
             ids += turn
             own += [by_model] * len(turn)
-        tokens.append(ids)
-        of_model.append(own)
-    longest = max(map(len, tokens))
-    padded = [ids + [vocabulary[PAD]] * (longest - len(ids)) for ids in tokens]
-    return torch.tensor(padded), torch.tensor([own + [False] * (longest - len(own)) for own in of_model])
+        tokens.append(torch.tensor(ids))
+        of_model.append(torch.tensor(own))
+    padded = pad_sequence(tokens, batch_first=True, padding_value=vocabulary[PAD])
+    return padded, pad_sequence(of_model, batch_first=True)
 
 
 def _ids(text: str, vocabulary: Mapping[str, int]) -> list[int]:
     """Token ids of a text: the begin and end marks of a call are a token each, and so is every other character."""
-    ids = []
-    while text:
-        piece = next((mark for mark in (CALL_BEGIN, CALL_END) if text.startswith(mark)), text[0])
-        ids.append(vocabulary[piece])
-        text = text[len(piece) :]
-    return ids
+    return [vocabulary[piece] for piece in re.findall(f"{re.escape(CALL_BEGIN)}|{re.escape(CALL_END)}|.", text)]

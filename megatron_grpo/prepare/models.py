@@ -6,28 +6,39 @@ import hashlib
 import json
 import os
 import random
+import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.prepare.lessons import ADDITION_RECIPE, RECIPES, Lesson, encode, split_lessons
-from megatron_grpo.weights.source import CONVERSATION_VOCABULARY, EOS, PAD, PREPARED_MODELS, VOCABULARY
+from megatron_grpo.weights.source import (
+    CALL_BEGIN,
+    CALL_END,
+    CONVERSATION_VOCABULARY,
+    EOS,
+    PAD,
+    PREPARED_MODELS,
+    VOCABULARY,
+)
 
 MODEL_FOLDER, TRAIN_FILE, VAL_FILE, RECIPE_FILE = "model", "train.jsonl", "val.jsonl", "recipe.json"
 
 
-def make_folder(name: str, target: Path, recipe: Mapping[str, Any], make: Callable[[Path], float]) -> None:
-    """Have a folder made, unless this recipe's is there already.
+def prepare(name: str, folder: str | Path) -> None:
+    """Make a model and its data, unless this recipe's are there already; about ten seconds.
+
+    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
+    training file nor the warm-up. The folder appears as a whole or not at all.
 
     Args:
-        name: of the recipe, for the message.
-        target: folder to make; replaced when another recipe made it.
-        recipe: all that decides what is made, in types that JSON has.
-        make: fills an empty folder, and returns the accuracy of its model.
+        name: which of PREPARED_MODELS.
+        folder: folder to make; replaced when another recipe made it.
     """
-    wanted = recipe_hash(recipe)
+    target, recipe = Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}
+    wanted = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
     if _is_made(target, wanted):
         return
     started = time.monotonic()
@@ -35,40 +46,14 @@ def make_folder(name: str, target: Path, recipe: Mapping[str, Any], make: Callab
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         made = Path(temporary) / target.name
         made.mkdir()
-        accuracy = make(made)
+        warmup, train, val = split_lessons(name)
+        for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
+            (made / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
+        accuracy = _make_model(name, made / MODEL_FOLDER, warmup, train, val)
         (made / RECIPE_FILE).write_text(json.dumps({"hash": wanted, "recipe": recipe}, indent=2) + "\n")
         _move_into_place(made, target, wanted)
     seconds = time.monotonic() - started
     print(f"made the {name} model in {target}: {accuracy:.0%} of held-out problems right, {seconds:.0f} s", flush=True)
-
-
-def recipe_hash(recipe: Mapping[str, Any]) -> str:
-    """Identifies what a recipe makes."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-
-def save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
-    """Write a Hugging Face model in the form of released ones, float32, with its tokenizer.
-
-    Args:
-        folder: made here.
-        model: the model.
-        config: its config.json.
-        vocabulary: token ids by text.
-    """
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    _tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)
-    save_file(_released_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "eos_token_id": vocabulary[EOS],
-        "pad_token_id": vocabulary[PAD],
-    }
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _is_made(target: Path, wanted: str) -> bool:
@@ -91,35 +76,36 @@ def _move_into_place(made: Path, target: Path, wanted: str) -> None:
             raise
 
 
-def _released_weights(model: Any) -> dict[str, Any]:
-    """The weights of a Hugging Face model under the names that released models have on disk.
+def _save_model(folder: Path, model: Any, config: dict[str, Any], vocabulary: Mapping[str, int]) -> None:
+    """Write a Hugging Face model as released models are stored, float32, with its config.json and tokenizer."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
-    In memory the experts of a layer are two tensors, [experts, gate and up width, hidden] and [experts, hidden, width];
-    on disk each expert has three matrices.
-    """
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(".experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                    weights[f"{name.removesuffix('gate_up_proj')}{expert}.{part}.weight"] = matrix.contiguous()
-        elif name.endswith(".experts.down_proj"):
-            for expert, matrix in enumerate(tensor):
-                weights[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = matrix.contiguous()
-        elif name != "lm_head.weight":  # tied
-            weights[name] = tensor
-    return weights
+    folder.mkdir()
+    _tokenizer(vocabulary, config["max_position_embeddings"]).save_pretrained(folder)
+    stored = revert_weight_conversion(model, model.state_dict())
+    weights = {name: tensor.contiguous() for name, tensor in stored.items() if name != "lm_head.weight"}  # tied
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    generation = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "eos_token_id": vocabulary[EOS],
+        "pad_token_id": vocabulary[PAD],
+    }
+    for file, content in (("config.json", config), ("generation_config.json", generation)):
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
-    """One token for each character, or for each longer text of the vocabulary; for a model with so many positions."""
+    """A tokenizer with a token for each character and each mark of a call; `longest`: positions of the model."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
-    special = (EOS, PAD, "<bos>", "<unk>")
-    longer = [f"{_escaped(text)}" for text in vocabulary if len(text) > 1 and text not in special]
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*longer, "."])), behavior="isolated")
+    longer = [text for text in (CALL_BEGIN, CALL_END) if text in vocabulary]
+    # The library knows no escapes of blanks, which re.escape would write.
+    pieces = [re.sub(r"[\\^$.|?*+()\[\]{}]", r"\\\g<0>", text) for text in longer]
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pieces, "."])), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -131,31 +117,6 @@ def _tokenizer(vocabulary: Mapping[str, int], longest: int) -> Any:
     )
 
 
-def _escaped(text: str) -> str:
-    """A text as a regular expression of the tokenizers library, which knows no escape of letters and blanks."""
-    return "".join(f"\\{character}" if character in r"\^$.|?*+()[]{}" else character for character in text)
-
-
-def prepare(name: str, folder: str | Path) -> None:
-    """Make a model and its data, unless this recipe's are there already; about ten seconds.
-
-    Writes model/ (Hugging Face format, float32), train.jsonl and val.jsonl. Validation problems are in neither the
-    training file nor the warm-up. The folder appears as a whole or not at all.
-
-    Args:
-        name: which of PREPARED_MODELS.
-        folder: folder to make; replaced when another recipe made it.
-    """
-
-    def make(made: Path) -> float:
-        warmup, train, val = split_lessons(name)
-        for file, lessons in ((TRAIN_FILE, train), (VAL_FILE, val)):
-            (made / file).write_text("".join(json.dumps(lesson.row) + "\n" for lesson in lessons))
-        return _make_model(name, made / MODEL_FOLDER, warmup, train, val)
-
-    make_folder(name, Path(folder), {**RECIPES[name], "config": PREPARED_MODELS[name]}, make)
-
-
 def _make_model(
     name: str, folder: Path, warmup: Sequence[Lesson], unseen: Sequence[Lesson], val: Sequence[Lesson]
 ) -> float:
@@ -164,32 +125,24 @@ def _make_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe = RECIPES[name]
-    vocabulary = vocabulary_of(name)
+    if recipe is ADDITION_RECIPE:
+        vocabulary, probe = VOCABULARY, unseen[: recipe["probe_problems"]]
+    else:  # of several tasks, a random sample
+        vocabulary = CONVERSATION_VOCABULARY
+        probe = random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
     # One thread: several round their sums differently, and are no faster on matrices this small.
     torch.set_num_threads(1)
     torch.manual_seed(recipe["seed"])
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PREPARED_MODELS[name]))
-        _warm_up(model, recipe, vocabulary, warmup, _probe(recipe, unseen))
+        _warm_up(model, recipe, vocabulary, warmup, probe)
         accuracy = greedy_accuracy(model, val, vocabulary)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
-    save_model(folder, model, PREPARED_MODELS[name], vocabulary)
+    _save_model(folder, model, PREPARED_MODELS[name], vocabulary)
     return accuracy
-
-
-def vocabulary_of(name: str) -> Mapping[str, int]:
-    """Token ids by text of a prepared model."""
-    return VOCABULARY if RECIPES[name] is ADDITION_RECIPE else CONVERSATION_VOCABULARY
-
-
-def _probe(recipe: Mapping[str, Any], unseen: Sequence[Lesson]) -> Sequence[Lesson]:
-    """The lessons whose expected reward ends the warm-up; of several tasks, a random sample."""
-    if recipe is ADDITION_RECIPE:
-        return unseen[: recipe["probe_problems"]]
-    return random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
 
 
 def _warm_up(
@@ -224,27 +177,22 @@ def _warm_up(
 
 def expected_reward(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
     """Mean probability that all turns sampled from a Hugging Face model are exactly those of the lesson."""
-
-    def logprob(logprobs: Any, chosen: Any) -> Any:
-        return logprobs.gather(-1, chosen[..., None])[..., 0]
-
-    return float(_of_model_tokens(model, lessons, vocabulary, logprob).sum(dim=1).exp().mean())
+    return float(_of_turns(model, lessons, vocabulary)[0].exp().mean())
 
 
 def greedy_accuracy(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> float:
     """Share of lessons in which a Hugging Face model's likeliest tokens are exactly its turns and their ends."""
-    right = _of_model_tokens(model, lessons, vocabulary, lambda logprobs, chosen: logprobs.argmax(dim=-1) == chosen)
-    return float(right.all(dim=1).float().mean())
+    return float(_of_turns(model, lessons, vocabulary)[1].float().mean())
 
 
-def _of_model_tokens(
-    model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int], measure: Callable[[Any, Any], Any]
-) -> Any:
-    """[lessons, longest - 1]: `measure` of log-probabilities and tokens at the model's tokens, elsewhere 0 or True."""
+def _of_turns(model: Any, lessons: Sequence[Lesson], vocabulary: Mapping[str, int]) -> tuple[Any, Any]:
+    """Log-probability of all the model's tokens in each lesson, and whether they are the likeliest ones: [lessons]."""
     import torch
 
     tokens, of_model = encode(lessons, vocabulary)
     with torch.no_grad():
         logprobs = model(input_ids=tokens[:, :-1], use_cache=False).logits.log_softmax(dim=-1)
-    values = measure(logprobs, tokens[:, 1:])
-    return torch.where(of_model[:, 1:], values, torch.ones_like(values) if values.dtype == torch.bool else 0.0)
+    chosen, own = tokens[:, 1:], of_model[:, 1:]
+    of_chosen = logprobs.gather(-1, chosen[..., None])[..., 0]
+    likeliest = logprobs.argmax(dim=-1) == chosen
+    return torch.where(own, of_chosen, 0.0).sum(dim=1), (likeliest | ~own).all(dim=1)

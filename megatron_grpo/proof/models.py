@@ -7,20 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_grpo.proof.request import UsageError
 from megatron_grpo.weights.source import download_config, is_hub_name, local_folder, model_folder
 
 SMALL: dict[str, Any] = {
@@ -82,17 +70,17 @@ DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 1024,
     },
 }
-TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-    "qwen3": (Qwen3Config, {}),
-    "qwen2": (Qwen2Config, {}),
-    "llama": (LlamaConfig, {}),
-    "gemma3": (Gemma3TextConfig, GEMMA3),
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {},
+    "llama": {},
+    "gemma3": {**GEMMA3, "model_type": "gemma3_text"},
     # One layer has no experts.
-    "qwen3_moe": (Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": None}),
-    "deepseek_v3": (DeepseekV3Config, DEEPSEEK),
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "mixtral": {**EXPERTS, "sliding_window": None},
+    "deepseek_v3": DEEPSEEK,
 }
-"""Configuration classes of families, and their settings besides `SMALL`."""
+"""Settings of families besides `SMALL`; the type of the model is the family unless they say otherwise."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -105,18 +93,17 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
         seed: seed of a random model's weights.
 
     Raises:
-        UsageError: there is no such model.
+        ValueError: there is no such model.
         RunError: it cannot be downloaded.
     """
     if model.startswith("tiny:"):
         family = model.removeprefix("tiny:")
         if family not in TINY:
-            raise UsageError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
-        config, own = TINY[family]
-        return _made(config(**{**SMALL, **own}), folder, seed)
+            raise ValueError(f"model={model} is not known; use tiny: and one of {', '.join(TINY)}, or a folder")
+        return _made({"model_type": family, **SMALL, **TINY[family]}, folder, seed)
     path = _folder_of(model, weights=not shrink)
     if not (path / "config.json").is_file():
-        raise UsageError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
+        raise ValueError(f"model={model} has no config.json; give a model's folder, a hub name, or tiny: and a family")
     if not shrink:
         return path
     given = json.loads((path / "config.json").read_text())
@@ -136,14 +123,14 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     }
     if raw.get("num_key_value_heads") == raw.get("num_attention_heads"):
         sizes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    return _made(AutoConfig.for_model(**{**raw, **per_layer, **sizes}), folder, seed)
+    return _made({**raw, **per_layer, **sizes}, folder, seed)
 
 
 def _folder_of(model: str, *, weights: bool) -> Path:
     """The folder of a model, from the hub's cache or the hub if need be; without weights config.json will do.
 
     Raises:
-        UsageError: the hub does not give its config.json.
+        ValueError: the hub does not give its config.json.
         RunError: the model cannot be downloaded.
     """
     if weights or not is_hub_name(model):
@@ -151,14 +138,14 @@ def _folder_of(model: str, *, weights: bool) -> Path:
     reason = download_config(model) if local_folder(model) is None else None
     folder = local_folder(model)
     if folder is None:
-        raise UsageError(f"model={model} could not be downloaded: {reason}")
+        raise ValueError(f"model={model} could not be downloaded: {reason}")
     return folder
 
 
-def _made(config: PretrainedConfig, folder: Path, seed: int) -> Path:
-    """A model with every weight random, norms (around what theirs start from, 1 or 0) and biases included."""
+def _made(config: dict[str, Any], folder: Path, seed: int) -> Path:
+    """Write a model whose weights are all random, biases and norms (around their initial 1 or 0) included."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_grpo.config.schema import LossConfig, MoeConfig
@@ -29,7 +30,7 @@ class Truth:
     """[tokens], float32: of every token; 0 at the first of a sequence."""
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    """Both by the names of transformers, in full shape."""
+    """Both by the names and in the shapes of the model's files: transformers stacks experts in memory."""
 
 
 def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatch:
@@ -73,9 +74,8 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
     asked = {} if experts is None else {"output_router_logits": True}
     stored = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
-    mixtral = shape_of_folder(folder).family == "mixtral"
     in_memory = {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers)}
-    weights = as_stored(in_memory, mixtral=mixtral)
+    weights = revert_weight_conversion(model, in_memory)
     fields, logprobs = batch.fields, []
     total = torch.zeros(())
     columns = (given(fields.token_ids).long(), given(fields.loss_mask), given(fields.advantages))
@@ -88,8 +88,7 @@ def solve(folder: Path, batch: TokenBatch) -> Truth:
         logprobs.append(torch.nn.functional.pad(own.detach(), (1, 0)))
     total.backward()
     of_trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients = as_stored(of_trained, mixtral=mixtral)
-    return Truth(torch.cat(logprobs), gradients, weights)
+    return Truth(torch.cat(logprobs), revert_weight_conversion(model, of_trained), weights)
 
 
 def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
@@ -105,35 +104,3 @@ def router_losses(logits: Tensor, experts: ExpertShape) -> Tensor:
         level = (chosen.float().mean(dim=0) * experts.count / experts.top_k * scores.mean(dim=0)).sum()
     squares = logits.logsumexp(dim=1).square().mean()
     return MOE.aux_loss_coeff * level + MOE.z_loss_coeff * squares
-
-
-def as_stored(tensors: dict[str, Tensor], *, mixtral: bool = False) -> dict[str, Tensor]:
-    """The tensors of a model in memory, by the names and in the shapes in which its files have them.
-
-    In memory transformers keeps the experts of a layer in two tensors, [experts, 2 * width, hidden] and
-    [experts, hidden, width], and gives those of Mixtral the names of other families.
-
-    Args:
-        tensors: by their names in memory.
-        mixtral: whether the model is one.
-    """
-    stored: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        block, fused, kind = name.rpartition(".experts.")
-        if not fused:
-            stored[name] = tensor
-            continue
-        in_file = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
-        for expert, own in enumerate(tensor):
-            parts = zip(in_file, own.chunk(len(in_file)), strict=True)
-            stored |= {f"{block}.experts.{expert}.{part}.weight": value for part, value in parts}
-    return {_of_mixtral(name): tensor for name, tensor in stored.items()} if mixtral else stored
-
-
-def _of_mixtral(name: str) -> str:
-    """The name that Mixtral's files have for a tensor under another family's name."""
-    if ".mlp." not in name:
-        return name
-    for other, own in {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
-        name = name.replace(other, own)
-    return name

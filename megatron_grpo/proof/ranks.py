@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
 import resource
 import statistics
+import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_grpo.data.batch import TokenBatch, TokenFields
 from megatron_grpo.data.packing import OF_TOKENS, planner
-from megatron_grpo.proof.problem import MOE, Truth, counts_of, make_batch, make_loss
+from megatron_grpo.platform.device import open_store, reach_store
+from megatron_grpo.proof.problem import MOE, Truth, counts_of, make_loss
 from megatron_grpo.trainer.actor import RankSettings
+from megatron_grpo.trainer.parallel import initialize_parallel
 from megatron_grpo.trainer.rank import PolicyRank
 from megatron_grpo.weights.families import shape_of_folder
 from megatron_grpo.weights.hf_weights import iter_hf_tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """The input of every rank of a layout."""
 
     folder: str
+    """Folder of the model in Hugging Face format."""
     parallel: ParallelConfig
     packing: bool
-    sequences: int
-    longest: int
+    batch: TokenBatch
+    """The sequences of all replicas."""
     steps: int
     seed: int
     timeout_s: float
@@ -59,7 +63,7 @@ class Findings:
     peak_bytes: int = 0
 
 
-def measure(task: Task, enter: Callable[[str], None]) -> Findings:
+def measure(task: Task, enter: Callable[[str], object]) -> Findings:
     """Build the rank's part of the model, and measure; the process groups are set up for the layout.
 
     Args:
@@ -67,21 +71,23 @@ def measure(task: Task, enter: Callable[[str], None]) -> Findings:
         enter: called with the name of each phase as it begins.
     """
     enter("building the model")
-    batch, found = _replica_batch(task)
-    rank = _build(task, distributed=False)  # each rank then keeps the whole gradient
-    microbatches = _microbatches(task, batch.lengths)
+    config = _config(task)
+    shares = planner(config, OF_TOKENS).share(torch.tensor(task.batch.lengths).numpy(), task.parallel.data)
+    numbers = sorted(shares[parallel_state.get_data_parallel_rank()])
+    batch = task.batch.select(numbers)
+    (microbatches,) = planner(config, OF_TOKENS).microbatches([torch.tensor(batch.lengths).numpy()])
+    rank = _build(config)  # without the distributed optimizer each rank keeps the whole gradient
     enter("log-probabilities")
     logprobs = rank.logprobs(TokenBatch(batch.lengths, TokenFields(token_ids=batch.fields.token_ids)), microbatches)
     result = Findings(weights=_whole(rank))
     if logprobs is not None:
-        result.logprobs = dict(zip(found, logprobs.split(batch.lengths), strict=True))
-    loss_fn, counts = make_loss(), counts_of(_batch(task))
+        result.logprobs = dict(zip(numbers, logprobs.split(batch.lengths), strict=True))
+    loss_fn, counts = make_loss(), counts_of(task.batch)
     enter("gradients")
-    shares = rank.compute_gradients(batch, microbatches, loss_fn, counts)
-    result.losses.append(_loss(shares))
+    result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _whole_gradients(rank)
     del rank  # else both would count in the peak
-    rank = _build(task, distributed=True)
+    rank = _build(_config(task, distributed=True))
     enter("optimizer steps")
     times = []
     for _ in range(task.steps):
@@ -96,42 +102,23 @@ def measure(task: Task, enter: Callable[[str], None]) -> Findings:
     return result
 
 
-def _batch(task: Task) -> TokenBatch:
-    return make_batch(shape_of_folder(task.folder).vocab, task.sequences, task.longest, task.seed)
-
-
-def _replica_batch(task: Task) -> tuple[TokenBatch, list[int]]:
-    """This replica's sequences, and their numbers in the whole batch."""
-    batch = _batch(task)
-    lengths = torch.tensor(batch.lengths).numpy()
-    shares = planner(_config(task), OF_TOKENS).share(lengths, task.parallel.data)
-    own = sorted(shares[parallel_state.get_data_parallel_rank()])
-    return batch.select(own), own
-
-
-def _microbatches(task: Task, lengths: list[int]) -> list[list[int]]:
-    (plan,) = planner(_config(task), OF_TOKENS).microbatches([torch.tensor(lengths).numpy()])
-    return plan
-
-
-def _config(task: Task) -> PolicyConfig:
+def _config(task: Task, *, distributed: bool = False) -> PolicyConfig:
     return PolicyConfig(
         model=ModelConfig(path=task.folder),
         parallel=task.parallel,
         precision="float32",
         packing=task.packing,
         moe=MOE,
-        microbatch_tokens=3 * task.longest,
+        microbatch_tokens=3 * max(task.batch.lengths),
         # A large epsilon keeps an update a smooth function of the gradient: rounding must not flip its sign.
-        optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2),
+        optimizer=OptimizerConfig(lr=1e-2, adam_eps=1e-2, distributed=distributed),
         max_grad_norm=1.0,
     )
 
 
-def _build(task: Task, *, distributed: bool) -> PolicyRank:
-    shape, config = shape_of_folder(task.folder), _config(task)
-    config = replace(config, optimizer=replace(config.optimizer, distributed=distributed))
-    return PolicyRank(RankSettings(config=config, shape=shape, folder=task.folder, decay_steps=100))
+def _build(config: PolicyConfig) -> PolicyRank:
+    folder = config.model.path
+    return PolicyRank(RankSettings(config=config, shape=shape_of_folder(folder), folder=folder, decay_steps=100))
 
 
 def _loss(shares: list[dict[str, Tensor]]) -> float:
@@ -156,96 +143,62 @@ def _whole_gradients(rank: PolicyRank) -> dict[str, Tensor]:
     return gradients
 
 
-PHASE, FOUND, FAILED = "phase", "found", "failed"
-"""Kinds of a rank's messages: its current phase, its results, a traceback."""
-JOIN_S = 5.0
-"""Seconds to wait for the exit code of a rank that died."""
-
-
 def run_layout(task: Task) -> list[Findings]:
     """Run every rank of a layout, and return their results by rank.
 
     Raises:
         RunError: a rank failed, died or missed the deadline; names it.
     """
-    from megatron_grpo.platform.device import open_store
-
     world = task.parallel.world_size
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
     os.environ["PYTHONWARNINGS"] = "ignore"  # of packages, about themselves, once for every rank
-    store = open_store("127.0.0.1", task.timeout_s)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
+    store, end = open_store("127.0.0.1", task.timeout_s), time.monotonic() + task.timeout_s
     # A server that has imported everything forks the ranks: importing takes longer than measuring a small model.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "megatron_grpo.proof.problem"])
-    processes: list[ForkServerProcess] = []
-    connections: list[Connection] = []
-    for rank in range(world):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(task, rank, store.port, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections.append(ours)
-    try:
-        return _collect(processes, connections, task.timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-
-
-def _collect(
-    processes: Sequence[ForkServerProcess], connections: Sequence[Connection], timeout_s: float
-) -> list[Findings]:
-    end = time.monotonic() + timeout_s
-    phases = ["start"] * len(connections)
-    found: dict[int, Findings] = {}
-    while len(found) < len(connections):
-        pending = [one for rank, one in enumerate(connections) if rank not in found]
-        ready = wait(pending, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            overdue = ", ".join(f"{rank} (in {phases[rank]})" for rank, one in enumerate(connections) if one in pending)
-            raise RunError(f"rank(s) {overdue} were not done within timeout_s={timeout_s:g} s")
-        for connection in ready:
-            rank = next(number for number, one in enumerate(connections) if one is connection)
-            try:
-                kind, answer = pickle.loads(connections[rank].recv_bytes())
-            except EOFError:
-                processes[rank].join(JOIN_S)
-                code = processes[rank].exitcode
-                raise RunError(f"rank {rank} died in {phases[rank]}, with exit code {code}") from None
-            if kind == FAILED:
-                raise RunError(f"rank {rank} failed in {phases[rank]}:\n{answer}")
-            if kind == PHASE:
-                phases[rank] = answer
-            else:
-                found[rank] = answer
-    return [found[rank] for rank in range(len(connections))]
-
-
-def _serve(task: Task, rank: int, port: int, connection: Connection) -> None:
-    """The process of a rank: report phases, then the results or a traceback."""
-    import torch
-
-    from megatron_grpo.platform.device import reach_store
-    from megatron_grpo.trainer.parallel import initialize_parallel
-
-    def tell(kind: str, what: object) -> None:
-        connection.send_bytes(pickle.dumps((kind, what)))
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
-        initialize_parallel(
-            task.parallel,
-            rank=rank,
-            store=reach_store("127.0.0.1", port, task.timeout_s),
-            seed=task.seed,
-            timeout_s=task.timeout_s,
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        ranks = start_processes(
+            _serve, (task, store.port, folder), world, join=False, daemon=True, start_method="forkserver"
         )
-        tell(FOUND, measure(task, lambda phase: tell(PHASE, phase)))
-    except Exception:  # noqa: BLE001 - whatever a rank raises is told to the user, who chose the layout
-        tell(FAILED, traceback.format_exc())
+        try:
+            while not ranks.join(max(0.0, end - time.monotonic()), grace_period=0.0):
+                if time.monotonic() >= end:
+                    pending = ranks.sentinels.values()
+                    overdue = ", ".join(f"{rank} (in {_phase(folder, rank)})" for rank in sorted(pending))
+                    raise RunError(f"rank(s) {overdue} were not done within timeout_s={task.timeout_s:g} s")
+        except ProcessRaisedException as error:
+            rank, text = error.error_index, error.msg.partition("following error:\n")[2]
+            raise RunError(f"rank {rank} failed in {_phase(folder, rank)}:\n{text}") from None
+        except ProcessExitedException as error:
+            rank, code = error.error_index, error.exit_code
+            raise RunError(f"rank {rank} died in {_phase(folder, rank)}, with exit code {code}") from None
+        finally:
+            for process in ranks.processes:
+                process.kill()
+            for process in ranks.processes:
+                process.join()
+        return [pickle.loads((folder / f"{rank}.found").read_bytes()) for rank in range(world)]
+
+
+def _phase(folder: Path, rank: int) -> str:
+    """The phase in which a rank is, or in which it ended."""
+    file = folder / f"{rank}.phase"
+    return file.read_text() if file.exists() else "start"
+
+
+def _serve(rank: int, task: Task, port: int, folder: Path) -> None:
+    """The process of a rank: write the phases and the results into the folder."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    initialize_parallel(
+        task.parallel,
+        rank=rank,
+        store=reach_store("127.0.0.1", port, task.timeout_s),
+        seed=task.seed,
+        timeout_s=task.timeout_s,
+    )
+    found = measure(task, (folder / f"{rank}.phase").write_text)
+    (folder / f"{rank}.found").write_bytes(pickle.dumps(found))
 
 
 TOLERANCES = {"logprob": 2e-5, "gradient": 1e-4, "loss": 1e-5}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_grpo.config.schema import MoeConfig, ReferenceConfig
 from megatron_grpo.data.batch import TokenBatch
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.losses.policy_loss import ClippedPGLossFn
-from megatron_grpo.proof.problem import as_stored
 from megatron_grpo.trainer.actor import RankSettings
 from megatron_grpo.trainer.rank import PolicyRank
 from tests.parity.policy_training import make_batch, make_engine, train_arguments, whole_gradients
@@ -114,7 +114,7 @@ def of_transformers(tiny: TinyModel, records: list[Tensor]) -> tuple[BySequence,
         total = total - (logprobs * advantages * mask).sum()
     (total / tokens.loss_mask.sum()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return found, as_stored(gradients)
+    return found, revert_weight_conversion(model, gradients)
 
 
 def expect_equal(

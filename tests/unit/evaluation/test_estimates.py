@@ -55,7 +55,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     hits = []
     for _ in range(200):
         found = bootstrap_interval(generator.binomial(1, 0.6, size=80).astype(float).tolist())
-        hits.append(found.low <= 0.6 <= found.high)
+        hits.append(found["low"] <= 0.6 <= found["high"])
     assert 0.9 <= fmean(hits) <= 0.99
 
 
@@ -64,7 +64,7 @@ def test_the_interval_is_that_of_scipy() -> None:
     values = np.random.default_rng(2).normal(size=60)
     theirs = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=3).confidence_interval
     ours = bootstrap_interval(values.tolist())
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
+    assert (ours["low"], ours["high"]) == pytest.approx((theirs.low, theirs.high), abs=0.02)
     assert ours == bootstrap_interval(values.tolist()), "the same samples have the same interval"
 
 

@@ -130,7 +130,7 @@ def test_a_hub_name_in_the_cache_is_found(
     given = ["policy.model.path=org/name", f"data.train_path={rows}", f"run_dir={tmp_path / 'run'}"]
     ((subject, _),) = problems_of([*given, "policy.parallel.tensor=3"]).items()
     assert subject == "policy.parallel.tensor=3"
-    assert examine_machine(load_config(given)).problems == []
+    assert examine_machine(load_config(given))[0] == []
 
 
 def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +138,9 @@ def test_a_driver_without_a_gpu_cannot_estimate_advantages_on_one(monkeypatch: p
     monkeypatch.setattr("megatron_grpo.preflight.machine.visible_gpus", lambda: 0)
     monkeypatch.setattr("megatron_grpo.preflight.machine.unreachable", lambda address: None)
     config = compose_config(["+exp=quickstart_ppo", "cluster.gpus_per_node=8", "cluster.ray_address=10.0.0.1:6379"])
-    assert examine_machine(config).problems == []
+    assert examine_machine(config)[0] == []
     config.ppo.calculate_advantages_on_gpu = True
-    (problem,) = examine_machine(config).problems
+    ((problem,), _) = examine_machine(config)
     assert problem.subject == "ppo.calculate_advantages_on_gpu=True"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.config.schema import Config, Fp8Config, LoraConfig
-from megatron_grpo.preflight.model import quantization_machine_problems, quantization_problems
+from megatron_grpo.preflight.model import quantization_machine_problems, quantization_problems, training_problems
 from megatron_grpo.weights.families import shape_of_config
 from megatron_grpo.weights.shape import ExpertShape, ModelShape
 from tests.support.config_problems import SMALL
@@ -36,8 +36,8 @@ def test_what_acts_on_the_same_weights_is_refused_with_what_to_do() -> None:
     fp8 = problems(config(fp8=Fp8Config(format="hybrid", simulate=True)))
     assert fp8[subject].endswith("use null, or policy.fp8.format=off")
     assert problems(config(lora=LoraConfig(rank=4)))[subject].endswith("use null, or policy.lora.rank=0")
-    fused = problems(config(gradient_accumulation_fusion=True))
-    assert fused["policy.gradient_accumulation_fusion=True"].endswith("use null")
+    fused = [problem.text for problem in training_problems(config(gradient_accumulation_fusion=True), SHAPE)]
+    assert any(text.startswith(f"with {subject}: ") and text.endswith("use null") for text in fused)
     off = config(quantization=None, lora=LoraConfig(rank=4), gradient_accumulation_fusion=True)
     assert problems(off) == {}
 
