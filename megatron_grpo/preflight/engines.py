@@ -124,7 +124,7 @@ def _layouts(config: Config) -> Iterator[Problem]:
 
 
 def refit_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude sending matrices in FP8; nothing without refit.fp8_blocks. None: sizes are unknown here."""
+    """Settings that exclude refits in FP8; nothing without refit.fp8_blocks. With shape None, without the model."""
     if not config.refit.fp8_blocks:
         return
     subject, engine = "refit.fp8_blocks=True", "fp8_per_block"

@@ -40,6 +40,11 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
+def _indivisible(key: str, parts: int, number: int, what: str) -> Iterator[Problem]:
+    if number % parts:
+        yield Problem(f"{key}={parts}", f"does not divide {what}; use {_listed(_divisors(number))}")
+
+
 def _undivided(tensor: int, shape: ModelShape) -> str | None:
     """The size of the model that this many ranks cannot split evenly; None: they can split all."""
     heads, groups = shape.attention_heads, shape.key_value_heads
@@ -78,8 +83,8 @@ def _pipeline(section: str, parallel: ParallelConfig, shape: ModelShape) -> Iter
         return
     for layers in {*given.values(), *([left // middle] if middle else [])}:
         if layers % chunks:
-            text = f"does not divide the {layers} layers of a pipeline rank; use {_listed(_divisors(layers))}"
-            yield Problem(f"{section}.virtual_pipeline={chunks}", text)
+            what = f"the {layers} layers of a pipeline rank"
+            yield from _indivisible(f"{section}.virtual_pipeline", chunks, layers, what)
             return
 
 
@@ -102,12 +107,8 @@ def _experts(section: str, parallel: ParallelConfig, shape: ModelShape) -> Itera
                 yield Problem(f"{section}.{name}={size}", "the model has no experts; use 1")
         return
     count, width = shape.experts.count, shape.experts.ffn_hidden
-    if count % expert:
-        text = f"does not divide the model's {count} experts; use {_listed(_divisors(count))}"
-        yield Problem(f"{section}.expert={expert}", text)
-    if width % tensor:
-        text = f"does not divide an expert's width of {width}; use {_listed(_divisors(width))}"
-        yield Problem(f"{section}.expert_tensor={tensor}", text)
+    yield from _indivisible(f"{section}.expert", expert, count, f"the model's {count} experts")
+    yield from _indivisible(f"{section}.expert_tensor", tensor, width, f"an expert's width of {width}")
     ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (expert * tensor):
         text = f"times expert_tensor={tensor} does not divide tensor * context * data = {ranks}; use "
@@ -192,9 +193,8 @@ def _replay(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
 def _generation(config: Config, shape: ModelShape) -> Iterator[Problem]:
     parallel = config.generation.parallel
     yield from _tensor("generation.parallel", parallel.tensor, shape)
-    if shape.layers % parallel.pipeline:
-        text = f"does not divide the model's {shape.layers} layers; use {_listed(_divisors(shape.layers))}"
-        yield Problem(f"generation.parallel.pipeline={parallel.pipeline}", text)
+    layers = f"the model's {shape.layers} layers"
+    yield from _indivisible("generation.parallel.pipeline", parallel.pipeline, shape.layers, layers)
     yield from _generation_experts(parallel, shape.experts)
 
 

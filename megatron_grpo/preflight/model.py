@@ -12,7 +12,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def adapter_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude training adapters; nothing without adapters. None: the sizes are unknown here."""
+    """Settings that exclude training adapters; nothing without adapters. With shape None, without the model."""
     lora = config.policy.lora
     if not lora.rank:
         return
@@ -41,7 +41,7 @@ _NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 def fp8_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude FP8, on any machine; nothing when it is off. None: the sizes are unknown here."""
+    """Settings that exclude FP8, on any machine; nothing when it is off. With shape None, without the model."""
     fp8 = config.policy.fp8
     if fp8.format == "off":
         return
@@ -143,7 +143,7 @@ def _outer_layers(config: Config, shape: ModelShape) -> Iterator[Problem]:
 
 
 def quantization_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings that exclude quantisation-aware training; nothing when it is off. None: the sizes are unknown here."""
+    """Settings that exclude quantisation-aware training; nothing when it is off. With shape None, without the model."""
     policy = config.policy
     if policy.quantization is None:
         return
@@ -175,7 +175,7 @@ _OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
 def training_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """Settings of speed and memory that exclude each other, or do not fit the model (None: unknown) or the devices."""
+    """Settings of speed and memory that exclude each other, or do not fit the devices or the model (if known)."""
     optimizers = {"policy": config.policy.optimizer}
     if config.loop.has_value_model:
         optimizers["value"] = config.value.optimizer
