@@ -24,16 +24,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _write(arguments: Sequence[str]) -> int:
-    print(f"wrote {write_report(_read_folders(arguments))}")
-    return 0
-
-
-def _read_folders(arguments: Sequence[str]) -> list[Path]:
-    """The folders of a command line.
-
-    Raises:
-        ValueError: an option, another number of folders than one or two, or a folder that is not there.
-    """
+    """Write the page of the runs on a command line; ValueError where these are not one or two folders."""
     for argument in arguments:
         if argument.startswith("-"):
             raise ValueError(f"{argument} is not an option\n{USAGE}".rstrip())
@@ -43,7 +34,8 @@ def _read_folders(arguments: Sequence[str]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give the run_dir of a run, such as outputs/quickstart/latest")
-    return folders
+    print(f"wrote {write_report(folders)}")
+    return 0
 
 
 if __name__ == "__main__":

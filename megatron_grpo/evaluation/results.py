@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -218,17 +218,16 @@ def comparison(rows: Sequence[Row], before: Sequence[Row]) -> dict[str, Any]:
         (prompts that one alone got right) with the p-value of McNemar's exact test.
     """
     now, then = _by_prompt(rows), _by_prompt(before)
-    sets = list(dict.fromkeys(key[0] for key in now))
-    return {name: _compared([key for key in now if key[0] == name and key in then], now, then) for name in sets}
+    pairs: dict[str, list[tuple[list[bool], list[bool]]]] = {name: [] for name, _, _ in now}
+    for key in now:
+        if key in then:
+            pairs[key[0]].append((then[key], now[key]))
+    return {name: _compared(found) for name, found in pairs.items()}
 
 
-PromptKey = tuple[str, int, str]
-"""Set, row and text of a prompt."""
-
-
-def _by_prompt(rows: Sequence[Row]) -> dict[PromptKey, list[bool]]:
-    """Whether each judged response is right, by prompt."""
-    found: dict[PromptKey, list[bool]] = {}
+def _by_prompt(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[bool]]:
+    """Whether each judged response is right, by set, row and text of the prompt."""
+    found: dict[tuple[str, int, str], list[bool]] = {}
     for row in rows:
         if row["correct"] is not None:
             key = (row["set"], row["prompt_idx"], json.dumps(row["prompt"]))
@@ -236,21 +235,20 @@ def _by_prompt(rows: Sequence[Row]) -> dict[PromptKey, list[bool]]:
     return found
 
 
-def _compared(
-    keys: Sequence[PromptKey], now: Mapping[PromptKey, list[bool]], then: Mapping[PromptKey, list[bool]]
-) -> dict[str, Any]:
-    if not keys:
+def _compared(responses: Sequence[tuple[list[bool], list[bool]]]) -> dict[str, Any]:
+    """The comparison of one set; `responses`: whether those to each shared prompt were right, before and now."""
+    if not responses:
         return {"prompts": 0}
-    pairs = [(fmean(then[key]), fmean(now[key])) for key in keys]
+    pairs = [(fmean(before), fmean(now)) for before, now in responses]
     differences = [after - before for before, after in pairs]
     result: dict[str, Any] = {
-        "prompts": len(keys),
+        "prompts": len(pairs),
         "accuracy_before": fmean(before for before, _ in pairs),
         "accuracy_now": fmean(after for _, after in pairs),
         "difference": bootstrap_interval(differences),
         "wilcoxon_p": wilcoxon(differences),
     }
-    if all(len(then[key]) == len(now[key]) == 1 for key in keys):
+    if all(len(before) == len(now) == 1 for before, now in responses):
         only_before, only_now = differences.count(-1.0), differences.count(1.0)
         result |= {"only_before": only_before, "only_now": only_now, "mcnemar_p": mcnemar(only_before, only_now)}
     return result

@@ -128,14 +128,10 @@ def check_config(config: Config) -> Checked:
 
 
 def load_config(overrides: Sequence[str]) -> Config:
-    """The configuration of a run that can start on this machine.
-
-    Args:
-        overrides: as for `check_overrides`.
+    """The configuration of a run that can start on this machine, from overrides as `check_overrides` takes them.
 
     Raises:
-        ConfigError: anything is wrong, in the configuration or with what it asks of the machine (files, GPUs); names
-            every problem.
+        ConfigError: names every problem, of the configuration and of what it asks of the machine (files, GPUs).
     """
     return check_overrides(overrides).require()
 

@@ -73,23 +73,21 @@ Split = tuple[list[Lesson], list[Lesson], list[Lesson]]
 
 def split_lessons(name: str) -> Split:
     """The lessons of a prepared model, one of RECIPES."""
+    recipe = RECIPES[name]
     if name == "calculator":
-        return _by_share(list(_products()), RECIPES[name])
+        return _split(list(_products()), recipe)
     if name != "two_tasks":
-        return _split(_sums(), ADDITION_RECIPE, ADDITION_RECIPE["warmup_problems"])
-    sums, games = split_lessons("addition"), _by_share(list(_games()), RECIPES[name])
+        return _split(_sums(), recipe)
+    sums, games = split_lessons("addition"), _split(list(_games()), recipe)
     # As many sums as games to train on, so that a step samples as many of either.
-    warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: RECIPES[name]["val_problems"]]
+    warmup, train, val = sums[0], sums[1][: len(games[1])], sums[2][: recipe["val_problems"]]
     return warmup + games[0], train + games[1], val + games[2]
 
 
-def _by_share(lessons: list[Lesson], recipe: Mapping[str, Any]) -> Split:
-    return _split(lessons, recipe, round((len(lessons) - recipe["val_problems"]) * recipe["warmup_share"]))
-
-
-def _split(lessons: list[Lesson], recipe: Mapping[str, Any], warmup: int) -> Split:
+def _split(lessons: list[Lesson], recipe: Mapping[str, Any]) -> Split:
     random.Random(recipe["seed"]).shuffle(lessons)
     val, rest = lessons[: recipe["val_problems"]], lessons[recipe["val_problems"] :]
+    warmup = recipe["warmup_problems"] if "warmup_problems" in recipe else round(len(rest) * recipe["warmup_share"])
     return rest[:warmup], rest[warmup:], val
 
 
