@@ -92,7 +92,7 @@ def _trained_policy(config_file: Path) -> PolicyConfig:
         raise ValueError(f"{config_file} does not exist; a checkpoint has to stay in its run directory") from None
     given = policy if isinstance(policy, dict) else {}
     model = given.get("model")
-    if not isinstance(model, dict) or "path" not in model or "precision" not in given:
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or "precision" not in given:
         raise ValueError(f"{config_file} is not the configuration of a run: policy.model.path or precision is missing")
     kept = {name: given[name] for name in ("precision", "lora", "quantization") if name in given}
     try:
