@@ -112,10 +112,7 @@ def _checked(
 ) -> Checked:
     """Check overrides together with the objects given beside them; rows are written into the run's folder.
 
-    Reward functions that cannot be imported are added to `functions`, by their names in the configuration.
-
-    Raises:
-        ConfigError: something is wrong; the run's folder is then as it was before.
+    Reward functions that cannot be imported are added to `functions`. After an error the folder is as it was before.
     """
     overrides = written(config)
     composed = compose_typed(overrides)
@@ -224,11 +221,7 @@ def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool
 
 
 def _kept(dataset: Any, path: Path, subject: str) -> tuple[str, set[str]]:
-    """Write a dataset that is an object to `path`; returns its path and the columns, which are unknown for a file.
-
-    Raises:
-        ConfigError: the object has no rows, or JSON cannot hold a row.
-    """
+    """Write a dataset that is an object to `path`; returns its path and the columns, which are unknown for a file."""
     if isinstance(dataset, str | Path):
         return str(dataset), set()
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):

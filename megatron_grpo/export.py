@@ -37,14 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    """Check a command line before anything large is imported, and write the model.
-
-    Raises:
-        ValueError: what is wrong with the command line.
-        RunError: the checkpoint is incomplete or damaged, or the run started from a hub model whose files are not here
-            and cannot be downloaded.
-        OSError: a file of the checkpoint is there and cannot be read.
-    """
+    """Check command line, checkpoint and model before anything large is imported, and write the model."""
     given = _read_arguments(arguments)
     checkpoint, output = (Path(os.path.expanduser(given[name])) for name in _PATHS)
     weights, form = checkpoint / POLICY_FOLDER, given.get("format", "hf")
@@ -81,11 +74,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _trained_policy(config_file: Path) -> PolicyConfig:
-    """Model, precision, adapters and quantisation of a run; a run of another version may have other keys besides.
-
-    Raises:
-        ValueError: the file is missing, or not the configuration of a run.
-    """
+    """Model, precision, adapters and quantisation of a run; other keys may be those of another version."""
     try:
         policy = read_config_file(config_file).get("policy")
     except FileNotFoundError:

@@ -139,11 +139,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
 
 
 def _layouts(request: Request, shape: ModelShape) -> Layouts:
-    """The requested layouts, or the usual ones that the model splits into.
-
-    Raises:
-        ValueError: a requested layout does not fit the model, or gives a replica no sequence.
-    """
+    """The usual layouts that the model splits into, or the requested ones; ValueError where these do not fit it."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
     for name, given in read_layouts("layouts", names) if request.layouts is None else request.layouts:

@@ -105,14 +105,9 @@ def run_command(
     body: Callable[[Sequence[str]], int],
     failures: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Answer --help and --version, or run a command; its errors become a line on standard error. Returns the exit code.
+    """Answer --help with `usage`, and --version, or run the body of a command; returns the exit code.
 
-    Args:
-        prefix: beginning of that line.
-        arguments: the command line.
-        usage: the text of --help.
-        body: runs the command line and returns the exit code.
-        failures: types of errors with the exit code FAILED; all other errors are mistakes.
+    An error becomes a line on standard error after `prefix`; the exit code is FAILED for `failures`, else MISTAKE.
     """
     if answered(arguments, usage):
         return 0

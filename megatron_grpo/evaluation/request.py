@@ -40,11 +40,9 @@ class EvaluatedSet:
 
 
 def _evaluated_sets(config: Config, given: Sequence[str]) -> dict[str, EvaluatedSet]:
-    """The sets by name: NAME of data.val_sets.NAME, else the last part of the path, or the path where names repeat.
+    """The sets by name, from given paths and hub names, or without any the validation sets of the configuration.
 
-    Args:
-        config: the validation sets, and the split of sets that have splits.
-        given: paths or hub names on the command line; empty: all validation sets of the configuration.
+    The name is NAME of data.val_sets.NAME, else the last part of the path, or the whole path where such names repeat.
     """
     data = config.data
     if not given:

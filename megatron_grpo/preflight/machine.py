@@ -205,13 +205,10 @@ print(json.dumps([dataclasses.astuple(one) for one in passed_field_problems(json
 
 
 def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """Fields passed on that the installed library does not have, or whose values are of another type.
+    """Fields passed on, by section, that the installed library does not have, or whose values are of another type.
 
-    Each library is imported in a process of its own: that takes seconds, brings torch, and changes the environment of
-    the process.
-
-    Args:
-        sections: the fields by section of the configuration; a library without any is not imported.
+    Each library that gets fields is imported in a process of its own: that takes seconds, brings torch, and changes the
+    environment of the process.
     """
     for beginning, (library, package, module) in _LIBRARIES.items():
         passed = {section: dict(values) for section, values in sections.items() if section.startswith(beginning)}

@@ -127,12 +127,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
 
 
 def _folder_of(model: str, *, weights: bool) -> Path:
-    """The folder of a model, from the hub's cache or the hub if need be; without weights config.json will do.
-
-    Raises:
-        ValueError: the hub does not give its config.json.
-        RunError: the model cannot be downloaded.
-    """
+    """The folder of a model, from the hub or its cache if need be; without `weights` config.json is enough."""
     if weights or not is_hub_name(model):
         return model_folder(model, "model")
     reason = download_config(model) if local_folder(model) is None else None

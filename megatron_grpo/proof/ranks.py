@@ -64,12 +64,7 @@ class Findings:
 
 
 def measure(task: Task, enter: Callable[[str], object]) -> Findings:
-    """Build the rank's part of the model, and measure; the process groups are set up for the layout.
-
-    Args:
-        task: what to measure.
-        enter: called with the name of each phase as it begins.
-    """
+    """Build the rank's part of the model, and measure; `enter` is called with the name of each phase as it begins."""
     enter("building the model")
     config = _config(task)
     shares = planner(config, OF_TOKENS).share(torch.tensor(task.batch.lengths).numpy(), task.parallel.data)
