@@ -1,4 +1,4 @@
-"""Says what commands there are: python -m megatron_grpo."""
+"""Lists the commands: python -m megatron_grpo."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from megatron_grpo.preflight.load import Checked, check_config, check_overrides
 DATA_FOLDER = "data"
 """Folder of the run in which the datasets of a script are kept."""
 GIVEN = "given"
-"""Stands for the module in the names of reward functions that cannot be imported."""
+"""Name in place of a module for reward functions that cannot be imported."""
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -119,7 +119,7 @@ def _checked(
     if composed.config is None:
         raise ConfigError(composed.named(composed.problems))
     task, run_dir = composed.config.data.task_name, composed.config.run_dir
-    overrides.append(f"run_dir={run_dir}")  # it may hold the time
+    overrides.append(f"run_dir={run_dir}")  # its name may contain the time
     overrides += _reward_overrides(task, rewards, functions)
     overrides += environment_overrides(environments)
     folder = Path(run_dir) / DATA_FOLDER
@@ -214,7 +214,7 @@ def _data_overrides(folder: Path, training: Any, validation: Any, rewarded: bool
     elif validation is not None:
         written.append(f"data.val_path={_kept(validation, folder / 'val', 'val_dataset')[0]}")
     elif training is not None:
-        written.append("data.val_path=null")  # the recipe's held-out rows are of its own task
+        written.append("data.val_path=null")  # the recipe's validation rows belong to the recipe's task
     if rewarded and columns and "answer" not in columns:
         written.append("data.answer_key=null")
     return written

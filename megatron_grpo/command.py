@@ -28,7 +28,7 @@ _OF_HYDRA = {
     "--resolve": "--cfg job prints resolved values",
     "-m": "a run takes one value of each key; start one for each",
 }
-"""What to do instead of options that Hydra has."""
+"""Advice for options of Hydra that this command does not have."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def _run_or_tell(overrides: Sequence[str], task: Task) -> int:
 
 
 def _check_start(config: Config) -> Path | None:
-    """Check what a start checks beyond the configuration; returns the checkpoint that it would begin with.
+    """Make the checks of a start beyond the configuration; returns the checkpoint that the run would begin with.
 
     Raises:
         ConfigError: an environment cannot be made, another run holds the folder, or the checkpoint to begin with is
@@ -83,7 +83,7 @@ def _check_start(config: Config) -> Path | None:
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[list[str], Task]:
-    """The overrides of a command line, and what its options ask for."""
+    """The overrides of a command line, and the task that its options choose."""
     overrides: list[str] = []
     task: Task = "train"
     rest = iter(arguments)

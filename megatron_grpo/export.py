@@ -54,10 +54,10 @@ def _export(arguments: Sequence[str]) -> int:
         raise ValueError(f"format=quantized: {config_file} has no policy.quantization, so nothing says what to write")
     source = model_folder(policy.model.path)
     shape = shape_of_folder(source)
-    remark = verify(checkpoint)  # last: of a large checkpoint it takes a while
+    remark = verify(checkpoint)  # last, because a large checkpoint takes a while
     if remark:
         print(f"export: {remark}", file=sys.stderr)
-    from megatron_grpo.weights.hf_export import export_checkpoint  # torch: mistakes above are answered without it
+    from megatron_grpo.weights.hf_export import export_checkpoint  # imports torch, which the checks above do not need
 
     export_checkpoint(
         weights,
@@ -94,7 +94,7 @@ def _trained_policy(config_file: Path) -> PolicyConfig:
 def _require_writable(output: Path) -> None:
     """ValueError where the folder cannot be made, or is there and not empty."""
     absolute = output.absolute()
-    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # a longer name than the output's
+    incomplete = absolute.with_name(f".{absolute.name}.incomplete-{os.getpid()}")  # the name under which it is written
     for problem in unwritable("output", str(incomplete)):
         raise ValueError(f"output={output} cannot be written: {problem.text}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):

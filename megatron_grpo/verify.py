@@ -72,7 +72,7 @@ class Request:
     model: str = "tiny:qwen3"
     """A folder in Hugging Face format, a hub name, or `tiny:` and a family."""
     layouts: Layouts | None = None
-    """None: the usual ones, as far as the model splits so."""
+    """None: the default layouts that the model can be split into."""
     packing: tuple[bool, ...] = (True,)
     shrink: bool = False
     """Verify a small copy of the model's own configuration, with random weights."""
@@ -112,7 +112,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
         ValueError: there is no such model, or it does not split so.
         RunError: a rank failed.
     """
-    warnings.filterwarnings("ignore")  # of packages, about what they fall back to
+    warnings.filterwarnings("ignore")  # packages warn about their fallbacks
     os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     from megatron_grpo.proof.models import prepare_model  # here: torch takes seconds to import
     from megatron_grpo.proof.problem import make_batch, solve
@@ -139,7 +139,7 @@ def verify(request: Request, folder: Path) -> Iterator[Row]:
 
 
 def _layouts(request: Request, shape: ModelShape) -> Layouts:
-    """The usual layouts that the model splits into, or the requested ones; ValueError where these do not fit it."""
+    """The requested layouts, or the default ones that fit the model; ValueError for a requested one that does not."""
     names = DEFAULT_LAYOUTS if shape.experts is None else f"{DEFAULT_LAYOUTS},{EXPERT_LAYOUTS}"
     usable = []
     for name, given in read_layouts("layouts", names) if request.layouts is None else request.layouts:
@@ -192,7 +192,7 @@ def read_layouts(key: str, names: str) -> Layouts:
     """Layouts from "[a,b]" or "a,b"; `key` is for the message.
 
     Raises:
-        ValueError: one of the names is none.
+        ValueError: a name is not a layout.
     """
     parts = (one.strip() for one in names.removeprefix("[").removesuffix("]").split(","))
     return [(one, _read_layout(f"{key}={one}", one.lower())) for one in parts if one]
@@ -201,7 +201,7 @@ def read_layouts(key: str, names: str) -> Layouts:
 def _read_layout(subject: str, text: str) -> ParallelConfig:
     """A layout from a name such as tp2pp2 or tp2cp2sp; sp is sequence parallelism, vp is interleaved pipelines.
 
-    Experts are shared by the ranks that there are; without dp there are as many replicas as they need.
+    Without dp, the number of replicas is the smallest that gives every expert-parallel group its ranks.
     """
     found = re.fullmatch(r"((?:etp|tp|pp|vp|cp|ep|dp)[1-9][0-9]*)*(sp)?", text)
     parts = re.findall(r"(etp|tp|pp|vp|cp|ep|dp)([1-9][0-9]*)", text)

@@ -164,7 +164,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[st
 
 
 def _composes(name: str) -> bool:
-    """Whether an argument chooses parts of the configuration: an option of a group, or a folder of options."""
+    """Whether the argument of this name chooses an option of a group, or adds a folder of options."""
     return name == OPTION or name.lstrip("+") in {SEARCH_KEY, *config_groups()}
 
 

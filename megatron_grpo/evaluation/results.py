@@ -20,7 +20,7 @@ from megatron_grpo.environments.math_answers import final_answer
 
 SAMPLES_FILE = "samples.jsonl"
 RESAMPLES = 10_000
-"""Resamples of a bootstrap; its percentiles vary by about a hundredth of the interval with this number."""
+"""Resamples of a bootstrap, enough for percentiles that vary by about a hundredth of the interval."""
 LEVEL = 0.95
 """Confidence level of every interval."""
 _SEED = 0

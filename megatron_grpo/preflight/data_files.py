@@ -37,12 +37,12 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
             continue
         report = _report(config, key, one)
         problems += report.problems
-        for remark in report.remarks:  # of single rows they name the line, and of the whole set its key
+        for remark in report.remarks:  # a remark on one row names its line; a remark on the set gets its key
             whole = remark.subject == one.path
             remarks.append(Problem(f"{key}={one.path}", remark.text) if whole else remark)
         tasks |= report.tasks
         if key in training:
-            rows += min(report.rows, one.visits(report.rows))  # a row that is there twice is drawn with the same seeds
+            rows += min(report.rows, one.visits(report.rows))  # repeated visits have the same seeds
             if report.rows and not one.visits(report.rows):
                 least = f"{1 / report.rows:.2g} or more, or leave the set out"
                 text = f"visits none of the {report.rows} rows in an epoch; give {least}"
@@ -58,7 +58,7 @@ def check_prompt_files(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def training_rows(config: Config) -> int:
-    """Visits of training rows in an epoch; they are not streamed."""
+    """Visits of training rows in an epoch, for sets that are not streamed."""
     return sum(one.visits(_report(config, key, one).rows) for key, one in config.data.training.items())
 
 
@@ -72,7 +72,7 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
 
 
 def _too_few(config: Config, rows: int) -> Iterator[Problem]:
-    """Training sets of whose rows an epoch visits fewer than the prompts of a step."""
+    """Training sets with fewer rows, counted by their visits in an epoch, than the prompts of a step."""
     wanted, training = config.prompts_per_generation_batch, config.data.training
     if rows >= wanted:
         return
@@ -128,7 +128,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
     steps = recorded_steps(config.debug.rollouts_from)
     for step, file in steps.items():
         problems = list(_of_file(config, subject, file)) if step <= config.loop.max_num_steps else []
-        if problems:  # those of other steps are likely the same
+        if problems:  # other steps likely have the same problems
             return problems, []
     last, wanted = max(steps), config.loop.max_num_steps
     text = f"ends with step {last}, and the run with it, before {config.algorithm}.max_num_steps={wanted}"
@@ -136,7 +136,7 @@ def check_recording(config: Config) -> tuple[list[Problem], list[Problem]]:
 
 
 def recorded_max_num_steps(config: Config) -> int:
-    """Steps that the recorded run was to make. The recording was checked."""
+    """The max_num_steps of the recorded run; the recording has passed its checks."""
     assert config.debug.rollouts_from is not None
     file = next(iter(recorded_steps(config.debug.rollouts_from).values()))
     return examine_file(file).record.run.max_num_steps

@@ -133,7 +133,7 @@ def layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Proble
 
 
 def engine_layout_problems(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    """The engines' layout against the model's sizes and the machines, where no model is trained beside them."""
+    """The engines' layout against the model's sizes and the machines, when no model is trained."""
     yield from _devices(config, _gpus_of_engines(config), ())
     if shape is not None:
         yield from _generation(config, shape)
@@ -250,7 +250,7 @@ def _gpus_needed(config: Config) -> dict[str, int]:
     of_engines = _gpus_of_engines(config)
     if not config.debug.train:
         return of_engines
-    if config.generation.colocated:  # all others share those of the policy (checked in preflight/engines.py)
+    if config.generation.colocated:  # engines and value model share the policy's GPUs
         return {"policy.parallel": config.policy.parallel.world_size}
     needs = {f"{section}.parallel": layout.world_size for section, layout in _trained(config)}
     return needs if config.generation.server.urls or not config.generates else {**needs, **of_engines}

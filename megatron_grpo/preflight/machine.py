@@ -69,7 +69,8 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
 
 def _resume(config: Config) -> Iterator[Problem]:
     resume, here = config.checkpointing.resume, Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
-    steps, subject = here.steps(), f"checkpointing.resume={resume}"
+    steps = here.steps() if os.path.isdir(here.folder) else []  # a name that is too long is refused elsewhere
+    subject = f"checkpointing.resume={resume}"
     if resume == "none" and steps:
         text = f"would begin anew, and {here.folder} has checkpoints up to step {steps[-1]}; choose another run_dir"
         yield Problem(subject, f"{text}, or delete them")
@@ -102,7 +103,7 @@ def _runs_programs(environment: EnvironmentConfig) -> bool:
 
 
 def examine_machine(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Check everything that a run needs of this machine; returns problems, and remarks on what is not intended perhaps.
+    """Check everything that a run needs of this machine; returns problems, and remarks on doubtful settings.
 
     Without the GPUs nothing else is checked: the run, and with it the files, will be on another machine.
     """
@@ -159,7 +160,7 @@ def _cluster(config: Config) -> Iterator[Problem]:
 
 
 def _packages(config: Config) -> Iterator[Problem]:
-    """Packages that the driver or the processes on this machine lack, and devices for the driver and for Triton."""
+    """Missing packages on this machine, and missing devices for the driver and for Triton."""
     policy, logger, here = config.policy, config.logger, config.cluster.ray_address is None
     fused, precise = policy.gradient_accumulation_fusion, "optimizer.precision_aware"
     wanted = {
@@ -193,8 +194,7 @@ _LIBRARIES = {
     "policy.": ("Megatron-Core", "megatron.core", "megatron_grpo.trainer.model.megatron_config"),
     "generation.": ("vLLM", "vllm", "megatron_grpo.sampler.arguments"),
 }
-"""By beginning of the section's key: the library that fields are passed on to, its package, and our module that checks
-them against the library's classes."""
+"""By prefix of the section: the library that receives the fields, its package, and our module that checks them."""
 _CHECK = """
 import dataclasses, json, sys
 from {module} import passed_field_problems
@@ -230,7 +230,7 @@ def _passed_fields(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Proble
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the package around it is not there
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

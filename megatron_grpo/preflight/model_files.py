@@ -24,7 +24,7 @@ from megatron_grpo.weights.source import (
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 * 2**20
-"""Bytes; safetensors itself refuses more."""
+"""Bytes; the limit of safetensors itself."""
 
 
 def weight_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
@@ -104,7 +104,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
             continue
         unusable = list(_unusable(subject, path, of_value=of_value))
         yield from unusable
-        if not unusable and not is_hub_name(path):  # of a hub model the rest is downloaded when the run starts
+        if not unusable and not is_hub_name(path):  # weights of a hub model are downloaded at the start
             yield from _incomplete(subject, Path(path), of_value=of_value)
             if not of_value:
                 yield from _tokenizer(subject, Path(path), config)

@@ -54,7 +54,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "calculator": {**_CONVERSATION_RECIPE, "lr": 1e-3, "target_reward": 0.037, "probe_period_steps": 1},
     "two_tasks": {**_CONVERSATION_RECIPE, "lr": 3e-3, "target_reward": 0.17, "probe_period_steps": 5},
 }
-"""By name of the model. The keys are part of the hash by which a folder made earlier is recognised."""
+"""Recipes by name of the model. Their keys are part of the hash that identifies a folder made earlier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def prepare(name: str, folder: str | Path) -> None:
 
 
 def _is_made(target: Path, wanted: str) -> bool:
-    """Whether the folder holds what the recipe with this hash makes."""
+    """Whether the folder was made by the recipe with this hash."""
     try:
         found = json.loads((target / RECIPE_FILE).read_text())["hash"]
     except (OSError, json.JSONDecodeError, KeyError):
@@ -66,7 +66,7 @@ def _is_made(target: Path, wanted: str) -> bool:
 
 
 def _move_into_place(made: Path, target: Path, wanted: str) -> None:
-    """Rename; what another recipe left is moved aside first, and a process that was faster with this one wins."""
+    """Rename the folder, after moving that of another recipe aside; an equal folder of a faster process stays."""
     if target.exists() and not _is_made(target, wanted):
         os.replace(target, made.with_name("old"))
     try:
@@ -127,7 +127,7 @@ def _make_model(
     recipe = RECIPES[name]
     if recipe is ADDITION_RECIPE:
         vocabulary, probe = VOCABULARY, unseen[: recipe["probe_problems"]]
-    else:  # of several tasks, a random sample
+    else:  # a random sample covers several tasks
         vocabulary = CONVERSATION_VOCABULARY
         probe = random.Random(recipe["seed"]).sample(list(unseen), recipe["probe_problems"])
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()

@@ -47,7 +47,7 @@ WINDOW: dict[str, Any] = {"sliding_window": 16, "sliding_window_pattern": 2}
 """Windows of a small model: shorter than the sequences, in every second layer."""
 
 GEMMA3: dict[str, Any] = {
-    # The second half is not the first: a pipeline stage has to know which layers it holds.
+    # The second half differs from the first, so a pipeline stage must know which layers it holds.
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW["sliding_window"],
     "query_pre_attn_scalar": 24,
@@ -80,7 +80,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mixtral": {**EXPERTS, "sliding_window": None},
     "deepseek_v3": DEEPSEEK,
 }
-"""Settings of families besides `SMALL`; the type of the model is the family unless they say otherwise."""
+"""Settings of families in addition to `SMALL`; model_type is the name of the family unless given."""
 
 
 def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
@@ -116,7 +116,7 @@ def prepare_model(model: str, shrink: bool, folder: Path, seed: int) -> Path:
     sizes |= {name: size for name, size in WINDOW.items() if raw.get(name)}
     layers = raw.get("num_hidden_layers")
     per_layer = {
-        # One of each kind, before more of the first.
+        # Every kind of layer, then the first layers.
         name: [*dict.fromkeys(value), *value][: SMALL["num_hidden_layers"]]
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == layers

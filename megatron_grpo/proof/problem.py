@@ -41,7 +41,7 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
     total = int(lengths.sum())
     mask = (torch.rand(total, generator=draw) < 0.7).float()
     starts = (lengths.cumsum(0) - lengths).tolist()
-    mask[starts] = 0.0  # nothing comes before a first token
+    mask[starts] = 0.0  # a first token has no log-probability
     mask[starts[0] + 1] = 1.0
     fields = TokenFields(
         token_ids=torch.randint(0, vocab, (total,), generator=draw).int(),
@@ -53,7 +53,7 @@ def make_batch(vocab: int, sequences: int, longest: int, seed: int) -> TokenBatc
 
 
 def make_loss() -> ClippedPGLossFn:
-    """The policy gradient as the mean of advantage times log-probability, whose value moves with the weights."""
+    """The mean of advantage times log-probability: a loss whose value depends on the weights too."""
     return ClippedPGLossFn(LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True))
 
 

@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(slots=True)
 class Findings:
-    """A rank's results; those that other ranks return are empty."""
+    """A rank's results; fields that only other ranks return are empty."""
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By number of the sequence, each [tokens], float32; 0 at first tokens."""
@@ -81,7 +81,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> Findings:
     enter("gradients")
     result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.gradients = _whole_gradients(rank)
-    del rank  # else both would count in the peak
+    del rank  # else the peak would count both models
     rank = _build(_config(task, distributed=True))
     enter("optimizer steps")
     times = []
@@ -92,7 +92,7 @@ def measure(task: Task, enter: Callable[[str], object]) -> Findings:
         result.losses.append(_loss(rank.compute_gradients(batch, microbatches, loss_fn, counts)))
     result.step_s = statistics.median(times)
     result.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if parallel_state.get_tensor_model_parallel_rank():  # tensor-parallel neighbours computed the same loss
+    if parallel_state.get_tensor_model_parallel_rank():  # its tensor-parallel neighbour reports the loss
         result.losses = [0.0] * len(result.losses)
     return result
 
@@ -146,7 +146,7 @@ def run_layout(task: Task) -> list[Findings]:
     """
     world = task.parallel.world_size
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // world))
-    os.environ["PYTHONWARNINGS"] = "ignore"  # of packages, about themselves, once for every rank
+    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat the warnings of packages
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the other ranks are ended after a failure
     store, end = open_store("127.0.0.1", task.timeout_s), time.monotonic() + task.timeout_s
     # A server that has imported everything forks the ranks: importing takes longer than measuring a small model.
@@ -177,7 +177,7 @@ def run_layout(task: Task) -> list[Findings]:
 
 
 def _phase(folder: Path, rank: int) -> str:
-    """The phase in which a rank is, or in which it ended."""
+    """The current or last phase of a rank."""
     file = folder / f"{rank}.phase"
     return file.read_text() if file.exists() else "start"
 
@@ -214,9 +214,9 @@ class Row:
     loss: float
     """Difference of the loss after the optimizer steps; 0 for the layout of one rank, which the others are held to."""
     exact: bool
-    """Whether what was imported is exported bit by bit."""
+    """Whether the exported weights equal the imported ones bit by bit."""
     peak_gib: float
-    """Of the rank that took most memory."""
+    """Memory of the rank that took most."""
     step_s: float
     """Median of an optimizer step, of the slowest rank."""
     final_loss: float
