@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,6 @@ from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.paths import unlistable, unwritable
 from megatron_grpo.config.schema import Config
-from megatron_grpo.controller.checkpoints import Checkpointer
 from megatron_grpo.controller.directory import LOCK_FILE, POLICY_FOLDER, VALUE_FOLDER, changes_since_last_start
 from megatron_grpo.data.specs import spec_problems
 from megatron_grpo.environments.sandbox.sandbox import SandboxUnavailableError, open_sandbox
@@ -68,11 +68,11 @@ def _earlier_run(config: Config) -> Iterator[Problem]:
 
 
 def _resume(config: Config) -> Iterator[Problem]:
-    resume, here = config.checkpointing.resume, Checkpointer(Path(config.run_dir), config.checkpointing, look_only=True)
-    steps = here.steps() if os.path.isdir(here.folder) else []  # a name that is too long is refused elsewhere
-    subject = f"checkpointing.resume={resume}"
+    resume, folder = config.checkpointing.resume, Path(config.run_dir, "checkpoints")
+    names = (re.fullmatch(r"step_(\d+)", name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()))
+    steps, subject = [int(match[1]) for match in names if match], f"checkpointing.resume={resume}"
     if resume == "none" and steps:
-        text = f"would begin anew, and {here.folder} has checkpoints up to step {steps[-1]}; choose another run_dir"
+        text = f"would begin anew, and {folder} has checkpoints up to step {max(steps)}; choose another run_dir"
         yield Problem(subject, f"{text}, or delete them")
     if resume in ("auto", "none") or steps:
         return
