@@ -32,20 +32,18 @@ def _expression(pattern: str) -> str:
     return pattern
 
 
+@dataclass(eq=False)
 class FormatEnvironment(Environment):
-    """Reward 1 for a response that matches a regular expression, else 0.
+    """Reward 1 for a response that matches a regular expression, else 0."""
 
-    Args:
-        pattern: in Python's syntax; "(?s)" at its beginning lets "." match the end of a line too.
-        whole: whether the whole response has to match, or some part of it.
-    """
-
-    def __init__(self, pattern: Annotated[str, AfterValidator(_expression)], whole: bool = True) -> None:
-        self._pattern, self._whole = re.compile(pattern), whole
+    pattern: Annotated[str, AfterValidator(_expression)]
+    """In Python's syntax; "(?s)" at its beginning lets "." match the end of a line too."""
+    whole: bool = True
+    """Whether the whole response has to match, or some part of it."""
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
-        match = self._pattern.fullmatch if self._whole else self._pattern.search
-        found = [match(request.response) is not None for request in requests]
+        match = re.fullmatch if self.whole else re.search
+        found = [match(self.pattern, request.response) is not None for request in requests]
         return [EnvironmentReturn(reward=float(one), correct=one) for one in found]
 
 

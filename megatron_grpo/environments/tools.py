@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,44 +187,39 @@ class Conversation:
     """Calls of tools so far."""
 
 
+@dataclass(eq=False)
 class ToolEnvironment(Environment):
     """Reward 1 when the last turn, the one without a call, is the reference answer, else 0.
 
     The tools and their argument: calculator (expression), python (code, run in the sandbox), retriever (query, over
     local documents). A call that cannot be executed is answered with the reason.
-
-    Args:
-        settings: the tokenizer, which parsers look at, and the sandbox.
-        tools: which of them the model may call.
-        parser: vLLM's parser of the calls, as `vllm serve --tool-call-parser` names it.
-        documents: file that the retriever searches: JSONL of texts, or a text whose paragraphs are documents.
-        found: documents that one search returns.
-        compare: how the last turn is compared with the answer: math, by value, or exact, as text without blanks around.
-        max_calls: calls of one rollout that are executed.
     """
 
     multi_turn = True
+    settings: EnvironmentSettings
+    tools: list[Literal["calculator", "python", "retriever"]] | None = None
+    """Tools that the model may call; None: the calculator."""
+    parser: str = "hermes"
+    """vLLM's parser of the calls, as `vllm serve --tool-call-parser` names it."""
+    documents: str | None = None
+    """File that the retriever searches: JSONL of texts, or a text whose paragraphs are documents."""
+    found: Positive = 3
+    """Documents that one search returns."""
+    compare: Literal["math", "exact"] = "math"
+    """How the last turn is compared with the answer: math, by value, or exact, as text without blanks around."""
+    max_calls: Positive = 16
+    """Calls of one rollout that are executed."""
 
-    def __init__(
-        self,
-        settings: EnvironmentSettings,
-        tools: list[Literal["calculator", "python", "retriever"]] | None = None,
-        parser: str = "hermes",
-        documents: str | None = None,
-        found: Positive = 3,
-        compare: Literal["math", "exact"] = "math",
-        max_calls: Positive = 16,
-    ) -> None:
+    def __post_init__(self) -> None:
         # Here: they take seconds to import, and only environments with tools need them.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
         logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs a traceback for every malformed call of a model
-        self._tools = {name: _tool(name, settings, documents, found) for name in tools or ["calculator"]}
-        self._parser = ToolParserManager.get_tool_parser(parser)(settings.load_tokenizer())
+        self._tools = {name: self._tool(name) for name in self.tools or ["calculator"]}
+        self._parser = ToolParserManager.get_tool_parser(self.parser)(self.settings.load_tokenizer())
         self._request = ChatCompletionRequest(messages=[], model="")
-        self._compare = Verifier().verify if compare == "math" else _same_texts
-        self._max_calls = max_calls
+        self._compare = Verifier().verify if self.compare == "math" else _same_texts
 
     @classmethod
     def option_problems(cls, options: dict[str, Any]) -> list[tuple[str, str]]:
@@ -247,13 +243,22 @@ class ToolEnvironment(Environment):
         """The results of the calls of a turn; a turn without one is the last."""
         calls = [one.function for one in self._parser.extract_tool_calls(response, self._request).tool_calls]
         state = replace(state, last=response, calls=state.calls + len(calls))
-        if not calls or state.calls > self._max_calls:
+        if not calls or state.calls > self.max_calls:
             return Turn(state=state)
         return Turn(done=False, state=state, text="\n".join(map(self._result, calls)), role="tool")
 
     def score(self, requests: list[EnvironmentRequest]) -> list[EnvironmentReturn]:
         pairs = [(request.state.last, str(request.extra_env_info[REFERENCE])) for request in requests]
         return [EnvironmentReturn(reward=float(one), correct=one) for one in self._compare(pairs)]
+
+    def _tool(self, name: str) -> Tool:
+        if name == "calculator":
+            return calculate
+        if name == "python":
+            return partial(_ran, self.settings.open_sandbox())
+        assert self.documents is not None, "the options were checked"
+        retriever = Retriever.from_file(self.documents)
+        return lambda query: "\n\n".join(retriever.search(query, self.found)) or "nothing found"
 
     def _result(self, call: Any) -> str:
         """Text for the model after a call, which has a `name` and `arguments`, JSON text."""
@@ -275,17 +280,6 @@ class ToolEnvironment(Environment):
 
 def _same_texts(pairs: Sequence[tuple[str, str]]) -> list[bool]:
     return [response.strip() == answer.strip() for response, answer in pairs]
-
-
-def _tool(name: str, settings: EnvironmentSettings, documents: str | None, found: int) -> Tool:
-    if name == "calculator":
-        return calculate
-    if name == "python":
-        sandbox = settings.open_sandbox()
-        return lambda code: _ran(sandbox, code)
-    assert documents is not None, "the options were checked"
-    retriever = Retriever.from_file(documents)
-    return lambda query: "\n\n".join(retriever.search(query, found)) or "nothing found"
 
 
 def _ran(sandbox: Sandbox, code: str) -> str:
