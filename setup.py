@@ -12,7 +12,7 @@ setup(
         "megatron_grpo.platform": ["hooks.yaml"],
         "megatron_grpo.weights": ["prepared_models.yaml"],
         "megatron_grpo.conf": ["**/*.yaml"],
-        "megatron_grpo.config": ["foreign_names.yaml"],
+        "megatron_grpo.config": ["*.yaml"],
         "megatron_grpo_kernels": ["**/*.cu", "**/*.cuh", "**/*.cpp"],
     },
 )

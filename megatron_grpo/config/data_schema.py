@@ -10,6 +10,7 @@ from megatron_grpo.config.section import (
     MISSING,
     EnvironmentOptions,
     NonNegativeFloat,
+    PathText,
     Positive,
     PositiveFloat,
     Seconds,
@@ -26,22 +27,22 @@ class PromptConfig(Section):
     """What makes prompts of rows: gsm8k, math, dapo_math, openmathinstruct2, tldr, countdown, or a function of your own
     by import path (docs/data.md); null: rows have a prompt and an answer already."""
 
-    prompt_file: str | None = None
+    prompt_file: PathText | None = None
     """Text file with the words around every prompt, which stands where the file has {} (and {NAME} is a column)."""
 
     system_prompt: str | None = None
     """System message put before every prompt; needs apply_chat_template."""
 
-    system_prompt_file: str | None = None
+    system_prompt_file: PathText | None = None
     """Text file with the system message, instead of system_prompt."""
 
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """File with the chat template (Jinja) to use instead of the tokenizer's."""
 
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
     """Further variables of the chat template, such as enable_thinking."""
 
-    tools: str | None = None
+    tools: PathText | None = None
     """JSON file with a list of tool definitions, which the chat template is given."""
 
 
@@ -63,7 +64,7 @@ class TaskConfig(PromptConfig):
 class DatasetConfig(Section):
     """One set of rows."""
 
-    path: str = MISSING
+    path: PathText = MISSING
     """A file (.jsonl, .parquet, .arrow, .csv), a folder that `datasets` saved, or a name on the Hugging Face hub, such
     as openai/gsm8k."""
 
@@ -89,11 +90,11 @@ class DatasetConfig(Section):
 class DataConfig(PromptConfig):
     """Prompts."""
 
-    train_path: str = MISSING
+    train_path: PathText = MISSING
     """JSONL file of training rows; or a .parquet, .arrow or .csv file, a folder that `datasets` saved, or a hub name.
     Not needed beside train_sets."""
 
-    val_path: str | None = None
+    val_path: PathText | None = None
     """Validation rows, as train_path; null: no validation, unless there are val_sets."""
 
     subset: str | None = None

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import Fraction, NonNegative, Positive, PositiveFloat, Seconds, Section, VllmArguments
+from megatron_grpo.config.section import (
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+    VllmArguments,
+)
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -226,7 +235,7 @@ class RefitConfig(Section):
     files: each pipeline stage writes the tensors that have changed into a folder, and every rank reads them there; for
     engines that share no network with the policy."""
 
-    directory: str | None = None
+    directory: PathText | None = None
     """With mode=files, the folder that policy and engines share, under the same path; runs may have it in common. null:
     `refit` in run_dir."""
 

@@ -44,13 +44,10 @@ class Key:
         if self.default == MISSING:
             return "required"
         text = _written(self.default)
-        others = _written(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig())) if self.shared else text
+        if not is_shared(self.name):
+            return text
+        others = _written(functools.reduce(getattr, self.name.split(".")[1:], PPOConfig()))
         return text if others == text else f"{text}, with ppo {others}"
-
-    @property
-    def shared(self) -> bool:
-        """Whether GRPO and PPO share it."""
-        return is_shared(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,10 @@ def keys() -> dict[str, Key]:
     return {key.name: key for group in groups() for key in group.keys}
 
 
-@functools.cache
-def _patterns() -> tuple[str, ...]:
-    """Names of leaves with a part that the user chooses: "env.<name>.type"."""
-    return tuple(name for name in keys() if "<" in name)
-
-
 def known_key(name: str) -> str | None:
     """The schema's name of a leaf ("env.math.type" -> "env.<name>.type"); None when there is no such leaf."""
     name = named_for("grpo", name)
-    return name if name in keys() else next((key for key in _patterns() if matches(key, name)), None)
+    return name if name in keys() else next((key for key in keys() if "<" in key and matches(key, name)), None)
 
 
 def known_section(name: str) -> bool:
@@ -101,6 +92,17 @@ def known_section(name: str) -> bool:
     known = [one for group in groups() for one in group.names]
     by_name = [one.removesuffix(".<name>") for one in known if one.endswith(".<name>")]
     return bool(name) and any(matches(one, name) for one in (*known, *by_name))
+
+
+def members(section: str) -> list[str]:
+    """The keys of a section, and the names of sections in it."""
+    found = []
+    for group in groups():
+        if any(matches(name, section) for name in group.names):
+            found += [key.name.rpartition(".")[2] for key in group.keys]
+        elif any(matches(name.rpartition(".")[0], section) for name in group.names):
+            found.append(group.name.rpartition(".")[2])
+    return found
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -142,7 +144,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[
             kind = typing.get_args(hint)[1]
             below += _walk(kind, f"{name}.<name>.", docs.get(field.name, ""), kind())
         else:
-            own.append(Key(name, _describe(hint), getattr(defaults, field.name), docs.get(field.name, "")))
+            own.append(Key(name, in_words(hint), getattr(defaults, field.name), docs.get(field.name, "")))
     name = prefix.rstrip(".")
     return [Group(name, doc, tuple(own), shared=is_shared(name)), *below]
 
@@ -160,37 +162,31 @@ def _walk_loop(section: type, prefix: str, doc: str, defaults: Any) -> list[Grou
 def _field_docs(section: type) -> dict[str, str]:
     """Docstrings below the fields of a class and of its bases, by field; Python itself does not keep them."""
     docs: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if dataclasses.is_dataclass(base):
-            docs |= _own_field_docs(base)
+    for base in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
+        (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(class_def, ast.ClassDef)
+        for statement, following in itertools.pairwise(class_def.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = inspect.cleandoc(text)
     return docs
 
 
-def _own_field_docs(section: type) -> dict[str, str]:
-    (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(class_def, ast.ClassDef)
-    docs = {}
-    for statement, following in itertools.pairwise(class_def.body):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = inspect.cleandoc(text)
-    return docs
-
-
-def _describe(hint: Any) -> str:
+def in_words(hint: Any) -> str:
+    """A type for people: "int > 0", "true or false", "one of fp32, fp64 or null", "list of text"."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        in_words = next((one for one in args[1:] if isinstance(one, str)), None)
-        if in_words is not None:
-            return in_words
-        return f"{_describe(args[0])} " + " and ".join(f"{_BOUNDS[b]} {v:g}" for b, v in _bounds(args[1:]))
+        written = next((one for one in args[1:] if isinstance(one, str)), None)
+        return written or f"{in_words(args[0])} " + " and ".join(f"{_BOUNDS[b]} {v:g}" for b, v in _bounds(args[1:]))
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is list:
-        return f"list of {_describe(args[0])}"
-    return {int: "int", float: "float", bool: "true or false", str: "text", type(None): "null"}[hint]
+        return " or ".join(dict.fromkeys(map(in_words, args)))
+    if origin in (list, tuple):
+        return f"list of {in_words(args[0])}"
+    if origin is dict or hint is dict:
+        return "a mapping"
+    return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def _bounds(metadata: tuple[Any, ...]) -> list[tuple[str, float]]:

@@ -162,21 +162,6 @@ class LoopConfig(Section):
     passes_name: ClassVar[str]
     """Key of the algorithm's section that says how often the optimizer passes over the samples of a step."""
 
-    @property
-    def passes(self) -> int:
-        """Passes of the optimizer over the samples of a step."""
-        return int(getattr(self, self.passes_name))
-
-    @property
-    def observes_reference(self) -> bool:
-        """Whether the distance to a reference policy is reported also where no penalty needs it."""
-        return False
-
-    @property
-    def steps_without_policy(self) -> int:
-        """Steps at the beginning in which the policy does not learn."""
-        return 0
-
 
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
@@ -247,14 +232,6 @@ class PPOConfig(LoopConfig):
     has_value_model: ClassVar[bool] = True
     passes_name: ClassVar[str] = "ppo_epochs"
 
-    @property
-    def observes_reference(self) -> bool:
-        return not self.skip_reference_policy_logprobs_calculation
-
-    @property
-    def steps_without_policy(self) -> int:
-        return self.policy_training_start_step
-
 
 @dataclass(kw_only=True)
 class MseValueLossConfig(Section):
@@ -271,6 +248,8 @@ LOOPS = ("grpo", "ppo")
 """The algorithms, and the sections of their names."""
 SHARED = frozenset(field.name for field in dataclasses.fields(LoopConfig))
 """Shared keys and sections of such keys: `grpo.NAME` and `ppo.NAME` are aliases for each of these names."""
+COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
+"""Keys with the same meaning in the other algorithm, whose defaults and limits are their own."""
 READ_BY = {"grpo": ("grpo",), "ppo": ("ppo", "value", "value_loss_fn")}
 """Sections that only one algorithm reads, apart from the shared keys in them."""
 

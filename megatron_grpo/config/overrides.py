@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import FREE_TYPE, groups, keys, known_key, known_section, leaves, matches
+from megatron_grpo.config.keys import FREE_TYPE, keys, known_key, known_section, leaves, matches, members
 
 CONF_MODULE = "megatron_grpo.conf"
 """The package of YAML files."""
@@ -49,17 +49,12 @@ def _folders() -> list[Traversable]:
 
 
 @contextlib.contextmanager
-def searched(added: Sequence[Path]) -> Iterator[None]:
-    """Within this context options are looked for in these folders too."""
-    token = _added.set(tuple(added))
-    try:
-        yield
-    finally:
-        _added.reset(token)
+def search_path(arguments: Sequence[str]) -> Iterator[tuple[list[str], list[Problem]]]:
+    """Within this context options are looked for in the folders too that a command line adds.
 
-
-def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], list[Problem]]:
-    """The folders that a command line adds, its other arguments, and problems of the folders."""
+    Yields:
+        The other arguments, and problems of the folders.
+    """
     added: list[Path] = []
     others: list[str] = []
     problems: list[Problem] = []
@@ -80,11 +75,16 @@ def split_search_path(arguments: Sequence[str]) -> tuple[list[Path], list[str], 
                 added.append(folder)
             else:
                 problems.append(Problem(f"{name}={shown(one)}", reason))
-    return added, others, problems
+    token = _added.set(tuple(added))
+    try:
+        yield others, problems
+    finally:
+        _added.reset(token)
 
 
-def hydra_override(added: Sequence[Path]) -> list[str]:
-    """The override with which Hydra searches the folders."""
+def hydra_override() -> list[str]:
+    """The override with which Hydra searches the added folders."""
+    added = _added.get()
     return [f"{SEARCH_KEY}=[{','.join(repr(_FILE + str(folder)) for folder in added)}]"] if added else []
 
 
@@ -204,7 +204,7 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         key = name.replace("env.", "env.NAME.", 1)
         return Problem(text, f"is {key}; NAME is an environment's, such as the one that data.task_name names")
     elif known_section(name):
-        return Problem(text, f"{name} is a section; set one of its keys: {', '.join(_members(name))}")
+        return Problem(text, f"{name} is a section; set one of its keys: {', '.join(members(name))}")
     else:
         read.unknown.append(text.lstrip("+").partition("=")[0])
     return None
@@ -285,14 +285,3 @@ def _unknown_option(group: str, value: str, options: Sequence[str]) -> Problem:
     hint = f"did you mean {close[0]}? " if close else ""
     kind = "recipe" if group == RECIPES else "option"
     return Problem(f"{group}={value}", f"no such {kind}; {hint}there is {', '.join(options)}")
-
-
-def _members(section: str) -> list[str]:
-    """The keys of a section, and the names of sections in it."""
-    found = []
-    for group in groups():
-        if any(matches(name, section) for name in group.names):
-            found += [key.name.rpartition(".")[2] for key in group.keys]
-        elif any(matches(name.rpartition(".")[0], section) for name in group.names):
-            found.append(group.name.rpartition(".")[2])
-    return found

@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import MISSING, MegatronFields, NonNegative, Positive, PositiveFloat, Seconds, Section
+from megatron_grpo.config.section import (
+    MISSING,
+    MegatronFields,
+    NonNegative,
+    PathText,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+)
 
 
 @dataclass(kw_only=True)
@@ -135,7 +144,7 @@ RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "sh
 class ModelConfig(Section):
     """Which model is trained."""
 
-    path: str = MISSING
+    path: PathText = MISSING
     """What the policy starts from: a folder in Hugging Face format, or a hub name such as Qwen/Qwen3-8B."""
 
 
@@ -334,7 +343,7 @@ class PolicyConfig(Section):
 class ValueModelConfig(Section):
     """The weights that the value model starts from."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A model of the policy's format, whose value head starts at zero; or a reward model (ForSequenceClassification or
     ForTokenClassification with one label), whose score is the head; null: policy.model.path."""
 

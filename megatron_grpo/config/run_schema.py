@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_grpo.config.section import NonNegative, Positive, Seconds, Section
+from megatron_grpo.config.section import NonNegative, PathText, Positive, Seconds, Section
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class CheckpointingConfig(Section):
     higher_is_better: bool = True
     """Whether a higher metric_name makes a better checkpoint; false: a lower one does."""
 
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: the newest intact checkpoint of run_dir, if any; none: the beginning, in a run_dir without checkpoints;
     else the path of a checkpoint, from which a run_dir begins that has none of its own yet. A job that may be queued
     again needs auto or such a path."""
@@ -143,7 +143,7 @@ class PrepareConfig(Section):
     Qwen3-MoE, and the same problems; calculator: a tiny Qwen3 that calls a calculator, seldom rightly; two_tasks: one
     that adds and plays a game of several turns; null: nothing."""
 
-    folder: str = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
+    folder: PathText = "${oc.env:MEGATRON_GRPO_CACHE,${oc.env:HOME,.}/.cache/megatron_grpo}/${prepare.name}"
     """Where the model and its data are made, once; later runs reuse them."""
 
 
@@ -152,7 +152,7 @@ class DebugConfig(Section):
     """Run sampling without training, or training without sampling; docs/debugging.md. `logger.rollouts=all` records
     every step, for the other half to train on."""
 
-    rollouts_from: str | None = None
+    rollouts_from: PathText | None = None
     """Folder of a run that recorded its rollouts, or its folder rollouts: train on these, step by step, instead of
     sampling. No engine, no environment and no refit is started, and no prompt is read. The run ends with the recording
     if that has fewer steps. null: sample."""

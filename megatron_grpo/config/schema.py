@@ -55,7 +55,7 @@ from megatron_grpo.config.run_schema import (
     PrepareConfig,
     WandbConfig,
 )
-from megatron_grpo.config.section import MISSING, Positive, Section
+from megatron_grpo.config.section import MISSING, PathText, Positive, Section
 
 
 @dataclass(kw_only=True)
@@ -90,7 +90,7 @@ class Config(Section):
     name: str = "grpo"
     """Name of the recipe; the first folder under outputs/."""
 
-    run_dir: str = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
+    run_dir: PathText = "outputs/${name}/${now:%Y-%m-%d_%H-%M-%S}"
     """Folder of everything the run writes. One that already holds this run resumes it."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -134,7 +134,8 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference policy is loaded at all: for a penalty, or for PPO to report the distance to it."""
-        return self.loop.observes_reference or self.loss_fn.reference_policy_kl_penalty > 0
+        observed = self.loop.has_value_model and not self.ppo.skip_reference_policy_logprobs_calculation
+        return observed or self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def needs_prev_logprobs(self) -> bool:
@@ -190,7 +191,7 @@ class Config(Section):
     @property
     def passes_per_step(self) -> int:
         """Passes of the optimizer over the samples of a step."""
-        return self.loop.passes
+        return int(getattr(self.loop, self.loop.passes_name))
 
     @property
     def optimizer_steps_per_step(self) -> int:
@@ -204,9 +205,14 @@ class Config(Section):
         return self._optimizer_steps(self.value_model)
 
     @property
+    def steps_without_policy(self) -> int:
+        """Steps at the beginning in which the policy does not learn."""
+        return self.ppo.policy_training_start_step if self.loop.has_value_model else 0
+
+    @property
     def decay_steps(self) -> int:
         """Optimizer steps of the policy's learning-rate schedule."""
-        steps = max(self.loop.max_num_steps - self.loop.steps_without_policy, 1)
+        steps = max(self.loop.max_num_steps - self.steps_without_policy, 1)
         return self.policy.optimizer.decay_steps or steps * self.optimizer_steps_per_step
 
     @property

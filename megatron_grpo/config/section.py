@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -25,6 +26,8 @@ def _not_zero(value: int) -> int:
 Steps = Annotated[int, Field(ge=-1), AfterValidator(_not_zero), "int > 0 or -1"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser), "text"]
+"""Path of a file or folder; a leading ~ is the home folder, also where no shell replaces it."""
 MegatronFields = Annotated[dict[str, Any], "Megatron-Core"]
 VllmArguments = Annotated[dict[str, Any], "vLLM"]
 EnvironmentOptions = Annotated[dict[str, Any], "the environment"]

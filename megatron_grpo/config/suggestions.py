@@ -12,7 +12,7 @@ import yaml
 
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.keys import keys
-from megatron_grpo.config.loop_schema import is_foreign_to, named_for, other_than
+from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, named_for, other_than
 
 
 @functools.cache
@@ -39,12 +39,6 @@ def translated(name: str) -> Translation | None:
     return _first(lambda foreign: name == foreign or ("." in name and foreign.endswith(f".{name}")))
 
 
-def _loosely_translated(name: str) -> Translation | None:
-    """The counterpart of the foreign name that the last part of a name is, or ends."""
-    word = name.rpartition(".")[2]
-    return _first(lambda foreign: word == foreign) or _first(lambda foreign: foreign.endswith(f".{word}"))
-
-
 def _first(fits: Callable[[str], bool]) -> Translation | None:
     for framework, table in foreign_names().items():
         for foreign, ours in table.items():
@@ -58,7 +52,6 @@ _MISSPELT, _ALIKE, _ALIKE_IN_SECTION, _ALIKE_SECTIONS = 0.9, 0.8, 0.7, 0.55
 the section that the user named; and of sections whose keys end in the same word. Below, nothing is suggested: a
 far-fetched name sends the user the wrong way."""
 _MOST_SUGGESTED = 2
-_COUNTERPART = {"grpo.num_iterations": "ppo.ppo_epochs", "ppo.ppo_epochs": "grpo.num_iterations"}
 
 
 def unknown_key(name: str, algorithm: str) -> Problem:
@@ -80,7 +73,8 @@ def unknown_key(name: str, algorithm: str) -> Problem:
     alike = nearest(name, algorithm)
     if alike:
         return Problem(name, f"unknown key; did you mean {' or '.join(alike)}?")
-    foreign = _loosely_translated(name)
+    word = name.rpartition(".")[2]
+    foreign = _first(lambda foreign: foreign == word) or _first(lambda foreign: foreign.endswith(f".{word}"))
     if foreign is not None:
         return Problem(name, f"unknown key; did you mean {_here(foreign, algorithm)}?")
     return Problem(name, "unknown key; --cfg job shows all keys")
@@ -125,10 +119,9 @@ def _names_in(algorithm: str, name: str) -> list[str]:
 
 def _here(foreign: Translation, algorithm: str) -> str:
     """Our keys of a foreign setting in a run of an algorithm; a key that only the other algorithm reads says so."""
-    names = []
-    for key in foreign.keys:
-        if not is_foreign_to(algorithm, key):
-            names.append(named_for(algorithm, key))
-        else:
-            names.append(_COUNTERPART.get(key) or f"{key} (with algorithm={other_than(algorithm)})")
-    return " and ".join(names)
+    return " and ".join(
+        COUNTERPART.get(key) or f"{key} (with algorithm={other_than(algorithm)})"
+        if is_foreign_to(algorithm, key)
+        else named_for(algorithm, key)
+        for key in foreign.keys
+    )

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import groups, keys, known_key, leaves, matches
+from megatron_grpo.config.keys import keys, known_key, leaves, members
 from megatron_grpo.config.schema import MISSING, Config
 from megatron_grpo.config.suggestions import unknown_key
 
 _ADAPTER = TypeAdapter(Config)
-
-PATHS = (
-    "run_dir",
-    "policy.model.path",
-    "value.model.path",
-    "data.train_path",
-    "data.val_path",
-    "data.prompt_file",
-    "data.system_prompt_file",
-    "data.chat_template",
-    "data.tools",
-    "data.train_sets.*.path",
-    "data.val_sets.*.path",
-    "data.tasks.*.prompt_file",
-    "data.tasks.*.system_prompt_file",
-    "data.tasks.*.chat_template",
-    "data.tasks.*.tools",
-    "prepare.folder",
-    "checkpointing.resume",
-    "refit.directory",
-    "debug.rollouts_from",
-)
-"""Keys of files and folders; * stands for any name."""
 
 _OF_LISTS = {
     "data.train_path": "; several sets are data.train_sets.NAME.path=...",
     "data.val_path": "; several sets are data.val_sets.NAME.path=...",
 }
 """Advice where a list is given instead of one path."""
-
-
-def expand_homes(values: dict[str, Any]) -> None:
-    """Replace a leading ~ of paths by the home folder; the shell does so only where it sees one."""
-    for name in PATHS:
-        *sections, last = name.split(".")
-        nodes: list[Any] = [values]
-        for section in sections:
-            mappings = [node for node in nodes if isinstance(node, dict)]
-            nodes = [below for node in mappings for key, below in node.items() if section in ("*", key)]
-        for node in nodes:
-            if isinstance(node, dict) and isinstance(node.get(last), str):
-                node[last] = os.path.expanduser(node[last])
 
 
 def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[Problem]]:
@@ -79,21 +42,22 @@ def typed(values: dict[str, Any], algorithm: str) -> tuple[Config | None, list[P
 
 def missing(values: dict[str, Any], already: set[str]) -> list[Problem]:
     """Required keys without a value that no other problem names."""
-    replaced = {"data.train_path"} if _get(values, "data.train_sets") else set()
+    given = dict(leaves(values))
+    replaced = {"data.train_path"} if any(name.startswith("data.train_sets") for name in given) else set()
     return [
         Problem(name, f"is required: {' '.join(key.doc.split())}")
         for name, key in keys().items()
-        if name not in already | replaced and "<" not in name and _get(values, name) == MISSING
+        if name not in already | replaced and "<" not in name and given.get(name) == MISSING
     ]
 
 
 def _booleans(values: dict[str, Any]) -> list[Problem]:
     """Remove booleans given for numbers or texts, which pydantic would read as 1 and 0, and report them."""
     wrong = []
-    for name in [name for name, value in leaves(values) if isinstance(value, bool)]:
-        key = known_key(name)
+    for name, value in list(leaves(values)):
+        key = known_key(name) if isinstance(value, bool) else None
         if key is not None and "true or false" not in keys()[key].type:
-            wrong.append(Problem(f"{name}={_get(values, name)}", f"must be {keys()[key].type}"))
+            wrong.append(Problem(f"{name}={value}", f"must be {keys()[key].type}"))
             _remove(values, tuple(name.split(".")))
     return wrong
 
@@ -110,9 +74,8 @@ def _problem(detail: ErrorDetails, algorithm: str) -> Problem:
     whole = known_key(".".join(str(part) for part in detail["loc"][:-1]))
     if whole is not None:
         return Problem(subject, f"is an element of what must be {keys()[whole].type}")
-    sections = [group for group in groups() if any(matches(one, name) for one in group.names)]
-    members = [key.name.rpartition(".")[2] for group in sections for key in group.keys]
-    return Problem(subject, f"must be a section with keys of its own{': ' if members else ''}{', '.join(members)}")
+    found = members(name)
+    return Problem(subject, f"must be a section with keys of its own{': ' if found else ''}{', '.join(found)}")
 
 
 def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
@@ -124,12 +87,3 @@ def _remove(values: dict[str, Any], loc: tuple[int | str, ...]) -> None:
             return
         node = node[part]
     node.pop(loc[-1], None)
-
-
-def _get(values: dict[str, Any], name: str) -> Any:
-    node: Any = values
-    for part in name.split("."):
-        if not isinstance(node, dict):
-            return None
-        node = node.get(part)
-    return node

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.cluster.machines import find_gpus, malformed, unreachable, visible_gpus
+from megatron_grpo.config.checks import sampling_problems
 from megatron_grpo.config.checks.passthrough import owned_problems, passed_fields
-from megatron_grpo.config.checks.rewards import environment_problems, scorer_problems, system_prompt_problems
-from megatron_grpo.config.checks.sampling import request_problems, server_problems
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import ConfigError, Problem, shown
 from megatron_grpo.config.paths import unlistable, unwritable
@@ -242,11 +241,7 @@ def evaluation_problems(config: Config) -> list[Problem]:
     problems = [
         *engine_layout_problems(config, shape),
         *sequence_problems(config, shape),
-        *scorer_problems(config),
-        *system_prompt_problems(config.data),
-        *request_problems(config.generation),
-        *server_problems(config),
-        *environment_problems(config),
+        *sampling_problems(config),
         *engine_problems(config),
         *owned_problems(arguments),
         *spec_problems(config.data),

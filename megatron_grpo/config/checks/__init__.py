@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_grpo.config.checks.loop import debug_problems, loop_problems, ppo_problems, report_problems
-from megatron_grpo.config.checks.loss import async_problems, loss_problems, oversampling_problems
-from megatron_grpo.config.checks.rewards import prompt_problems, reward_problems
-from megatron_grpo.config.checks.sampling import sampling_problems, server_problems
+from itertools import chain
+
+from megatron_grpo.config.checks import loop, loss, rewards, sampling
+from megatron_grpo.config.checks.rules import broken
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.schema import Config
 
@@ -16,16 +16,29 @@ def config_problems(config: Config) -> list[Problem]:
     Args:
         config: a configuration whose values are all of their types and in their ranges.
     """
-    return [
-        *prompt_problems(config),
-        *sampling_problems(config),
-        *server_problems(config),
-        *loop_problems(config),
-        *async_problems(config),
-        *oversampling_problems(config),
-        *reward_problems(config),
-        *loss_problems(config),
-        *ppo_problems(config),
-        *report_problems(config),
-        *debug_problems(config),
-    ]
+    rules = chain(
+        rewards.prompt_rules(config),
+        sampling.request_rules(config.generation),
+        sampling.filter_rules(config),
+        sampling.server_rules(config),
+        loop.loop_rules(config),
+        loss.async_rules(config),
+        rewards.reward_rules(config),
+        loss.loss_rules(config),
+        loop.ppo_rules(config),
+        loop.report_rules(config),
+        loop.debug_rules(config),
+    )
+    return list(broken(config, rules))
+
+
+def sampling_problems(config: Config) -> list[Problem]:
+    """Problems of those settings that sampling and scoring read, for an evaluation."""
+    rules = chain(
+        rewards.scorer_rules(config),
+        rewards.system_prompt_rules(config.data),
+        sampling.request_rules(config.generation),
+        sampling.server_rules(config),
+        rewards.environment_rules(config),
+    )
+    return list(broken(config, rules))

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import megatron_grpo.conf
-from megatron_grpo.config.compose import compose_typed, unite, without_shared
+from megatron_grpo.config.compose import compose_typed, schema_defaults, unite
 from megatron_grpo.config.errors import ConfigError
 from megatron_grpo.config.keys import groups, keys, known_key, known_section, leaves
 from megatron_grpo.config.loop_schema import LOOPS, is_shared, named_for
@@ -145,8 +145,7 @@ def test_of_two_recipes_the_later_one_counts(
     monkeypatch.setattr(
         "megatron_grpo.config.compose.settings_of", lambda path: dict(leaves(files[path])), raising=True
     )
-    tree = without_shared(dataclasses.asdict(Config()))
-    composed = OmegaConf.merge(OmegaConf.create(tree), *files.values())
+    composed = OmegaConf.merge(OmegaConf.create(schema_defaults()), *files.values())
     _, contradictions = unite(composed, "ppo", set(), lambda: list(files))  # type: ignore[arg-type]  # DictConfig, of dicts
     assert composed.ppo.seed == composed.grpo.seed == seed
     assert len(contradictions) == problems

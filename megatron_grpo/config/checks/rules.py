@@ -1,0 +1,40 @@
+"""Rules that a configuration has to follow, and the problems of those that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_grpo.config.errors import Problem, shown
+from megatron_grpo.config.schema import Config
+
+Rule = tuple[object, str, str]
+"""Whether the rule is broken, by the truth of the first element; the subject and the text of the problem.
+
+The value of a key is added to a subject that is KEY=. In subject and text, LOOP stands for the section of the algorithm
+that runs, and PASSES for the key of its passes over the samples of a step.
+"""
+
+
+def broken(config: Config, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """The problems of a configuration, in the order of the rules that it breaks."""
+    for is_broken, subject, text in rules:
+        if is_broken:
+            key = named(config, subject)
+            yield Problem(key + _written(_value(config, key[:-1])) if key.endswith("=") else key, named(config, text))
+
+
+def named(config: Config, text: str) -> str:
+    """A text with the keys of the algorithm that runs in place of LOOP and PASSES."""
+    return text.replace("LOOP", config.algorithm).replace("PASSES", config.passes_key)
+
+
+def _value(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    return node
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else shown(value)
