@@ -17,13 +17,14 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.job import Job, given_keys, keys_on, split_job
+from megatron_grpo.config.job import Job, read_job
 from megatron_grpo.config.keys import known_key, leaves
 from megatron_grpo.config.loop_schema import COUNTERPART, LOOPS, SHARED, is_foreign_to, named_for, other_than
 from megatron_grpo.config.overrides import (
     CONF_MODULE,
     RECIPES,
     VARIANTS,
+    Overrides,
     config_groups,
     hydra_override,
     read_overrides,
@@ -132,9 +133,11 @@ class Composed:
     def named(self, problems: Sequence[Problem]) -> list[Problem]:
         """The problems under the names that the user gave: a job's fields, the other algorithm's keys."""
         named = []
-        for problem in self.job.named(problems):
-            if name := self.given_as.get(problem.key):
-                sets = f" (it sets {problem.key})" if known_key(name) else ""
+        for problem in problems:
+            field = self.job.fields.get(named_for("grpo", problem.key))
+            name = f"{self.job.file}: {field}" if field else self.given_as.get(problem.key)
+            if name is not None:
+                sets = f" (it sets {problem.key})" if field or known_key(name) else ""
                 problem = Problem(name + problem.subject[len(problem.key) :], f"{problem.text}{sets}")
             named.append(problem)
         return named
@@ -143,55 +146,57 @@ class Composed:
 def compose_typed(overrides: Sequence[str]) -> Composed:
     """The configuration of a command line, with names, types and ranges checked but not yet how its parts fit."""
     with search_path(overrides) as (others, unfit):
-        job, arguments = split_job(others)
-        composed = Composed(job)
-        algorithm, overruled = _compose(composed, arguments)
+        jobs = [argument for argument in others if argument.lstrip("+").startswith("job=")]
+        read = read_overrides([argument for argument in others if argument not in jobs])
+        composed = Composed(read_job(jobs, read.given))
+        algorithm, overruled = _compose(composed, read)
         composed.config, wrong = typed(copy.deepcopy(composed.values), algorithm)
         composed.problems += [problem for problem in wrong if problem.key not in composed.already]
         composed.defaulted = set(filter(known_key, composed.already))
         composed.problems += [problem for problem in overruled if problem.key not in composed.already]
         if composed.config is not None:
+            given = read.given | {key: shown(value) for key, value in composed.job.settings.items()}
             if not composed.already & config_groups().keys():  # a recipe that was not found would have given it
                 composed.problems += missing(composed.values, composed.already)
             composed.problems += [
                 Problem(f"{key}={value}", misplaced(key, algorithm))
-                for key, value in given_keys(job, arguments).items()
+                for key, value in given.items()
                 if is_foreign_to(algorithm, key) and "." in key and key not in composed.already
             ]
     composed.problems[:0] = unfit
     return composed
 
 
-def _compose(into: Composed, arguments: Sequence[str]) -> tuple[str, list[Problem]]:
+def _compose(into: Composed, read: Overrides) -> tuple[str, list[Problem]]:
     """Compose the resolved values of a command line and its job, and collect what is wrong on the way.
 
     Returns:
         The algorithm, and settings of the job that an option on the command line sets to another value.
     """
-    job, on_command_line, environments = into.job, keys_on(arguments), config_groups()["env"]
-    read = read_overrides([*job.environment_override(environments), *arguments])
+    job, environments = into.job, config_groups()["env"]
+    accepted = [*job.environment_override(environments), *read.accepted]
     ConfigStore.instance().store("schema_defaults", schema_defaults())
     with initialize_config_module(CONF_MODULE, version_base="1.3"):
         try:
-            composed = compose("config", [*hydra_override(), *read.accepted])
+            composed = compose("config", [*hydra_override(), *accepted])
         except (HydraException, OmegaConfBaseException) as error:
             into.problems = [unknown_key(name, "grpo") for name in read.unknown]
-            into.problems += [*read.problems, *job.problems, _not_composed(read.accepted, error)]
+            into.problems += [*read.problems, *job.problems, _not_composed(accepted, error)]
             return "grpo", []
         algorithm = composed.get("algorithm") if composed.get("algorithm") in LOOPS else "grpo"
-        into.given_as, contradictions = unite(composed, algorithm, on_command_line, lambda: _files(read.accepted))
-    overruled = list(_overruled(job, read.accepted, composed))
+        into.given_as, contradictions = unite(composed, algorithm, read.given, lambda: _files(accepted))
+    overruled = list(_overruled(job, accepted, composed))
     into.problems = [unknown_key(name, algorithm) for name in read.unknown]
     into.problems += [*read.problems, *job.problems, *contradictions, *job.apply(composed, environments)]
     into.problems += _unresolved(composed)
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     into.values = plain = {str(name): value for name, value in values.items()}
-    if not any(argument.startswith("~env.") for argument in arguments):
+    if not any(one.startswith("~env.") for one in accepted):
         for name, environment in Config().env.items():  # for a run that names none, or rows without a task_name
             if not plain["env"] or plain["data"]["task_name"] == name:
                 plain["env"].setdefault(name, {"type": environment.type})
-    if any(name.startswith("data.train_sets") for name in on_command_line) and "data.train_path" not in on_command_line:
+    if any(name.startswith("data.train_sets") for name in read.given) and "data.train_path" not in read.given:
         plain["data"]["train_path"] = MISSING  # several sets are given in place of the recipe's single one
     other = other_than(algorithm)
     if isinstance(plain[other], dict):  # no reader of the printed configuration shall find a shared key twice

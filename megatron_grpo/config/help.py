@@ -23,28 +23,14 @@ COMMANDS = {
 }
 """The commands and what each does."""
 
-_COMMON = (
-    "run_dir",
-    "policy.model.path",
-    "policy.parallel.tensor",
-    "policy.parallel.pipeline",
-    "policy.parallel.data",
-    "policy.optimizer.lr",
-    "policy.max_total_sequence_length",
-    "generation.parallel.tensor",
-    "generation.parallel.pipeline",
-    "generation.parallel.data",
-    "generation.max_new_tokens",
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "grpo.max_num_steps",
-    "loss_fn.reference_policy_kl_penalty",
-    "data.train_path",
-    "data.val_path",
-    "cluster.gpus_per_node",
-    "checkpointing.save_period",
-    "checkpointing.resume",
-)
+_COMMON = """
+    run_dir policy.model.path policy.parallel.tensor policy.parallel.pipeline policy.parallel.data policy.optimizer.lr
+    policy.max_total_sequence_length generation.parallel.tensor generation.parallel.pipeline generation.parallel.data
+    generation.max_new_tokens grpo.num_prompts_per_step grpo.num_generations_per_prompt grpo.max_num_steps
+    loss_fn.reference_policy_kl_penalty data.train_path data.val_path cluster.gpus_per_node checkpointing.save_period
+    checkpointing.resume
+"""
+"""Keys that are listed in --help."""
 
 _TEMPLATE = """\
 GRPO and PPO post-training on Megatron-Core and vLLM.
@@ -134,7 +120,7 @@ def help_text() -> str:
     options = config_groups()
     recipes = {name: recipe_summary(name) for name in options.pop(RECIPES)}
     groups = {name: ", ".join(found) for name, found in options.items()}
-    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON}
+    common = {f"{name} ({keys()[name].default_text})": keys()[name].doc for name in _COMMON.split()}
     return _TEMPLATE.format(recipes=_table(recipes), groups=_table(groups), keys=_table(common))
 
 

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import keys, known_key, leaves
+from megatron_grpo.config.keys import data_file, keys, known_key
 from megatron_grpo.config.loop_schema import LOOPS, VALIDATION_PREFIX, named_for
-from megatron_grpo.config.overrides import DEEPEST, depth
+from megatron_grpo.config.overrides import DEEPEST
 
 MOST_BYTES = 2**20
 """Largest job file."""
@@ -78,37 +76,11 @@ class _JobLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-SETTING_OF_FIELD = {
-    "generation_batch_size": "generation.generation_batch_size",
-    "generation_pipeline_parallel_size": "generation.parallel.pipeline",
-    "generation_temperature": "generation.temperature",
-    "generation_top_k": "generation.top_k",
-    "generation_top_p": "generation.top_p",
-    "logprob_chunk_size": "policy.logprob_chunk_size",
-    "max_grad_norm": "policy.max_grad_norm",
-    "normalize_rewards": "grpo.normalize_rewards",
-    "num_generations_per_prompt": "grpo.num_generations_per_prompt",
-    "num_prompts_per_step": "grpo.num_prompts_per_step",
-    "overlong_filtering": "grpo.overlong_filtering",
-    "ratio_clip_c": "loss_fn.ratio_clip_c",
-    "ratio_clip_max": "loss_fn.ratio_clip_max",
-    "ratio_clip_min": "loss_fn.ratio_clip_min",
-    "ref_policy_kl_penalty": "loss_fn.reference_policy_kl_penalty",
-    "token_level_loss": "loss_fn.token_level_loss",
-    "use_importance_sampling_correction": "loss_fn.use_importance_sampling_correction",
-    "use_on_policy_kl_approximation": "loss_fn.use_on_policy_kl_approximation",
-    "use_rloo": "grpo.use_leave_one_out_baseline",
-}
+SETTING_OF_FIELD, DATA_OF_FIELD = data_file("job_fields.yaml").values()
+"""By field of a job, and by field of its environment: the key that it sets. Other fields of the environment are keys of
+env.<name>."""
 ENVIRONMENT = "environment"
-"""The field for data and scoring: the name of an environment, or a mapping of the fields below."""
-
-DATA_OF_FIELD = {
-    "dataset": "data.train_path",
-    "validation_dataset": "data.val_path",
-    "prompt_key": "data.prompt_key",
-    "answer_key": "data.answer_key",
-}
-"""Fields of the environment that set keys of its data; its other fields are keys of env.<name>."""
+"""The field for data and scoring: the name of an environment, or a mapping with its name and fields."""
 
 
 @dataclass(slots=True)
@@ -163,70 +135,23 @@ class Job:
     def _is_option(self, options: Sequence[str]) -> bool:
         return self.environment in options and f"env.{self.environment}.type" not in self.settings
 
-    def named(self, problems: Sequence[Problem]) -> list[Problem]:
-        """The problems; those of settings of this job under the names of its fields."""
-        found = []
-        for problem in problems:
-            if name := self.fields.get(named_for("grpo", problem.key)):
-                value = problem.subject[len(problem.key) :]
-                problem = Problem(f"{self.file}: {name}{value}", f"{problem.text} (it sets {problem.key})")
-            found.append(problem)
-        return found
 
+def read_job(arguments: Sequence[str], given: Mapping[str, str]) -> Job:
+    """The job that arguments of a command line name; an empty one if there is none.
 
-def split_job(arguments: Sequence[str]) -> tuple[Job, list[str]]:
-    """The job of a command line (an empty one if there is none), and the other arguments.
-
-    A key of the command line, under either name if it has two, is left out of the job's settings.
+    Args:
+        arguments: those of the form job=FILE.
+        given: keys of the other arguments, which are left out of the job's settings, whichever of its names a key has.
     """
-    given = [argument for argument in arguments if argument.lstrip("+").startswith("job=")]
-    others = [argument for argument in arguments if argument not in given]
-    if not given:
-        return Job(), others
-    job = _read(given[-1].partition("=")[2])
-    if len(given) > 1:
-        job.problems.append(Problem(" ".join(given), "one run takes one job"))
-    taken = {named_for("grpo", key) for key in keys_on(others)}
-    job.overruled = taken
-    job.settings = {key: value for key, value in job.settings.items() if key not in taken}
-    job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
-    if "env" in taken:
-        job.environment = None
-    return job, others
-
-
-def given_keys(job: Job, arguments: Sequence[str]) -> dict[str, str]:
-    """The keys that a job and the other arguments of its command line set, with their values as text."""
-    return keys_on(arguments) | {key: shown(value) for key, value in job.settings.items()}
-
-
-def keys_on(arguments: Sequence[str]) -> dict[str, str]:
-    """Keys and values of a command line; a section given as {...} counts as each of its keys."""
-    found: dict[str, str] = {}
-    for argument in arguments:
-        name, _, text = argument.lstrip("+~").partition("=")
-        found[name] = shown(text)
-        if text.startswith("{") and depth(text) <= DEEPEST:
-            found |= {key: shown(value) for key, value in leaves(_section(name, text), f"{name}.")}
-    return found
-
-
-def _section(name: str, text: str) -> dict[str, Any]:
-    """The content of a section in Hydra's syntax; empty when it cannot be parsed, which `read_overrides` reports."""
-    try:
-        value = OverridesParser.create().parse_override(f"{name}={text}").value()
-    except (HydraException, ValueError, RecursionError):
-        return {}
-    return {str(key): given for key, given in value.items()} if isinstance(value, dict) else {}
-
-
-def _read(path: str) -> Job:
-    job = Job(file=path)
-    try:
-        content = read_job_file(path)
-    except ValueError as error:
-        job.problems.append(Problem(f"job={path}", str(error)))
+    job = Job(overruled={named_for("grpo", key) for key in given})
+    if not arguments:
         return job
+    job.file = arguments[-1].partition("=")[2]
+    try:
+        content = read_job_file(job.file)
+    except ValueError as error:
+        job.problems.append(Problem(f"job={job.file}", str(error)))
+        content = {}
     for name, value in content.items():
         if name == ENVIRONMENT:
             _read_environment(job, value)
@@ -234,6 +159,12 @@ def _read(path: str) -> Job:
             _set(job, name, SETTING_OF_FIELD[name], value)
         else:
             job.problems.append(_unknown(job, str(name), [*SETTING_OF_FIELD, ENVIRONMENT]))
+    if len(arguments) > 1:
+        job.problems.append(Problem(" ".join(arguments), "one run takes one job"))
+    job.settings = {key: value for key, value in job.settings.items() if key not in job.overruled}
+    job.fields = {key: name for key, name in job.fields.items() if key in job.settings}
+    if "env" in job.overruled:
+        job.environment = None
     return job
 
 

@@ -13,8 +13,10 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, Literal
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from megatron_grpo.config.loop_schema import LOOPS, SHARED, is_shared, named_for
@@ -196,6 +198,13 @@ def _bounds(metadata: tuple[Any, ...]) -> list[tuple[str, float]]:
 
 def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def data_file(name: str) -> dict[str, dict[str, str]]:
+    """A YAML file of this package: tables of names, by section."""
+    text = resources.files("megatron_grpo.config").joinpath(name).read_text(encoding="utf-8")
+    tables: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return tables
 
 
 def changed(config: Config, section: str) -> Iterator[tuple[str, Any]]:

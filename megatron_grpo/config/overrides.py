@@ -121,17 +121,15 @@ class Overrides:
     """Keys that the schema does not have."""
     problems: list[Problem] = field(default_factory=list)
     """Mistakes in the other overrides."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Values, as text, by key, wrong ones included; of a section given as {...} those of each of its keys too."""
 
 
 def config_groups() -> dict[str, list[str]]:
     """The groups of conf/ and the options of each, added folders included, sorted."""
-    own, *added = _folders()
-    options = {folder.name: _options(folder) for folder in own.iterdir() if folder.is_dir()}
-    for folder in added:
-        for name, found in options.items():
-            group = folder.joinpath(name)
-            found += _options(group) if group.is_dir() else []
-    return {name: sorted(options[name]) for name in sorted(options) if options[name]}
+    names = sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir())
+    options = {name: [one for folder in _folders() for one in _options(folder.joinpath(name))] for name in names}
+    return {name: sorted(found) for name, found in options.items() if found}
 
 
 def settings_of(path: str) -> dict[str, Any]:
@@ -143,7 +141,8 @@ def settings_of(path: str) -> dict[str, Any]:
 
 
 def _options(folder: Traversable) -> list[str]:
-    return [file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")]
+    files = folder.iterdir() if folder.is_dir() else ()
+    return [file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")]
 
 
 def read_overrides(overrides: Sequence[str]) -> Overrides:
@@ -151,7 +150,12 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
     read, options = Overrides(), config_groups()
     parser = OverridesParser.create()
     for text in overrides:
-        problem = _malformed(text, options) or _read(read, parser, text, options)
+        name, _, value = text.lstrip("+~").partition("=")
+        read.given[name] = shown(value)
+        if text.startswith("~"):
+            problem = _delete(read, text, name, options)
+        else:
+            problem = _malformed(text, options) or _read(read, parser, text, options)
         if problem is not None:
             read.problems.append(problem)
     read.problems += _chosen_twice(read.accepted, options)
@@ -160,9 +164,7 @@ def read_overrides(overrides: Sequence[str]) -> Overrides:
 
 def _malformed(text: str, options: Mapping[str, Sequence[str]]) -> Problem | None:
     """The problem of an argument that is no KEY=VALUE, or None."""
-    name, equals, value = text.lstrip("+~").partition("=")
-    if text.startswith("~"):
-        return None
+    name, equals, value = text.lstrip("+").partition("=")
     if not equals:
         choices = {option: f"+{group}={option}" for group, found in options.items() for option in found}
         close = difflib.get_close_matches(name, choices, n=1)
@@ -182,11 +184,8 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
 
     Keys are accepted as `++key=value`, whatever sign the user put before them: Hydra then overrides or adds the key.
     """
-    name, _, value = text.lstrip("+~").partition("=")
-    key = known_key(name)
-    if text.startswith("~"):
-        return _delete(read, text, name, options)
-    override = _parsed(parser, text, key, value)
+    name, _, value = text.lstrip("+").partition("=")
+    override = _parsed(parser, text, known_key(name), value)
     if isinstance(override, Problem):
         return override
     if override is None:
@@ -194,9 +193,14 @@ def _read(read: Overrides, parser: OverridesParser, text: str, options: Mapping[
         read.accepted.append(f"++{name}={literal}")
         return None
     name, given = override.key_or_group, override.value()
+    if isinstance(given, dict):
+        read.given |= {key: shown(value) for key, value in leaves(given, f"{name}.")}
     if name in options and not isinstance(given, dict):
         if given not in options[name]:
-            return _unknown_option(name, "null" if given is None else shown(given), options[name])
+            option, kind = shown(given), "recipe" if name == RECIPES else "option"
+            close = difflib.get_close_matches(option, options[name], n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            return Problem(f"{name}={option}", f"no such {kind}; {hint}there is {', '.join(options[name])}")
         read.accepted.append(f"{name}={given}")
     elif known_key(name) or (known_section(name) and isinstance(given, dict)):
         read.accepted.append("++" + text.lstrip("+"))
@@ -278,10 +282,3 @@ def depth(text: str) -> int:
 def _half_quoted(value: str) -> bool:
     """Whether a text only begins or only ends with a quote, because the shell removed the other one."""
     return any(value.startswith(quote) != value.endswith(quote) or value == quote for quote in "'\"")
-
-
-def _unknown_option(group: str, value: str, options: Sequence[str]) -> Problem:
-    close = difflib.get_close_matches(value, options, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    kind = "recipe" if group == RECIPES else "option"
-    return Problem(f"{group}={value}", f"no such {kind}; {hint}there is {', '.join(options)}")

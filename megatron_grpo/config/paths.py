@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megatron_grpo.config.errors import Problem, shown
@@ -20,29 +20,28 @@ from megatron_grpo.config.errors import Problem, shown
 
 def unreadable(path: str | Path) -> str | None:
     """Why a file cannot be read; None: it can."""
+    return _reason(path, "file")
+
+
+def unlistable(path: str | Path) -> str | None:
+    """Why a folder cannot be listed; None: it can."""
+    return _reason(path, "folder")
+
+
+def _reason(path: str | Path, kind: Literal["file", "folder"]) -> str | None:
     try:
-        with open(path, "rb") as file:
-            file.read(1)
+        if kind == "folder":
+            os.listdir(path)
+        else:
+            with open(path, "rb") as file:
+                file.read(1)
     except (FileNotFoundError, NotADirectoryError):
-        return "no such file"
+        return f"no such {kind}"
     except IsADirectoryError:
         return "is a folder, not a file"
     except PermissionError:
         return "no permission to read it"
     except (OSError, ValueError) as error:  # ValueError: a NUL character, which no name has
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return None
-
-
-def unlistable(path: str | Path) -> str | None:
-    """Why a folder cannot be listed; None: it can."""
-    try:
-        os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return "no such folder"
-    except PermissionError:
-        return "no permission to read it"
-    except (OSError, ValueError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return None
 

@@ -6,21 +6,13 @@ import difflib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
-
-import yaml
 
 from megatron_grpo.config.errors import Problem
-from megatron_grpo.config.keys import keys
+from megatron_grpo.config.keys import data_file, keys
 from megatron_grpo.config.loop_schema import COUNTERPART, is_foreign_to, named_for, other_than
 
-
-@functools.cache
-def foreign_names() -> dict[str, dict[str, str]]:
-    """Names of settings in TRL, NeMo RL and verl with our keys, by framework; "none": those without a counterpart."""
-    text = resources.files("megatron_grpo.config").joinpath("foreign_names.yaml").read_text(encoding="utf-8")
-    names: dict[str, dict[str, str]] = yaml.safe_load(text)
-    return names
+foreign_names = functools.cache(functools.partial(data_file, "foreign_names.yaml"))
+"""Names of settings in TRL, NeMo RL and verl with our keys, by framework; "none": those without a counterpart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ def config_problems(config: Config) -> list[Problem]:
         rewards.reward_rules(config),
         loss.loss_rules(config),
         loop.ppo_rules(config),
-        loop.report_rules(config),
         loop.debug_rules(config),
     )
     return list(broken(config, rules))
@@ -35,8 +34,7 @@ def config_problems(config: Config) -> list[Problem]:
 def sampling_problems(config: Config) -> list[Problem]:
     """Problems of those settings that sampling and scoring read, for an evaluation."""
     rules = chain(
-        rewards.scorer_rules(config),
-        rewards.system_prompt_rules(config.data),
+        rewards.system_prompt_rules(config),
         sampling.request_rules(config.generation),
         sampling.server_rules(config),
         rewards.environment_rules(config),

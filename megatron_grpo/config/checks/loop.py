@@ -119,12 +119,8 @@ def ppo_rules(config: Config) -> Iterator[Rule]:
     for section in READ_BY[other_than(config.algorithm)]:
         for key, value in changed(config, section):
             yield True, f"{key}={value}", misplaced(key, config.algorithm)
-    if config.algorithm == "ppo":
-        yield from _warmup_and_reference(config)
-        yield from _estimator(config)
-
-
-def _warmup_and_reference(config: Config) -> Iterator[Rule]:
+    if config.algorithm != "ppo":
+        return
     ppo, penalty = config.ppo, config.loss_fn.reference_policy_kl_penalty
     text = f"leaves none of the ppo.max_num_steps={ppo.max_num_steps} steps to the policy"
     yield ppo.policy_training_start_step >= ppo.max_num_steps, "ppo.policy_training_start_step=", text
@@ -133,30 +129,23 @@ def _warmup_and_reference(config: Config) -> Iterator[Rule]:
     yield skips and penalty > 0, "ppo.skip_reference_policy_logprobs_calculation=", text
     text = "this is a run on CPU: cluster.gpus is 0"
     yield ppo.calculate_advantages_on_gpu and config.cluster.gpus == 0, "ppo.calculate_advantages_on_gpu=", text
-
-
-def _estimator(config: Config) -> Iterator[Rule]:
-    estimator, prefix = config.ppo.adv_estimator, "ppo.adv_estimator"
+    estimator, prefix = ppo.adv_estimator, "ppo.adv_estimator"
     is_raw, alpha = estimator.name == "raw_reward", estimator.length_adaptive_alpha
     text = f"has no meaning with {prefix}.name=raw_reward, which takes rewards as they are"
     for name in ("gae_lambda", "gae_lambda_policy", "gae_lambda_value"):
-        is_given = getattr(estimator, name) != getattr(type(estimator)(), name)
-        yield is_raw and is_given, f"{prefix}.{name}=", text
-    yield is_raw and alpha, f"{prefix}.length_adaptive_alpha=", text
+        value, default = getattr(estimator, name), getattr(type(estimator)(), name)
+        yield is_raw and value != default, f"{prefix}.{name}={value}", text
+    yield is_raw and alpha, f"{prefix}.length_adaptive_alpha={alpha}", text
     text = f"excludes {prefix}.gae_lambda_policy: both say what the policy's lambda is"
     twice = alpha and estimator.gae_lambda_policy is not None
     yield not is_raw and twice, f"{prefix}.length_adaptive_alpha=", text
 
 
-def report_rules(config: Config) -> Iterator[Rule]:
-    """Reports that need a setting that is off."""
-    text = "needs the rollouts to be written; set logger.rollouts to sample or all"
-    yield config.logger.log_completions and config.logger.rollouts == "off", "logger.log_completions=", text
-
-
 def debug_rules(config: Config) -> Iterator[Rule]:
-    """Settings that need the half of the run that is left out."""
-    debug = config.debug
+    """Settings that need the half of the run that is left out, or rollouts that are not written."""
+    debug, logger = config.debug, config.logger
+    text = "needs the rollouts to be written; set logger.rollouts to sample or all"
+    yield logger.log_completions and logger.rollouts == "off", "logger.log_completions=", text
     text = f"leaves nothing to do beside debug.rollouts_from={debug.rollouts_from}; give one of them"
     yield not config.generates and not debug.train, "debug.train=", text
     if not config.generates and debug.train:

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import difflib
 import enum
+import json
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from importlib import resources
 from typing import Any, Literal
 
-import yaml
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from megatron_grpo.config.errors import Problem, shown
-from megatron_grpo.config.keys import in_words
+from megatron_grpo.config.keys import data_file, in_words
 from megatron_grpo.config.schema import Config
 
-
-def _owned() -> dict[str, dict[str, str]]:
-    text = resources.files("megatron_grpo.config").joinpath("owned_fields.yaml").read_text(encoding="utf-8")
-    sections: dict[str, dict[str, str]] = yaml.safe_load(text)
-    return {
-        section: {name: advice for advice, names in table.items() for name in names.split()}
-        for section, table in sections.items()
-    }
-
-
-OWNED = _owned()
+OWNED = {
+    section: {name: advice for advice, names in table.items() for name in names.split()}
+    for section, table in data_file("owned_fields.yaml").items()
+}
 """By section: the fields that the run sets itself, each with what the user does instead."""
 
 
@@ -81,9 +73,8 @@ def _mismatch(annotation: Any, value: Any) -> str | None:
     if kind in (_Unwritable, type(None)):
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
         return f"takes a {name}, which a configuration cannot hold"
-    converted = tuple(value) if isinstance(value, list) and _has_tuple(kind) else value
-    try:
-        TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_python(converted)
+    try:  # as JSON, in which a list is also a tuple
+        TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True)).validate_json(json.dumps(value))
     except ValidationError:
         return f"must be {in_words(kind)}"
     except PydanticSchemaGenerationError:
@@ -136,7 +127,3 @@ def _plain(kind: Any) -> Any:
 
 def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _has_tuple(kind: Any) -> bool:
-    return kind is tuple or typing.get_origin(kind) is tuple or any(map(_has_tuple, typing.get_args(kind)))

@@ -32,11 +32,12 @@ def remarks(config: Config) -> Iterator[Problem]:
 
 def cautions(config: Config) -> Iterator[Problem]:
     """Settings that are allowed and may not be intended."""
-    rules = (_greedy_or_reinforce, async_cautions, _rarely_ranked, _long_warmups, _threshold, filter_cautions)
+    rules = (_greed_and_ranks, async_cautions, _long_warmups, _threshold, filter_cautions)
     return broken(config, chain.from_iterable(rule(config) for rule in rules))
 
 
-def _greedy_or_reinforce(config: Config) -> Iterator[Rule]:
+def _greed_and_ranks(config: Config) -> Iterator[Rule]:
+    """Greedy sampling, REINFORCE over several optimizer steps, and checkpoints that were not validated."""
     text = "is greedy: all samples of a prompt are the same and teach nothing"
     yield config.generation.temperature == 0, "generation.temperature=", text
     steps = config.optimizer_steps_per_step
@@ -45,9 +46,6 @@ def _greedy_or_reinforce(config: Config) -> Iterator[Rule]:
         "REINFORCE takes one: PASSES=1 and one minibatch"
     )
     yield config.loss_fn.disable_ppo_ratio and steps > 1, "loss_fn.disable_ppo_ratio=", text
-
-
-def _rarely_ranked(config: Config) -> Iterator[Rule]:
     checkpointing, period = config.checkpointing, config.loop.val_period
     ranked = config.saves and checkpointing.keep_top_k is not None
     by_validation = ranked and checkpointing.metric_name.startswith(VALIDATION_PREFIX)
@@ -184,7 +182,7 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     yield not config.data.validation, keys, "needs data.val_path or data.val_sets"
 
 
-def _unused_by_models(config: Config) -> Iterator[_Unused]:
+def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     policy, fp8 = config.policy, config.policy.fp8
     yield not config.uses_reference, "reference.offload", "there is no reference policy"
     text = "with policy.lora.rank above 0 the reference is the policy without its adapters, and takes no memory"
@@ -201,8 +199,6 @@ def _unused_by_models(config: Config) -> Iterator[_Unused]:
     fused = policy.logprob_kernel == "fused" or (policy.logprob_kernel == "auto" and config.cluster.gpus > 0)
     yield fused, "policy.logprob_chunk_size", "is for policy.logprob_kernel=chunked"
 
-
-def _unused_elsewhere(config: Config) -> Iterator[_Unused]:
     data, checkpointing, urls = config.data, config.checkpointing, config.generation.server.urls
     text = "is for engines that the run starts; give python -m megatron_grpo.serve the argument of vLLM"
     yield urls, "generation.engine. generation.engine_args. generation.generation_batch_size", text
@@ -229,8 +225,8 @@ def unused_settings(config: Config) -> Iterator[Problem]:
 
     Of several reasons why a setting changes nothing, the first is given.
     """
-    tables = (_unused_by_the_loss, _unused_by_the_loop, _unused_by_models, _unused_elsewhere)
-    rows = [(keys, text) for table in (_switched_off, *tables) for is_unused, keys, text in table(config) if is_unused]
+    tables = (_switched_off, _unused_by_the_loss, _unused_by_the_loop, _unused_elsewhere)
+    rows = [(keys, text) for table in tables for is_unused, keys, text in table(config) if is_unused]
     unused = [(tuple(named(config, keys).split()), named(config, text)) for keys, text in rows]
     of_ppo = ("value", "value_loss_fn") if config.loop.has_value_model else ()
     learning = ("loss_fn", config.algorithm, "reference", "policy", *of_ppo)

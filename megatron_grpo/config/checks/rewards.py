@@ -18,16 +18,8 @@ from megatron_grpo.config.data_schema import (
 from megatron_grpo.config.paths import is_hub_name
 from megatron_grpo.config.schema import MISSING, Config
 
-_OF_FUNCTIONS = (
-    "reward_funcs",
-    "reward_weights",
-    "correct_func",
-    "agent_func",
-    "on_reward_error",
-    "reward_timeout_s",
-    "reward_model",
-)
-"""Keys of an environment that are for type reward_functions alone."""
+_OF_EVERY_TYPE = ("type", "options", "num_workers", "timeout_s")
+"""Keys of an environment that are not for type reward_functions alone."""
 MIN_TEMPERATURE = 0.01
 """vLLM silently uses this for any temperature between it and 0, and training would divide by the configured one."""
 
@@ -64,8 +56,8 @@ def environment_rules(config: Config) -> Iterator[Rule]:
         if environment.type == REWARD_FUNCTIONS:
             yield from _functions(f"env.{name}", environment)
         else:
-            default = EnvironmentConfig()
-            unfit = [one for one in _OF_FUNCTIONS if getattr(environment, one) != getattr(default, one)]
+            values, defaults = vars(environment), vars(EnvironmentConfig())
+            unfit = [key for key in values if key not in _OF_EVERY_TYPE and values[key] != defaults[key]]
             yield unfit, f"env.{name}.{''.join(unfit[:1])}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
         task = config.data.tasks.get(name)
         unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
@@ -167,21 +159,20 @@ def prompt_rules(config: Config) -> Iterator[Rule]:
     for subject, value in temperatures.items():
         text = f"vLLM samples with {MIN_TEMPERATURE} or more; use that, or 0 for greedy"
         yield 0 < value < MIN_TEMPERATURE, subject, text
-    yield from scorer_rules(config)
     if config.env:
         yield from _tasks(config)
-    yield from _sets(config)
-    yield from system_prompt_rules(config.data)
+    yield from _sets(config.data)
+    yield from system_prompt_rules(config)
 
 
-def scorer_rules(config: Config) -> Iterator[Rule]:
-    """A configuration without an environment."""
+def system_prompt_rules(config: Config) -> Iterator[Rule]:
+    """A configuration without an environment, and system messages of prompts that are plain text.
+
+    A prompt takes the message of its task, or the one of data.
+    """
     text = "has no environment left, and nothing scores the responses; give env=math or env.NAME.type"
     yield not config.env, "env", text
-
-
-def system_prompt_rules(data: DataConfig) -> Iterator[Rule]:
-    """System messages of prompts that are plain text: those of a task, or of all that take the one of data."""
+    data = config.data
     chats = dict.fromkeys(data.tasks, data.apply_chat_template)
     chats |= {task: one.apply_chat_template for task, one in data.tasks.items() if one.apply_chat_template is not None}
     sections: list[tuple[str, PromptConfig, bool]] = [("data", data, data.apply_chat_template or any(chats.values()))]
@@ -206,9 +197,8 @@ def _tasks(config: Config) -> Iterator[Rule]:
         yield task not in config.env, f"data.tasks.{task}", text
 
 
-def _sets(config: Config) -> Iterator[Rule]:
+def _sets(data: DataConfig) -> Iterator[Rule]:
     """Data sets that are given twice or not at all, and streaming of files."""
-    data = config.data
     twice = data.train_sets and data.train_path not in (MISSING, None)
     yield twice, f"data.train_path={data.train_path}", "and data.train_sets say the same; give one of them"
     for section in ("train_sets", "val_sets"):

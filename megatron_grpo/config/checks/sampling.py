@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.config.checks.rules import Rule
 from megatron_grpo.config.errors import shown
-from megatron_grpo.config.generation_schema import EndpointConfig, EngineConfig, GenerationConfig, StructuredConfig
+from megatron_grpo.config.generation_schema import EngineConfig, GenerationConfig, StructuredConfig
 from megatron_grpo.config.paths import TOKEN_VARIABLE, is_loopback, token, url_problem
 from megatron_grpo.config.schema import Config
 
@@ -49,8 +49,8 @@ def filter_cautions(config: Config) -> Iterator[Rule]:
         "changes the probabilities that tokens are sampled with, and training looks at the whole distribution: "
         f"{drops} leaves tokens out for that difference, too"
     )
-    for name in _PENALTIES:
-        yield drops and _is_changed(config.generation, name), f"generation.{name}=", text
+    for subject in _changed(config.generation, _PENALTIES).values():
+        yield drops, subject, text
 
 
 def filter_rules(config: Config) -> Iterator[Rule]:
@@ -63,17 +63,19 @@ def filter_rules(config: Config) -> Iterator[Rule]:
     yield drops and config.generation.structured != StructuredConfig(), drops or "", text
     corrects = config.loss_fn.use_importance_sampling_correction
     compares = "loss_fn.use_importance_sampling_correction=True" if corrects else drops
-    for name in _FILTERS:
+    for name, subject in _changed(config.generation, _FILTERS).items():
         text = (
             "leaves tokens out that training counts with: every token that is sampled is likelier there, and "
             f"{compares} would take that for a difference between the two frameworks; use "
             f"{shown(getattr(GenerationConfig(), name))}, or leave that option out"
         )
-        yield compares and _is_changed(config.generation, name), f"generation.{name}=", text
+        yield compares, subject, text
 
 
-def _is_changed(generation: GenerationConfig, name: str) -> bool:
-    return bool(getattr(generation, name) != getattr(GenerationConfig(), name))
+def _changed(generation: GenerationConfig, names: tuple[str, ...]) -> dict[str, str]:
+    """The keys that differ from their defaults, each with its value."""
+    values, defaults = vars(generation), vars(GenerationConfig())
+    return {name: f"generation.{name}={shown(values[name])}" for name in names if values[name] != defaults[name]}
 
 
 def _drops(config: Config) -> str | None:
@@ -111,10 +113,18 @@ def server_rules(config: Config) -> Iterator[Rule]:
 
     Whether servers answer is checked when the run starts.
     """
-    yield from _endpoint(config.generation.endpoint, config.cluster.num_nodes)
+    endpoint, nodes = config.generation.endpoint, config.cluster.num_nodes
+    is_local = is_loopback(endpoint.host)
+    text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
+    yield endpoint.enabled and is_local and nodes > 1, "generation.endpoint.host=", text
+    text = (
+        "lets whoever reaches it write what the run is trained on; put a token into the environment variable "
+        f"{TOKEN_VARIABLE}, or use 127.0.0.1"
+    )
+    yield endpoint.enabled and not is_local and token() is None, "generation.endpoint.host=", text
     for name, environment in config.env.items():
         text = "asks the model where nobody answers; give generation.endpoint.enabled=true"
-        unanswered = environment.agent_func is not None and not config.generation.endpoint.enabled
+        unanswered = environment.agent_func is not None and not endpoint.enabled
         yield unanswered, f"env.{name}.agent_func={environment.agent_func}", text
     urls, engines = config.generation.server.urls, config.generation.parallel.data
     for url in urls:
@@ -127,16 +137,3 @@ def server_rules(config: Config) -> Iterator[Rule]:
     yield urls and config.generation.colocated, "generation.placement=", text
     text = "a server returns no routed experts; use false"
     yield urls and config.policy.moe.replay_routing, "policy.moe.replay_routing=", text
-
-
-def _endpoint(endpoint: EndpointConfig, nodes: int) -> Iterator[Rule]:
-    if not endpoint.enabled:
-        return
-    is_local = is_loopback(endpoint.host)
-    text = f"is reached from one node, and agents run on {nodes}; use 0.0.0.0, and a token in {TOKEN_VARIABLE}"
-    yield is_local and nodes > 1, "generation.endpoint.host=", text
-    text = (
-        "lets whoever reaches it write what the run is trained on; put a token into the environment variable "
-        f"{TOKEN_VARIABLE}, or use 127.0.0.1"
-    )
-    yield not is_local and token() is None, "generation.endpoint.host=", text
