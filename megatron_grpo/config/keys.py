@@ -74,7 +74,7 @@ class Group:
 @functools.cache
 def groups() -> tuple[Group, ...]:
     """All sections, in the order of the schema."""
-    return tuple(_walk(Config, "", inspect.getdoc(Config) or "", Config()))
+    return tuple(_walk(Config, "", "", Config()))
 
 
 @functools.cache
@@ -115,50 +115,38 @@ def matches(pattern: str, name: str) -> bool:
     )
 
 
-def _walk(section: type, prefix: str, doc: str, defaults: Any, among: frozenset[str] | None = None) -> list[Group]:
-    """The groups of a section.
+def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
+    """The groups of a section; what both algorithms share is listed once, before what GRPO alone has.
 
     Args:
         section: dataclass of the section.
         prefix: beginning of the names of the section's keys, dot included; empty for the top level.
-        doc: one sentence that says what the section is.
+        doc: one sentence that says what the section is; empty: the docstring of its class.
         defaults: the section with its default values.
-        among: names of the fields to include; None: all.
     """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
     own: list[Key] = []
     below: list[Group] = []
+    listed_before = SHARED if issubclass(section, LoopConfig) and section is not LoopConfig else ()
     for field in dataclasses.fields(section):
-        if among is not None and field.name not in among:
+        hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
+        if field.name in listed_before:
             continue
-        hint, name = hints[field.name], f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
-            assert isinstance(hint, type)
-            text = docs.get(field.name) or inspect.getdoc(hint) or ""
-            walk = _walk_loop if issubclass(hint, LoopConfig) else _walk
-            below += walk(hint, f"{name}.", text, getattr(defaults, field.name))
+            if name == LOOPS[0]:
+                below += _walk(LoopConfig, f"{name}.", "", getattr(defaults, name))
+            below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))
         elif hint in (EnvironmentOptions, MegatronFields, TemplateArguments, VllmArguments):
-            (owner,) = hint.__metadata__
-            key = Key(f"{name}.<field>", FREE_TYPE, f"as {owner} has it", "The field of this name.")
-            below.append(Group(name, docs.get(field.name, ""), (key,)))
+            key = Key(f"{name}.<field>", FREE_TYPE, f"as {hint.__metadata__[0]} has it", "The field of this name.")
+            below.append(Group(name, text, (key,)))
         elif typing.get_origin(hint) is dict:
             kind = typing.get_args(hint)[1]
-            below += _walk(kind, f"{name}.<name>.", docs.get(field.name, ""), kind())
+            below += _walk(kind, f"{name}.<name>.", text, kind())
         else:
-            own.append(Key(name, in_words(hint), getattr(defaults, field.name), docs.get(field.name, "")))
-    name = prefix.rstrip(".")
-    return [Group(name, doc, tuple(own), shared=is_shared(name)), *below]
-
-
-def _walk_loop(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
-    """The groups of an algorithm's loop section; those that both algorithms share are listed with the first one."""
-    own = frozenset(field.name for field in dataclasses.fields(section)) - SHARED
-    alone = _walk(section, prefix, doc, defaults, own)
-    if prefix != f"{LOOPS[0]}.":
-        return alone
-    first, *below = _walk(LoopConfig, prefix, inspect.getdoc(LoopConfig) or "", defaults)
-    return [dataclasses.replace(first, shared=True), *below, *alone]
+            own.append(Key(name, in_words(hint), getattr(defaults, field.name), text))
+    name, doc = prefix.rstrip("."), doc or inspect.getdoc(section) or ""
+    return [Group(name, doc, tuple(own), shared=section is LoopConfig or is_shared(name)), *below]
 
 
 def _field_docs(section: type) -> dict[str, str]:
@@ -179,7 +167,9 @@ def in_words(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         written = next((one for one in args[1:] if isinstance(one, str)), None)
-        return written or f"{in_words(args[0])} " + " and ".join(f"{_BOUNDS[b]} {v:g}" for b, v in _bounds(args[1:]))
+        limits = [limit for info in args[1:] if isinstance(info, FieldInfo) for limit in info.metadata]
+        bounds = [f"{sign} {getattr(one, b):g}" for one in limits for b, sign in _BOUNDS.items() if hasattr(one, b)]
+        return written or f"{in_words(args[0])} {' and '.join(bounds)}"
     if origin is Literal:
         return "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
@@ -189,11 +179,6 @@ def in_words(hint: Any) -> str:
     if origin is dict or hint is dict:
         return "a mapping"
     return {bool: "true or false", str: "text", type(None): "null"}.get(hint) or str(getattr(hint, "__name__", hint))
-
-
-def _bounds(metadata: tuple[Any, ...]) -> list[tuple[str, float]]:
-    constraints = [c for info in metadata if isinstance(info, FieldInfo) for c in info.metadata]
-    return [(bound, getattr(c, bound)) for c in constraints for bound in _BOUNDS if hasattr(c, bound)]
 
 
 def _written(value: Any) -> str:

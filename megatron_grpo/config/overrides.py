@@ -226,7 +226,8 @@ def _parsed(parser: OverridesParser, text: str, key: str | None, value: str) -> 
         override = given = None
     if override is None:
         if kind in _TEXT:
-            return Problem(text, "has a quote that is not closed") if _half_quoted(value) else None
+            half_quoted = any(value.startswith(sign) != value.endswith(sign) or value == sign for sign in "'\"")
+            return Problem(text, "has a quote that is not closed") if half_quoted else None
         if kind is None:
             return Problem(shown(text), "not understood; write key=value, with quotes around a value with other signs")
         advice = ", written [a,b], with quotes around each text" if "list" in kind else ""
@@ -277,8 +278,3 @@ def depth(text: str) -> int:
         depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(sign, 0)
         deepest = max(deepest, depth)
     return deepest
-
-
-def _half_quoted(value: str) -> bool:
-    """Whether a text only begins or only ends with a quote, because the shell removed the other one."""
-    return any(value.startswith(quote) != value.endswith(quote) or value == quote for quote in "'\"")
