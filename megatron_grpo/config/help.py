@@ -166,7 +166,8 @@ def markdown() -> str:
 def _section(group: Group) -> Iterator[str]:
     if not group.keys:
         return
-    yield f"## {_title(group)}\n"
+    only = group.name in LOOPS and not group.shared
+    yield f"## {f'Only in {group.name}' if only else ' and '.join(group.names) or 'Top level'}\n"
     if group.name:
         yield f"{group.doc}\n"
     yield "| Key | Type | Default | Meaning |"
@@ -175,13 +176,6 @@ def _section(group: Group) -> Iterator[str]:
         doc = " ".join(key.doc.split()).replace("|", "\\|")
         yield f"| `{key.name}` | {key.type} | `{key.default_text}` | {doc} |"
     yield ""
-
-
-def _title(group: Group) -> str:
-    """Heading of a section; shared loop sections have both names."""
-    if group.name in LOOPS and not group.shared:
-        return f"Only in {group.name}"
-    return " and ".join(group.names) or "Top level"
 
 
 if __name__ == "__main__":

@@ -192,12 +192,6 @@ class PPOAdvantageConfig(Section):
     """Shift and scale advantages to mean 0 and variance 1 over the tokens in the loss of the step."""
 
     @property
-    def has_own_lambdas(self) -> bool:
-        """Whether policy and value model both have a lambda other than gae_lambda."""
-        of_policy = self.gae_lambda_policy is not None or bool(self.length_adaptive_alpha)
-        return of_policy and self.gae_lambda_value is not None
-
-    @property
     def lambda_policy(self) -> float:
         """Lambda of the policy's advantages, unless it follows the length."""
         return self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy

@@ -165,7 +165,9 @@ def _unused_by_the_loop(config: Config) -> Iterator[_Unused]:
     text = "is for LOOP.adv_estimator.name=grpo"
     yield config.grpo.adv_estimator.name != "grpo", "LOOP.use_leave_one_out_baseline", text
     text = "is what the policy and the value model have where nothing else is said of them, and both have their own"
-    yield config.ppo.adv_estimator.has_own_lambdas, "LOOP.adv_estimator.gae_lambda", text
+    estimator = config.ppo.adv_estimator
+    of_policy = estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha
+    yield of_policy and estimator.gae_lambda_value is not None, "LOOP.adv_estimator.gae_lambda", text
     keys = "LOOP.reward_shaping.overlong_buffer_penalty LOOP.reward_shaping.max_response_length"
     yield shaping.overlong_buffer_length is None, keys, "needs LOOP.reward_shaping.overlong_buffer_length"
     coefficient = shaping.stop_properly_penalty_coef

@@ -58,7 +58,7 @@ def environment_rules(config: Config) -> Iterator[Rule]:
         else:
             values, defaults = vars(environment), vars(EnvironmentConfig())
             unfit = [key for key in values if key not in _OF_EVERY_TYPE and values[key] != defaults[key]]
-            yield unfit, f"env.{name}.{''.join(unfit[:1])}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
+            yield unfit, f"env.{name}.{next(iter(unfit), '')}", f"needs env.{name}.type={REWARD_FUNCTIONS}"
         task = config.data.tasks.get(name)
         unanswered = config.data.answer_key is None and (task is None or task.answer_key is None)
         text = f"env.{name} of type {environment.type} compares with an answer; give the column that has it"
@@ -92,7 +92,9 @@ def _estimator(config: Config) -> Iterator[Rule]:
 def _gdpo(config: Config) -> Iterator[Rule]:
     """GDPO takes each reward function by itself."""
     others = [task for task, environment in config.env.items() if environment.type != REWARD_FUNCTIONS]
-    text = f"needs the parts of the reward, which env.{''.join(others[:1])} does not give; use type {REWARD_FUNCTIONS}"
+    text = (
+        f"needs the parts of the reward, which env.{next(iter(others), '')} does not give; use type {REWARD_FUNCTIONS}"
+    )
     yield others, "grpo.adv_estimator.name=", text
     for section in ("reward_scaling", "reward_shaping"):
         text = "changes the sum of the rewards, and gdpo takes each by itself; use false"

@@ -90,7 +90,7 @@ def _drops(config: Config) -> str | None:
 def _structure(structured: StructuredConfig) -> Iterator[Rule]:
     prefix = "generation.structured"
     given = [f"{prefix}.{name}" for name, value in vars(structured).items() if value is not None]
-    yield len(given) > 1, "".join(given[:1]), f"excludes {' and '.join(given[1:])}: a response has one form"
+    yield len(given) > 1, next(iter(given), ""), f"excludes {' and '.join(given[1:])}: a response has one form"
     is_wrong = structured.choice is not None and not all(structured.choice or [""])
     yield is_wrong, f"{prefix}.choice=", "must hold at least one text, and no empty one"
     if structured.json_schema is not None:
