@@ -170,8 +170,7 @@ def compose_typed(overrides: Sequence[str]) -> Composed:
 def _compose(into: Composed, read: Overrides) -> tuple[str, list[Problem]]:
     """Compose the resolved values of a command line and its job, and collect what is wrong on the way.
 
-    Returns:
-        The algorithm, and settings of the job that an option on the command line sets to another value.
+    Returns the algorithm, and settings of the job that an option on the command line sets to another value.
     """
     job, environments = into.job, config_groups()["env"]
     accepted = [*job.environment_override(environments), *read.accepted]

@@ -116,13 +116,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
-    """The groups of a section; what both algorithms share is listed once, before what GRPO alone has.
+    """The groups of a section whose keys begin with `prefix`; `doc` is in place of its class's docstring, unless empty.
 
-    Args:
-        section: dataclass of the section.
-        prefix: beginning of the names of the section's keys, dot included; empty for the top level.
-        doc: one sentence that says what the section is; empty: the docstring of its class.
-        defaults: the section with its default values.
+    What both algorithms share is listed once, before what GRPO alone has.
     """
     docs = _field_docs(section)
     hints = typing.get_type_hints(section, include_extras=True)
@@ -133,7 +129,7 @@ def _walk(section: type, prefix: str, doc: str, defaults: Any) -> list[Group]:
         hint, name, text = hints[field.name], f"{prefix}{field.name}", docs.get(field.name, "")
         if field.name in listed_before:
             continue
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if name == LOOPS[0]:
                 below += _walk(LoopConfig, f"{name}.", "", getattr(defaults, name))
             below += _walk(hint, f"{name}.", text, getattr(defaults, field.name))

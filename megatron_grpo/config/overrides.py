@@ -127,9 +127,13 @@ class Overrides:
 
 def config_groups() -> dict[str, list[str]]:
     """The groups of conf/ and the options of each, added folders included, sorted."""
-    names = sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir())
-    options = {name: [one for folder in _folders() for one in _options(folder.joinpath(name))] for name in names}
-    return {name: sorted(found) for name, found in options.items() if found}
+    options: dict[str, list[str]] = {}
+    for name in sorted(folder.name for folder in resources.files(CONF_MODULE).iterdir() if folder.is_dir()):
+        groups = [group for folder in _folders() if (group := folder.joinpath(name)).is_dir()]
+        files = [file.name for group in groups for file in group.iterdir() if file.name.endswith(".yaml")]
+        if files:
+            options[name] = sorted(file.removesuffix(".yaml") for file in files)
+    return options
 
 
 def settings_of(path: str) -> dict[str, Any]:
@@ -138,11 +142,6 @@ def settings_of(path: str) -> dict[str, Any]:
     text = file.read_text(encoding="utf-8")
     prefix = "" if "# @package _global_" in text else f"{path.rpartition('/')[0]}."
     return {key: value for key, value in leaves(yaml.safe_load(text) or {}, prefix) if key != "defaults"}
-
-
-def _options(folder: Traversable) -> list[str]:
-    files = folder.iterdir() if folder.is_dir() else ()
-    return [file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")]
 
 
 def read_overrides(overrides: Sequence[str]) -> Overrides:
