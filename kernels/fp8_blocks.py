@@ -84,7 +84,7 @@ def dequantise_in_torch(quantised: Tensor, scale_inv: Tensor, block: tuple[int, 
 
 
 def scales_shape(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a matrix of [rows, columns] has, in each direction."""
+    """Number of blocks of a matrix of [rows, columns], in each direction."""
     rows, columns = shape
     return -(-rows // block[0]), -(-columns // block[1])
 

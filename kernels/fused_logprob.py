@@ -34,7 +34,7 @@ class FusedLogprobs:
     """In Triton; holds `CHUNK_NUMBERS` gradients of logits in the backward pass, and next to nothing in the forward."""
 
     def statistics(self, head: Head) -> Statistics:
-        """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
         hidden, real, tile = _checked(head)
         tokens, token_tiles, column_tiles = len(hidden), *_tiles(len(hidden), head.columns, tile)
         splits = min(column_tiles, triton.cdiv(PROGRAMS, token_tiles))
@@ -60,7 +60,7 @@ class FusedLogprobs:
         return Statistics(top, Statistics(highest, sums).relative_to(top).sum(dim=1))
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None."""
+        """Gradients of hidden states and weight, in shape and dtype; padding gets zeros, a frozen weight None."""
         hidden, real, tile = _checked(head)
         tokens, dtype = len(hidden), hidden.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)

@@ -88,7 +88,7 @@ class ChunkedLogprobs:
     """Tokens of a chunk; None: as many as have `CHUNK_NUMBERS` logits."""
 
     def statistics(self, head: Head) -> Statistics:
-        """Of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
+        """Statistics of this rank's part of the vocabulary: highest [tokens] and sums [3, tokens], both float32."""
         tokens = len(head.local)
         here, index = _targets(head)
         highest = torch.empty(tokens, dtype=torch.float32, device=head.hidden.device)
@@ -104,7 +104,7 @@ class ChunkedLogprobs:
         return Statistics(highest, sums)
 
     def gradients(self, head: Head, asked: Asked) -> tuple[Tensor, Tensor | None]:
-        """Those of hidden states and weight, in their shapes and dtypes; padding gets zeros, a frozen weight None.
+        """Gradients of hidden states and weight, in shape and dtype; padding gets zeros, a frozen weight None.
 
         d log p / dz_j = 1[target] - p_j and dH / dz_j = -p_j (log p_j + H); dz / dhidden = scale * weight.
         """

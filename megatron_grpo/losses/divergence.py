@@ -131,7 +131,7 @@ def sampling_correction(
         icepop         w where m <= w <= M, else 0     (Ling team 2025, IcePop)
         seq-mask-tis   w where m <= g <= M, else 0     with g the geometric mean of the response's token weights
 
-    Tokens of weight 0 still count in what the loss is divided by.
+    Tokens of weight 0 still count in the denominator of the loss.
 
     Args:
         prev: [sequences, length], float32: log-probabilities in the training framework; 0 outside the mask.

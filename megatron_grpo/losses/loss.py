@@ -1,4 +1,4 @@
-"""What a loss is: one microbatch's share of an optimizer step's loss, divided by counts of the whole step.
+"""The interface of losses: a microbatch's share of an optimizer step's loss, divided by counts of the whole step.
 
 Per-token tensors come in two forms. Ranks train on flat microbatches: [tokens], with `Segments` that say which sequence
 each token belongs to. Without segments (None) they are rectangles, [sequences, length], whose rows are the sequences;

@@ -45,7 +45,7 @@ class ClippedPGLossFn:
         self.config = config
 
     reads = ("sampled", "generation_logprobs", "prev_logprobs", "reference_logprobs", "advantages")
-    """Stored entries that the loss is computed from, those that a configuration leaves out included."""
+    """Names of the stored fields that the loss reads, including those that a configuration leaves out."""
 
     def __call__(
         self, curr_logprobs: Tensor, tokens: TokenFields, counts: GlobalCounts, segments: Segments | None = None
@@ -86,7 +86,7 @@ class ClippedPGLossFn:
             metrics["kl_penalty"] = token_mean(kl, mask, counts)
             if config.kl_in_loss:
                 if config.kl_score_function_gradient:
-                    # Of value 0. A token also decides which tokens follow, and with that what the divergence is there.
+                    # A term of value 0: a token also decides which tokens follow, and so the divergence there.
                     kl = kl + remaining_sum(kl, mask, segments) * (curr - curr.detach())
                 loss = loss + config.kl_in_loss * kl
         total = loss_share(loss, mask, counts, config, segments)
@@ -141,7 +141,7 @@ class ClippedPGLossFn:
 def _consistency_metrics(
     curr: Tensor, prev: Tensor, generation: Tensor, mask: Tensor, counts: GlobalCounts
 ) -> dict[str, Tensor]:
-    """How far training and generation disagree about the sampled tokens, and the policy's entropy.
+    """Disagreement of training and generation about the sampled tokens, and the policy's entropy.
 
     token_mult_prob_error is the mean of exp(|prev - generation|), 1 when both frameworks agree exactly;
     sampling_importance_ratio the mean of exp(prev - generation), its bias; approx_entropy the mean of

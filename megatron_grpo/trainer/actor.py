@@ -41,7 +41,7 @@ class RankSettings:
     decay_steps: int
     """Optimizer steps of the learning-rate schedule."""
     reference: ReferenceConfig | None = None
-    """How to hold the policy's frozen reference; None: there is none."""
+    """Settings of the policy's frozen reference; None: there is none."""
     temperature: float = 1.0
     """Sampling temperature; the policy's log-probabilities are of the distribution at this temperature."""
     seed: int = 0
@@ -51,7 +51,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """What a rank reports when it has started."""
+    """A rank's report after its start."""
 
     data: int
     device_name: str
@@ -82,7 +82,7 @@ class StepShare:
 
 
 class RankActor:
-    """Ray actor: holds a rank's model, fetches what the rank works on, and runs functions on it."""
+    """Ray actor: holds a rank's model, fetches the fields of its batches, and runs functions on the model."""
 
     def __init__(self, name: str, rank: int, threads: int) -> None:
         begin_process_log(name)

@@ -133,7 +133,7 @@ class RankCheckpoint:
                 self._write(request)
 
     def _write(self, request: AsyncRequest) -> None:
-        """Have a process write what Megatron-Core's asynchronous save asks for."""
+        """Start a process that carries out Megatron-Core's request of an asynchronous save."""
         self._finishing = request.finalize_fns
         if request.async_fn is None:
             return

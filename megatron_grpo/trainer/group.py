@@ -52,7 +52,7 @@ class NonFiniteGradientError(RunError):
 
 
 def cost_of(shape: ModelShape) -> Cost:
-    """What a sequence costs in a model of these sizes, in floating-point operations of a forward pass.
+    """Floating-point operations of a sequence's forward pass in a model of these sizes.
 
     Read off the family's count, which is linear in tokens and in the pairs of both kinds of layers.
     """
@@ -86,7 +86,7 @@ class RankGroup:
     """
 
     label: ClassVar[str]
-    """What messages call the model."""
+    """Name of the model in messages."""
     output_method: ClassVar[str]
     """Method of a rank's model that gives the model's output for every token."""
 
@@ -163,7 +163,7 @@ class RankGroup:
 
     @property
     def cost(self) -> Cost:
-        """What a sequence costs to compute, in floating-point operations of a forward pass."""
+        """Floating-point operations of a sequence's forward pass."""
         return cost_of(self.shape)
 
     @property
@@ -203,15 +203,15 @@ class RankGroup:
         self._gather(self.submit("memory.give_up", weights), "moving to host memory")
 
     def onload(self) -> None:
-        """Have everything on the devices again."""
+        """Move everything back to the devices."""
         self._gather(self.submit("memory.take_back"), "moving back from host memory")
 
     def begin_profile(self) -> None:
-        """Have every rank record its operators and its memory until `end_profile`."""
+        """Record operators and memory of every rank until `end_profile`."""
         self._gather([actor.begin_profile.remote() for actor in self.actors], "beginning a profile")
 
     def end_profile(self, folder: str) -> None:
-        """Have every rank write its recording into an existing folder, into files of its own."""
+        """Write the recordings into an existing folder, each rank into files of its own."""
         self._gather([actor.end_profile.remote(folder) for actor in self.actors], "writing a profile")
 
     def shutdown(self) -> None:
@@ -250,7 +250,7 @@ class RankGroup:
         return [number for number in suspects if not finite[number]] or suspects
 
     def _add_entry(self, batch: StepBatch, name: str, method: str, what: str) -> NDArray[np.bool_]:
-        """Have a number for every token computed, and add it to the batch's shards under the name of an entry.
+        """Compute a number for every token, and add it to the batch under the name of a field.
 
         Returns:
             [sequences], bool: whether all numbers at sampled tokens are finite.

@@ -70,7 +70,7 @@ class MicrobatchMaker:
         self._transformer_engine = uses_transformer_engine(shape, config.precision)
 
     def place(self, lengths: Sequence[int]) -> PackedLayout:
-        """Where the tokens of sequences of these lengths stand on this rank."""
+        """The layout on this rank of sequences of these lengths."""
         parallel, multiple = self._parallel, self._parallel.sequence_multiple
         return lay_out(
             lengths,
@@ -86,7 +86,7 @@ class MicrobatchMaker:
         Args:
             batch: the rank's sequences, on the host.
             indices: which of them; empty: a microbatch of one token without a row of its own.
-            asked: the entry that says which tokens are asked about; without it, all that have one before them.
+            asked: the field that marks the tokens to compute; without it, all that have one before them.
         """
         selected = batch.select(indices) if indices else _nothing(batch)
         layout = self.place(selected.lengths)

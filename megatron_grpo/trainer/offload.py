@@ -173,7 +173,7 @@ def move_to_host(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextmanager
 def on_device(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Have a model whose parameters are in host memory on the platform's device in the body.
+    """Copy a model's parameters from host memory to the platform's device for the body.
 
     Afterwards the parameters are the host copies again, and may be changed there; nothing is copied back.
     """

@@ -31,7 +31,7 @@ _DECAY_STYLES = {
     "cosine_with_min_lr": "cosine",
     "inverse_sqrt": "inverse-square-root",
 }
-"""What Megatron-Core calls the schedules that have another name in transformers."""
+"""Megatron-Core's names of schedules that transformers calls otherwise."""
 
 
 class ModelOptimizer:
@@ -210,7 +210,7 @@ def _adam_config(config: PolicyConfig, *, gathers_late: bool) -> OptimizerConfig
 
 
 def shard_by_boxes(optimizer: Any) -> None:
-    """Have Megatron-Core's distributed optimizers save and load "fully_reshardable" checkpoints box by box.
+    """Make Megatron-Core's distributed optimizers save and load "fully_reshardable" checkpoints box by box.
 
     A distributed optimizer cuts the flat buffer of all parameters into equal ranges, one per data-parallel rank, so a
     rank owns the main weights and moments of a range of elements that begins and ends anywhere within a parameter. A

@@ -24,7 +24,7 @@ _KEPT = 16
 
 @cache
 def exchange_shapes_in_order() -> None:
-    """Have interleaved pipeline stages exchange shapes in the order of the tensors that follow; idempotent.
+    """Make interleaved pipeline stages exchange shapes in the order of the tensors that follow; idempotent.
 
     Packed microbatches differ in length, so a stage must learn the shape [tokens, 1, hidden] of a tensor before it can
     receive it. Without interleaving, Megatron-Core's own exchange works and is used: a batch of sends and receives,

@@ -135,9 +135,7 @@ class ModelRank(ABC):
         learning_rate = self.optimizer.step(grad_norm) if math.isfinite(grad_norm) else 0.0
         shares = _on_host(metrics) if self._has_loss else None
         if self.routing is not None and math.isfinite(grad_norm):
-            chosen = self.routing.counts()
-            self.routing.move_biases(chosen)
-            expert_metrics = self.routing.metrics(chosen)
+            expert_metrics = self.routing.end()
             if shares and self.is_output_rank and parallel_state.get_data_parallel_rank() == 0:
                 shares[0] |= expert_metrics  # on one rank: metrics are summed over microbatches and replicas
         return StepShare(grad_norm=grad_norm, learning_rate=learning_rate, metrics=shares)

@@ -144,8 +144,8 @@ class GlobalAndLocalRotary(RotaryAtPositions):
 
 
 def scaled_rope(shape: ModelShape) -> tuple[Tensor, float]:
-    """Of a model whose rotary embeddings are scaled: inverse frequencies, [head_dim / 2], float32, and the factor of
-    the rotated vectors (YaRN)."""
+    """Inverse frequencies of scaled rotary embeddings, [head_dim / 2], float32, and factor of the rotated vectors
+    (YaRN)."""
     # Imported here because it takes seconds and only models with scaled frequencies need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

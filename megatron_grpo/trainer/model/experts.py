@@ -234,17 +234,6 @@ class StepRouting:
             router.clear()
             router.sequences_in_step = sequences
 
-    @torch.no_grad()
-    def move_biases(self, counts: Tensor) -> None:
-        """Raise the bias of experts that were chosen less than the mean and lower the others' (DeepSeek-V3, 2.1.2).
-
-        `counts`, [layers of this rank, experts], float32, are those of the method `counts`.
-        """
-        if not self._rate:
-            return
-        for router, chosen in zip(self.routers, counts, strict=True):
-            router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
-
     def counts(self) -> Tensor:
         """Tokens of the step by expert, [layers of this rank, experts], float32; collective over a pipeline stage."""
         if not self.routers:
@@ -253,11 +242,17 @@ class StepRouting:
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return counts
 
-    def metrics(self, counts: Tensor) -> dict[str, float]:
-        """The step's metrics about experts, equal on every rank; collective over all ranks of the model.
+    @torch.no_grad()
+    def end(self) -> dict[str, float]:
+        """End the step: raise the bias of experts chosen less than the mean, lower the others' (DeepSeek-V3, 2.1.2).
 
-        `counts`, [layers of this rank, experts], float32, are those of the method `counts`.
+        Returns:
+            The step's metrics about experts, equal on every rank; collective over all ranks of the model.
         """
+        counts = self.counts()
+        if self._rate:
+            for router, chosen in zip(self.routers, counts, strict=True):
+                router.expert_bias.add_(self._rate * torch.sign(chosen.mean() - chosen))
         level = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True).clamp(min=1.0)
         by_layer = [torch.cat([router.losses, router.agreement]) for router in self.routers]
         over_tokens = torch.stack(by_layer or [counts.new_zeros(4)]).sum(dim=0)

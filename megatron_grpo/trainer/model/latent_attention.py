@@ -43,11 +43,10 @@ class ReplicatedLinear(torch.nn.Module):
 
 @dataclass
 class LatentAttentionParts:
-    """What the attention is built of: the projections that tensor parallelism splits, and the norms."""
+    """The projections that tensor parallelism splits."""
 
     column: ModuleSpec | type = ColumnParallelLinear
     linear_proj: ModuleSpec | type = RowParallelLinear
-    norm: ModuleSpec | type = RMSNorm
 
 
 class LatentAttention(MegatronModule):
@@ -87,10 +86,10 @@ class LatentAttention(MegatronModule):
             self.linear_q_proj = build_module(submodules.column, hidden, queries, **column)
         else:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
-            self.q_layernorm = build_module(submodules.norm, config, latent.query_rank, config.layernorm_epsilon)
+            self.q_layernorm = RMSNorm(config, latent.query_rank, config.layernorm_epsilon)
             self.linear_q_up_proj = build_module(submodules.column, latent.query_rank, queries, **column)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.rank + latent.rope_dim)
-        self.kv_layernorm = build_module(submodules.norm, config, latent.rank, config.layernorm_epsilon)
+        self.kv_layernorm = RMSNorm(config, latent.rank, config.layernorm_epsilon)
         outputs = heads * (latent.plain_dim + latent.value_dim)
         self.linear_kv_up_proj = build_module(submodules.column, latent.rank, outputs, **column)
         self.core_attention = TorchCoreAttention(config, layer_number=layer_number, softmax_scale=softmax_scale)
@@ -111,7 +110,11 @@ class LatentAttention(MegatronModule):
         The angles of all tokens are [length, 1, 1, rope_dim], float32; the core attention ignores the mask.
         """
         latent = self.latent
-        queries = self._queries(hidden_states).unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))
+        if latent.query_rank is None:
+            queries, _bias = self.linear_q_proj(hidden_states)
+        else:
+            queries, _bias = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+        queries = queries.unflatten(-1, (-1, latent.plain_dim + latent.rope_dim))
         short, shared_key = self.linear_kv_down_proj(hidden_states).split([latent.rank, latent.rope_dim], dim=-1)
         both, _bias = self.linear_kv_up_proj(self.kv_layernorm(short))
         keys, values = both.unflatten(-1, (-1, latent.plain_dim + latent.value_dim)).split(
@@ -129,15 +132,6 @@ class LatentAttention(MegatronModule):
         out = self.core_attention(query, key, values, attention_mask, packed_seq_params=packed_seq_params)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return projected
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        """[length, sequences, hidden] to [length of all tokens, sequences, queries of this rank]."""
-        queries: Tensor
-        if self.latent.query_rank is None:
-            queries, _bias = self.linear_q_proj(hidden)
-        else:
-            queries, _bias = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
-        return queries
 
     def _rotate(self, vectors: Tensor, angles: Tensor) -> Tensor:
         """[length, sequences, heads, rope_dim] rotated by angles, [length, 1, 1, rope_dim], float32."""

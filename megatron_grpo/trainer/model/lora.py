@@ -145,12 +145,14 @@ def train_adapters_alone(chunk: Any) -> None:
             parameter.requires_grad_(True)
     if chunk.pre_process:
         # Recomputed layers have a gradient only if their input has one, and nothing before the first adapter has.
-        chunk.embedding.register_forward_hook(_carry_gradients)
+        chunk.embedding.register_forward_hook(
+            lambda _module, _given, embedded: embedded.requires_grad_(torch.is_grad_enabled())
+        )
 
 
 @contextmanager
 def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have a model with adapters compute as its base model in the body."""
+    """Switch the adapters of a model off in the body, so that it computes as its base model."""
     layers = [layer for chunk in chunks for _, layer in _adapted_layers(chunk)]
     assert layers, "the model has no adapters"
     for layer in layers:
@@ -168,8 +170,3 @@ def _adapted_layers(chunk: Any) -> Iterator[tuple[str, AdaptedLinear]]:
         for name, module in layer.named_modules():
             if isinstance(module, AdaptedLinear):
                 yield f"layers.{layer.layer_number - 1}.{name}", module
-
-
-def _carry_gradients(_module: Any, _given: Any, embedded: Tensor) -> Tensor:
-    """Embeddings, [length, sequences, hidden], any float type: as they are, but backward reaches them."""
-    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded

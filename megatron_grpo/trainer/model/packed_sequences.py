@@ -1,4 +1,4 @@
-"""How the sequences of a microbatch are packed end to end, split over context-parallel ranks, and attended over.
+"""Packing of a microbatch: sequences laid end to end, split over context-parallel ranks, and their attention calls.
 
 Everything here is NumPy on the host, so that preparing a microbatch never waits for the device.
 
@@ -87,7 +87,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[tokens of this rank], int64: position of each token in its sequence."""
     membership: Membership | None = None
-    """Of this rank's tokens, or of its part of them under sequence parallelism; None: the model has no experts."""
+    """Sequences of this rank's tokens, or of its part of them under sequence parallelism; None: a dense model."""
     routed: Tensor | None = None
     """[tokens of the same part, layers with experts * experts of a token], int8 or int16: experts to route tokens to;
     -1 where the router chooses; None: it chooses everywhere."""
@@ -128,7 +128,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Which tokens of a microbatch one context-parallel rank holds, and in which order."""
+    """The tokens of a microbatch that one context-parallel rank holds, in their order."""
 
     source: Ints
     """[tokens of this rank]: index of each token in the flat sequences; -1 is padding."""
@@ -181,7 +181,7 @@ def lay_out(
         rank: this context-parallel rank.
         size: number of context-parallel ranks.
         tensor_multiple: the number of tokens of a rank is made a multiple of this by padding the last sequence.
-        width: length that every sequence is padded to; None: only what the split needs.
+        width: length that every sequence is padded to; None: only as the split needs.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     chunks = 2 * size if size > 1 else 1
