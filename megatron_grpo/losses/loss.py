@@ -162,17 +162,12 @@ def response_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Ten
 
 
 def remaining_sum(values: Tensor, mask: Tensor, segments: Segments | None) -> Tensor:
-    """Sum over a token and the later tokens of its response in the mask, without gradient.
-
-    Raises:
-        ValueError: with context parallelism, where a rank holds only some of a response's tokens.
-    """
+    """Sum over a token and the later tokens of its response in the mask, without gradient."""
     kept = (values * mask).detach().double()  # double: differences of sums over a whole microbatch
     onwards = kept.flip(-1).cumsum(-1).flip(-1)
     if segments is None:
         return onwards.to(values.dtype)
-    if segments.join is not None:
-        raise ValueError("what follows a token is on other ranks with context parallelism")
+    assert segments.join is None, "with context parallelism later tokens are on other ranks"
     sums = torch.zeros_like(segments.sizes, dtype=kept.dtype).index_add_(0, segments.of_token, kept)
     later = sums.flip(0).cumsum(0).flip(0) - sums
     return (onwards - later[segments.of_token]).to(values.dtype)

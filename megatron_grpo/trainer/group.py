@@ -38,11 +38,9 @@ class TrainResult:
 
 
 class NonFiniteGradientError(RunError):
-    """The gradient of an optimizer step is NaN or infinite; the step was not made.
+    """The norm of a gradient is NaN or infinite; the optimizer step was not made.
 
-    Args:
-        grad_norm: norm of the gradient, NaN or infinite.
-        sequences: numbers in the step of the sequences that the gradient can come from.
+    `sequences` are the numbers in the step of those that the gradient can come from.
     """
 
     def __init__(self, grad_norm: float, sequences: list[int]) -> None:
@@ -115,11 +113,7 @@ class RankGroup:
         self._starting = [actor.start.remote(self.settings, address) for actor in self.actors]
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its weights.
-
-        Raises:
-            RunError: a rank failed or the start-up deadline passed.
-        """
+        """Block until every rank holds its weights; RunError: a rank failed or the start-up deadline passed."""
         self._places = self._gather(self._starting, f"{self.label} start", self._startup_timeout_s)
 
     def submit(self, fn: Callable[..., Any] | str, *args: Any) -> list[ray.ObjectRef]:
@@ -174,10 +168,7 @@ class RankGroup:
     def save_checkpoint(self, folder: str, *, background: bool = False) -> None:
         """Write weights, optimizer, schedule and random state to an existing, empty folder.
 
-        Args:
-            folder: where.
-            background: only begin to write, and return as soon as the model may change; `finish_checkpoint` has to
-                follow.
+        In the background it returns as soon as the model may change, and `finish_checkpoint` has to follow.
         """
         self._gather(self.submit("checkpoint.save", folder, background), "checkpoint")
 
@@ -249,15 +240,6 @@ class RankGroup:
         _, finite = self._forward(batch, self.output_method, "outputs of a failed training step")
         return [number for number in suspects if not finite[number]] or suspects
 
-    def _add_entry(self, batch: StepBatch, name: str, method: str, what: str) -> NDArray[np.bool_]:
-        """Compute a number for every token, and add it to the batch under the name of a field.
-
-        Returns:
-            [sequences], bool: whether all numbers at sampled tokens are finite.
-        """
-        batch.fields[name], finite = self._forward(batch, method, what)
-        return finite
-
     def _forward(self, batch: StepBatch, method: str, what: str) -> tuple[list[ray.ObjectRef], NDArray[np.bool_]]:
         """A number for every token, from a method of the ranks' model.
 
@@ -319,11 +301,15 @@ class MegatronPolicy(RankGroup):
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        return self._add_entry(batch, "prev_logprobs", "logprobs", "log-probabilities")
+        batch.fields["prev_logprobs"], finite = self._forward(batch, "logprobs", "log-probabilities")
+        return finite
 
     def add_reference_logprobs(self, batch: StepBatch) -> NDArray[np.bool_]:
         """`add_logprobs` under the frozen reference policy, as reference_logprobs."""
-        return self._add_entry(batch, "reference_logprobs", "reference_logprobs", "reference log-probabilities")
+        batch.fields["reference_logprobs"], finite = self._forward(
+            batch, "reference_logprobs", "reference log-probabilities"
+        )
+        return finite
 
     def sync_reference(self, alpha: float) -> None:
         """Move the reference policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO)."""
@@ -342,4 +328,5 @@ class MegatronValue(RankGroup):
         Returns:
             [sequences], bool: whether the numbers at all sampled tokens are finite.
         """
-        return self._add_entry(batch, "values", "values", "values")
+        batch.fields["values"], finite = self._forward(batch, "values", "values")
+        return finite

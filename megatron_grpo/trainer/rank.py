@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,9 +45,6 @@ class ModelRank(ABC):
     virtual pipeline.
     """
 
-    routing_name: ClassVar[str] = "moe"
-    """Prefix of the names of expert metrics."""
-
     def __init__(self, settings: RankSettings) -> None:
         self.settings, self.config, self.shape = settings, settings.config, settings.shape
         config, shape = settings.config, settings.shape
@@ -62,8 +59,9 @@ class ModelRank(ABC):
         self._maker = MicrobatchMaker(config, shape)
         self.routing: StepRouting | None = None
         if shape.experts is not None:
-            replays = config.moe.replay_routing and shape.value_head is None
-            self.routing = StepRouting(self.chunks, config.moe, self.routing_name, replays=replays)
+            is_policy = shape.value_head is None
+            replays, name = is_policy and config.moe.replay_routing, "moe" if is_policy else "value_moe"
+            self.routing = StepRouting(self.chunks, config.moe, name, replays=replays)
         self.optimizer = ModelOptimizer(self.chunks, config, settings.decay_steps)
         self.memory, self.checkpoint = DeviceMemory(self), RankCheckpoint(self)
 
@@ -329,8 +327,6 @@ def _copy_weights(source: list[DecoderModel], target: list[DecoderModel]) -> Non
 
 class ValueRank(ModelRank):
     """A rank's shard of the value model and of its optimizer."""
-
-    routing_name = "value_moe"
 
     def values(self, batch: TokenBatch, microbatches: Microbatches) -> Tensor | None:
         """The value before every token under the current weights, as `_forward_tokens` returns it."""

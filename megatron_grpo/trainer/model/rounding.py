@@ -62,8 +62,6 @@ def round_blocks(values: Tensor, rows: int, columns: int) -> Tensor:
 class RoundedLinear:
     """Simulated FP8, as the first base class of a linear layer (`layers.with_front`)."""
 
-    config: Any
-    weight: Tensor
     tp_group: Any
     fp8_on = True
     """Whether operands are rounded; the first and last layers of a model may keep theirs."""
@@ -106,16 +104,14 @@ def _rounded_at(values: Tensor, scale: Tensor) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounded values whose gradient is that of the values."""
+    """Rounded values whose gradient is that of the values; both [...], of one dtype."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
-        """Both [...], of one dtype."""
         return rounded.view_as(rounded)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """[...] as it is."""
         return grad_outputs[0], None
 
 
