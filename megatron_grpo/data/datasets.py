@@ -190,7 +190,10 @@ class AllTaskProcessedDataset:
             if not self.skip_refused:
                 raise ValueError(reason) from error
             self.refused[idx] = reason
-            return _left_out(idx, self.default_task_data_spec.task_name)
+            task = self.default_task_data_spec.task_name
+            return DatumSpec(
+                message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
+            )
 
     def prompt(self, row: dict[str, Any], idx: int) -> DatumSpec:
         """The prompt of a row that need not be in the dataset.
@@ -229,10 +232,3 @@ def _name_of(process: DataProcessor) -> str:
     """Import path of a processor, for messages."""
     named = process if hasattr(process, "__qualname__") else type(process)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _left_out(idx: int, task: str) -> DatumSpec:
-    """A prompt that is left out, in place of a row that its processor refused."""
-    return DatumSpec(
-        message_log=[], length=0, extra_env_info={}, loss_multiplier=0.0, idx=idx, task_name=task, prompt=""
-    )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import ConcatDataset
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import ConfigError, Problem
 from megatron_grpo.config.schema import Config
 from megatron_grpo.data.datasets import AllTaskProcessedDataset, Rows, UsableRows
 from megatron_grpo.data.loader import Batches, PromptLoader, StreamLoader, Visits, open_stream
-from megatron_grpo.data.processors import DatumSpec, TaskDataSpec, task_of
+from megatron_grpo.data.processors import DatumSpec, task_of
 from megatron_grpo.data.rows import examined
 from megatron_grpo.data.specs import processor_name, processor_of, processor_problems, rendering_of, task_spec
 
@@ -33,17 +34,19 @@ def count_left_out(dataset: AllTaskProcessedDataset, rows: int) -> int:
     Raises:
         ValueError: a row makes no prompt and is not to be left out; the message is the dataset's.
     """
-    return sum(_of_part(dataset, range(begin, min(begin + BATCH_ROWS, rows))) for begin in range(0, rows, BATCH_ROWS))
+    parts = [range(begin, min(begin + BATCH_ROWS, rows)) for begin in range(0, rows, BATCH_ROWS)]
+    fast = getattr(dataset.tokenizer, "is_fast", False)
+    counts = [_too_long(dataset, part) if fast else None for part in parts]
+    return sum(
+        sum(dataset[idx]["loss_multiplier"] == 0 for idx in part) if count is None else count
+        for part, count in zip(parts, counts, strict=True)
+    )
 
 
-def _of_part(dataset: AllTaskProcessedDataset, part: range) -> int:
-    together = _together(dataset, part) if getattr(dataset.tokenizer, "is_fast", False) else None
-    return sum(dataset[idx]["loss_multiplier"] == 0 for idx in part) if together is None else together
-
-
-def _together(dataset: AllTaskProcessedDataset, part: range) -> int | None:
-    """How many rows of a part are left out, their prompts tokenised together; None: some row may make no prompt."""
-    texts: dict[str, list[str]] = defaultdict(list)
+def _too_long(dataset: AllTaskProcessedDataset, part: range) -> int | None:
+    """How many rows of a part are left out for their length, their prompts tokenised together; None: some row may make
+    no prompt, or is refused."""
+    by_task: dict[str, list[str]] = defaultdict(list)
     for idx in part:
         row = dataset.dataset[idx]
         task = task_of(row, dataset.default_task_data_spec.task_name)
@@ -52,28 +55,23 @@ def _together(dataset: AllTaskProcessedDataset, part: range) -> int | None:
             render = rendering_of(process)
             if render is None:
                 return None
-            texts[task].append(render(row, spec, dataset.tokenizer, idx))
+            by_task[task].append(render(row, spec, dataset.tokenizer, idx))
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-    counts = [
-        _too_long(own, dataset.task_data_processors[task][0], dataset.tokenizer, dataset.max_seq_length)
-        for task, own in texts.items()
-    ]
-    return None if None in counts else sum(count for count in counts if count is not None)
-
-
-def _too_long(texts: list[str], spec: TaskDataSpec, tokenizer: Any, longest: int) -> int | None:
-    """How many rendered prompts of a task are left out for their length; None: one has no tokens, or is refused."""
-    found = tokenizer(
-        texts,
-        add_special_tokens=not spec.apply_chat_template,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )["input_ids"]
-    too_long = sum(len(one) > longest for one in found)
-    if not all(found) or (too_long and spec.long_prompts == "error"):
-        return None
-    return too_long if spec.long_prompts == "filter" else 0
+    left_out = 0
+    for task, texts in by_task.items():
+        spec, _ = dataset.task_data_processors[task]
+        found = dataset.tokenizer(
+            texts,
+            add_special_tokens=not spec.apply_chat_template,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+        too_long = sum(len(one) > dataset.max_seq_length for one in found)
+        if not all(found) or (too_long and spec.long_prompts == "error"):
+            return None
+        left_out += too_long if spec.long_prompts == "filter" else 0
+    return left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +209,12 @@ class _Reader:
         """The prompts of a set, and how many of them are not known to be too long; notes those that are."""
         data, subject = self.config.data, f"{key}={one.path}"
         looked = examined(one, data, self._environments)
-        if looked.report.problems:
-            raise ConfigError(looked.report.problems)
-        self.notes += [f"{remark.subject} {remark.text}" for remark in looked.report.remarks]
-        for task, names in looked.report.columns.items():
+        if looked.problems:
+            raise ConfigError(looked.problems)
+        self.notes += [f"{remark.subject} {remark.text}" for remark in looked.remarks]
+        for task, names in looked.columns.items():
             self.columns.setdefault(task, set()).update(names)
-        if not looked.report.rows:
+        if not looked.rows:
             raise ConfigError([Problem(subject, "has no rows")])
         assert looked.source is not None, "a source without problems was read"
         dataset = self._prompts(one, UsableRows(looked.source, looked.usable), skip_refused=data.bad_rows == "skip")
@@ -255,16 +253,8 @@ class _Reader:
         )
 
 
-class JoinedPrompts:
+class JoinedPrompts(ConcatDataset[DatumSpec]):
     """Several sets of prompts, numbered consecutively."""
 
-    def __init__(self, parts: list[AllTaskProcessedDataset]) -> None:
-        self._parts = parts
-        self._begins = list(accumulate(map(len, parts[:-1]), initial=0))
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
     def __getitem__(self, idx: int, /) -> DatumSpec:
-        number = bisect_right(self._begins, idx) - 1
-        return {**self._parts[number][idx - self._begins[number]], "idx": idx}
+        return {**super().__getitem__(idx), "idx": idx}

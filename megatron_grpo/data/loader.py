@@ -38,11 +38,12 @@ class Visits(Sampler[int]):
         self.epoch = 0
 
     def __len__(self) -> int:
-        return sum(int(weight) * size + self._part(number) for number, (size, weight) in enumerate(self._sets()))
+        whole = sum(int(weight) * size for size, weight in zip(self.sizes, self.weights, strict=True))
+        return whole + sum(map(self._part, range(len(self.sizes))))
 
     def __iter__(self) -> Iterator[int]:
         begin, visits = 0, list[int]()
-        for number, (size, weight) in enumerate(self._sets()):
+        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
             visits += [*range(begin, begin + size)] * int(weight)
             visits += [begin + row for row in self._part_of_epoch(number)]
             begin += size
@@ -52,9 +53,6 @@ class Visits(Sampler[int]):
         epoch_seed = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(self.seed))) ^ self.epoch
         order = torch.randperm(len(visits), generator=torch.Generator().manual_seed(epoch_seed)).tolist()
         return iter(order if visits == [*range(len(visits))] else [visits[place] for place in order])
-
-    def _sets(self) -> list[tuple[int, float]]:
-        return list(zip(self.sizes, self.weights, strict=True))
 
     def _part(self, number: int) -> int:
         """Rows of a set that are visited once more than others."""
@@ -119,7 +117,7 @@ class PromptLoader:
             dataset,
             batch_size=None,
             sampler=self._order,
-            collate_fn=_unchanged,
+            collate_fn=lambda datum: datum,
             generator=torch.Generator(),  # else it draws from the process's global generator
         )
 
@@ -202,10 +200,6 @@ def _prompts(rows: Iterator[DatumSpec]) -> Iterator[DatumSpec]:
 def with_waiting(state: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """The position of a loader that loads these rows again before it goes on."""
     return {**copy.deepcopy(state), "waiting": [*rows, *state["waiting"]]}
-
-
-def _unchanged(datum: DatumSpec) -> DatumSpec:
-    return datum
 
 
 def open_stream(config: DatasetConfig) -> Iterable[dict[str, Any]]:

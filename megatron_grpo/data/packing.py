@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.schema import PolicyConfig
-from megatron_grpo.data.padded_batches import fewest_microbatches, plan_microbatches, plan_replica
+from megatron_grpo.data.padded_batches import deal, fewest_microbatches, plan_microbatches, plan_replica
 
 MORE = 1.01
 """Factor by which the number of bins grows when the sequences did not fit."""
@@ -79,16 +78,9 @@ class Bins:
             raise ValueError(f"{len(lengths)} sequences do not give each of {replicas} data-parallel ranks one")
         bins = self._fewest(lengths, replicas)
         costs = [float(self.cost.of(lengths[one]).sum()) for one in bins]
-        shares: list[list[int]] = [[] for _ in range(replicas)]
-        taken = [0] * replicas
-        heap = [(0.0, replica) for replica in range(replicas)]
-        for number in sorted(range(len(bins)), key=lambda number: -costs[number]):
-            done, replica = heapq.heappop(heap)
-            shares[replica] += bins[number]
-            taken[replica] += 1
-            if taken[replica] < len(bins) // replicas:
-                heapq.heappush(heap, (done + costs[number], replica))
-        return shares
+        order = sorted(range(len(bins)), key=lambda number: -costs[number])
+        shares = deal([costs[number] for number in order], replicas)
+        return [[index for place in share for index in bins[order[place]]] for share in shares]
 
     def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
         """Microbatches of replicas whose sequences are settled; as many on each, as far as sequences go.
@@ -160,21 +152,33 @@ class Bins:
         return [sorted(bins[number]) for number in sorted(range(len(bins)), key=lambda number: -costs[number])]
 
 
-class Planner(Protocol):
-    """Assigns sequences to replicas and microbatches."""
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Sequences of like length share a microbatch, and are padded to the longest of them."""
+
+    microbatch_tokens: int
+    multiple: int
+    """What the widths of rectangles are a multiple of."""
 
     def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        """For each replica indices into `lengths`, [sequences], int64, so that all have about equally much to do."""
+        """For each replica indices into `lengths`, as `Bins.share` gives them."""
+        plan = plan_microbatches(
+            lengths,
+            data_parallel=replicas,
+            microbatch_tokens=self.microbatch_tokens,
+            pad_to_multiple=self.multiple,
+        )
+        return [[index for microbatch in microbatches for index in microbatch] for microbatches in plan]
 
     def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
-        """For each replica, whose sequences have these lengths, its microbatches as lists of indices into them.
+        """For each replica its microbatches, as `Bins.microbatches` gives them."""
+        sizes = {"microbatch_tokens": self.microbatch_tokens, "pad_to_multiple": self.multiple}
+        most = max(fewest_microbatches(lengths, **sizes) for lengths in of_replicas)
+        return [plan_replica(lengths, microbatches=most, **sizes) for lengths in of_replicas]
 
-        There are as many on each replica, as far as sequences go: none waits for longer than it must.
-        """
 
-
-def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None) -> Planner:
-    """The planner of a model.
+def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = None) -> Bins | Rectangles:
+    """The planner of a model: assigns sequences to replicas and microbatches.
 
     Args:
         config: how its microbatches are made.
@@ -185,26 +189,3 @@ def planner(config: PolicyConfig, cost: Cost, microbatch_tokens: int | None = No
     if config.packing:
         return Bins(tokens, config.parallel.chunk_multiple, cost)
     return Rectangles(tokens, config.parallel.sequence_multiple)
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangles:
-    """Sequences of like length share a microbatch, and are padded to the longest of them."""
-
-    microbatch_tokens: int
-    multiple: int
-    """What the widths of rectangles are a multiple of."""
-
-    def share(self, lengths: NDArray[np.int64], replicas: int) -> list[list[int]]:
-        plan = plan_microbatches(
-            lengths,
-            data_parallel=replicas,
-            microbatch_tokens=self.microbatch_tokens,
-            pad_to_multiple=self.multiple,
-        )
-        return [[index for microbatch in microbatches for index in microbatch] for microbatches in plan]
-
-    def microbatches(self, of_replicas: Sequence[NDArray[np.int64]]) -> list[list[list[int]]]:
-        sizes = {"microbatch_tokens": self.microbatch_tokens, "pad_to_multiple": self.multiple}
-        most = max(fewest_microbatches(lengths, **sizes) for lengths in of_replicas)
-        return [plan_replica(lengths, microbatches=most, **sizes) for lengths in of_replicas]

@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import neg
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True)
-class _Microbatch:
-    """A run of the sequences in order of length: [start, start + count), as a rectangle of `width` columns."""
-
-    start: int
-    count: int
-    width: int
-
-    @property
-    def area(self) -> int:
-        """Tokens, padding included."""
-        return self.count * self.width
+import numpy as np
+from numpy.typing import NDArray
 
 
 def plan_microbatches(
@@ -61,135 +42,62 @@ def plan_microbatches(
     if len(lengths) < max(data_parallel, 1):
         raise ValueError(f"{len(lengths)} sequences do not give each of {data_parallel} data-parallel ranks one")
     order, widths = _by_length(lengths, pad_to_multiple)
-    fewest = _count(widths, microbatch_tokens)
+    fewest = len(_cut(widths, microbatch_tokens))
     # Rounded up to a multiple: ranks that meet in a collective for every microbatch must have equally many.
-    microbatches = math.ceil(fewest / data_parallel) * data_parallel
+    microbatches = -(-fewest // data_parallel) * data_parallel
     if microbatches > len(lengths):
         raise ValueError(
             f"{len(lengths)} sequences need {fewest} microbatches of {microbatch_tokens} tokens, which cannot be "
             f"shared out evenly over {data_parallel} data-parallel ranks; use a multiple of {data_parallel} sequences"
         )
-    cut = _split_until(_cut(widths, _smallest_area(widths, microbatches, microbatch_tokens)), widths, microbatches)
-    return [[order[m.start : m.start + m.count] for m in rank] for rank in _share_out(cut, data_parallel)]
+    rectangles = _rectangles(widths, microbatches, microbatch_tokens)
+    shares = deal([count * widths[start] for start, count in rectangles], data_parallel)
+    return [[order[start : start + count] for start, count in map(rectangles.__getitem__, share)] for share in shares]
 
 
-def _stretches(widths: list[int], area: int) -> Iterator[tuple[int, int, int]]:
-    """Fill rectangles of at most `area`, one after the other; a sequence that is wider gets its own.
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Deal microbatches in their order, equally many to each rank.
 
-    Rectangles of equally many sequences follow each other, so they are yielded together as (start, count, rectangles):
-    `rectangles` of `count` sequences each, the first at `start`. The very last may lack sequences.
+    Each goes to the rank with the least cost so far among those that still lack microbatches; of equals, the first.
 
-    `widths` must descend. Takes O(min(rectangles, sqrt(area)) * log(len(widths))) time, since no more than
-    2 * sqrt(area) different counts are quotients of `area`.
+    Args:
+        costs: cost of each microbatch; their number is a multiple of `ranks`.
+        ranks: number of ranks.
+
+    Returns:
+        For each rank the numbers of its microbatches.
     """
-    start = 0
-    while start < len(widths):
-        count = max(area // widths[start], 1)
-        # One sequence more fits from here on.
-        end = bisect_left(widths, -(area // (count + 1)), lo=start, key=neg)
-        rectangles = -(-(end - start) // count)
-        yield start, count, rectangles
-        start += rectangles * count
-
-
-def _count(widths: list[int], area: int) -> int:
-    """Number of rectangles that `_cut` makes."""
-    return sum(rectangles for _, _, rectangles in _stretches(widths, area))
-
-
-def _cut(widths: list[int], area: int) -> list[_Microbatch]:
-    """Rectangles of at most `area`, in order of `start`; a sequence that is wider gets its own."""
-    # Widths descend, so the first sequence of a rectangle is its widest; only the very last may lack sequences.
-    return [
-        _Microbatch(start, min(count, len(widths) - start), widths[start])
-        for first, count, rectangles in _stretches(widths, area)
-        for start in range(first, first + rectangles * count, count)
-    ]
-
-
-def _smallest_area(widths: list[int], microbatches: int, largest: int) -> int:
-    """The least area with which `_cut` makes no more than `microbatches`; `largest` is known to do."""
-    # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
-    low, high = 1, largest
-    while low < high:
-        middle = (low + high) // 2
-        if _count(widths, middle) <= microbatches:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _split_until(cut: list[_Microbatch], widths: list[int], microbatches: int) -> list[_Microbatch]:
-    """Halve the largest rectangle of more than one sequence, of equals the first, until there are `microbatches`.
-
-    The result is in no particular order.
-    """
-    if len(cut) == microbatches:
-        return cut
-    done = [m for m in cut if m.count == 1]
-    heap = [(-m.area, m.start, m) for m in cut if m.count > 1]  # starts differ: rectangles are never compared
-    heapq.heapify(heap)
-    while len(done) + len(heap) < microbatches:
-        *_, largest = heapq.heappop(heap)
-        half = largest.count // 2
-        second = largest.start + half
-        for part in (
-            _Microbatch(largest.start, half, largest.width),
-            _Microbatch(second, largest.count - half, widths[second]),
-        ):
-            if part.count > 1:
-                heapq.heappush(heap, (-part.area, part.start, part))
-            else:
-                done.append(part)
-    return done + [m for *_, m in heap]
-
-
-def _share_out(cut: list[_Microbatch], ranks: int) -> list[list[_Microbatch]]:
-    """Largest first, to the rank with the least area among those that still lack microbatches; of equals, the first."""
-    shares: list[list[_Microbatch]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap of (area, rank)
-    for microbatch in sorted(cut, key=lambda m: (-m.area, m.start)):
-        area, rank = open_ranks[0]
-        shares[rank].append(microbatch)
-        if len(shares[rank]) < len(cut) // ranks:
-            heapq.heapreplace(open_ranks, (area + microbatch.area, rank))
-        else:
-            heapq.heappop(open_ranks)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
+    for number, cost in enumerate(costs):
+        done, rank = heapq.heappop(heap)
+        shares[rank].append(number)
+        if len(shares[rank]) < len(costs) // ranks:
+            heapq.heappush(heap, (done + cost, rank))
     return shares
 
 
 def plan_replica(
     lengths: Sequence[int] | NDArray[np.integer], *, microbatches: int, microbatch_tokens: int, pad_to_multiple: int = 1
 ) -> list[list[int]]:
-    """The microbatches of one replica whose sequences are settled, largest first.
+    """The microbatches of one replica whose sequences are settled, as `plan_microbatches` makes them, largest first.
 
     Args:
         lengths: [sequences], integers: tokens of each sequence; at least one sequence.
         microbatches: how many there are to be; a replica with fewer sequences makes one of each.
-        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
+        microbatch_tokens: most tokens of a rectangle.
         pad_to_multiple: columns that widths of rectangles are multiples of.
-
-    Returns:
-        Indices into `lengths`, microbatch by microbatch.
     """
     order, widths = _by_length(lengths, pad_to_multiple)
-    wanted = min(microbatches, len(widths))
-    cut = _split_until(_cut(widths, _smallest_area(widths, wanted, microbatch_tokens)), widths, wanted)
-    return [order[m.start : m.start + m.count] for m in _share_out(cut, 1)[0]]
+    rectangles = _rectangles(widths, min(microbatches, len(widths)), microbatch_tokens)
+    return [order[start : start + count] for start, count in rectangles]
 
 
 def fewest_microbatches(
     lengths: Sequence[int] | NDArray[np.integer], *, microbatch_tokens: int, pad_to_multiple: int = 1
 ) -> int:
-    """How many microbatches of at most `microbatch_tokens` sequences of these lengths need.
-
-    Args:
-        lengths: [sequences], integers: tokens of each sequence.
-        microbatch_tokens: most tokens of a rectangle; a sequence that is longer alone gets one of its own.
-        pad_to_multiple: columns that widths of rectangles are multiples of.
-    """
-    return _count(_by_length(lengths, pad_to_multiple)[1], microbatch_tokens)
+    """Number of microbatches that sequences of these lengths need; the arguments are those of `plan_replica`."""
+    return len(_cut(_by_length(lengths, pad_to_multiple)[1], microbatch_tokens))
 
 
 def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: int) -> tuple[list[int], list[int]]:
@@ -197,7 +105,48 @@ def _by_length(lengths: Sequence[int] | NDArray[np.integer], pad_to_multiple: in
 
     Sequences of equal length stay in their order.
     """
-    tokens = lengths if isinstance(lengths, Sequence) else lengths.tolist()
+    tokens = np.asarray(lengths).tolist()
     order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)  # stable: equals by index
-    rounded_up = {length: math.ceil(max(length, 1) / pad_to_multiple) * pad_to_multiple for length in set(tokens)}
-    return order, [rounded_up[tokens[i]] for i in order]
+    return order, [-(-max(tokens[index], 1) // pad_to_multiple) * pad_to_multiple for index in order]
+
+
+def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
+    """Cut sequences, in order of length, into rectangles of at most `area`; a sequence that is wider gets its own.
+
+    Returns:
+        For each rectangle the place of its first sequence, which is its widest, and the number of its sequences.
+    """
+    cut, start = [], 0
+    while start < len(widths):
+        count = min(max(area // widths[start], 1), len(widths) - start)
+        cut.append((start, count))
+        start += count
+    return cut
+
+
+def _rectangles(widths: list[int], microbatches: int, largest: int) -> list[tuple[int, int]]:
+    """Cut sequences into `microbatches` rectangles as small as can be; as `_cut` gives them, the largest first.
+
+    An area of `largest` must suffice for that number.
+    """
+    # Bisection: a larger area never needs more rectangles, because each then reaches at least as far.
+    areas = range(1, largest)
+    smallest = 1 + bisect_left(areas, True, key=lambda area: len(_cut(widths, area)) <= microbatches)
+    # Too few? The largest rectangle of more than one sequence, of equals the first, is halved.
+    singles, heap = [], []
+    for start, count in _cut(widths, smallest):
+        if count == 1:
+            singles.append((start, 1))
+        else:
+            heap.append((-count * widths[start], start, count))
+    heapq.heapify(heap)
+    while len(singles) + len(heap) < microbatches:
+        _, start, count = heapq.heappop(heap)
+        half = count // 2
+        for begin, part in ((start, half), (start + half, count - half)):
+            if part == 1:
+                singles.append((begin, 1))
+            else:
+                heapq.heappush(heap, (-part * widths[begin], begin, part))
+    cut = singles + [(start, count) for _, start, count in heap]
+    return sorted(cut, key=lambda one: (-one[1] * widths[one[0]], one[0]))

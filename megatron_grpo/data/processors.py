@@ -40,10 +40,6 @@ class DatumSpec(TypedDict):
     """Name of the prompt's validation set; absent where sets have no names."""
 
 
-LongPrompts = Literal["filter", "cut_left", "error"]
-"""Handling of prompts with too many tokens: left out, cut at their beginning, or an error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TaskDataSpec:
     """How rows of one task become prompts."""
@@ -60,7 +56,8 @@ class TaskDataSpec:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] | None = None
     """Definitions of tools, for the chat template."""
-    long_prompts: LongPrompts = "filter"
+    long_prompts: Literal["filter", "cut_left", "error"] = "filter"
+    """Handling of prompts with too many tokens: left out, cut at their beginning, or an error."""
 
 
 DataProcessor = Callable[[dict[str, Any], TaskDataSpec, Any, int, int], DatumSpec]

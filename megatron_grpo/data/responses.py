@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -12,24 +12,6 @@ from numpy.typing import NDArray
 
 from megatron_grpo.config.generation_schema import GenerationConfig, StructuredConfig
 from megatron_grpo.data.trajectory import Span, StopReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """The form of a response; one of the fields is set."""
-
-    regex: str | None = None
-    json_schema: str | None = None
-    """JSON text."""
-    choice: tuple[str, ...] | None = None
-
-
-def structure_of(config: StructuredConfig) -> Structure | None:
-    """The form that a configuration asks for; None: it asks for none."""
-    if config == StructuredConfig():
-        return None
-    choice = None if config.choice is None else tuple(config.choice)
-    return Structure(regex=config.regex, json_schema=config.json_schema, choice=choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +27,24 @@ class SamplingSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[str, ...] = ()
-    structure: Structure | None = None
-    """None: responses may have any form."""
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
+    """The form of responses; without a field that is set they may have any."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+
+
+_SAME = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "structured",
+)
+"""Settings that are keys of the configuration as they stand."""
 
 
 def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) -> SamplingSettings:
@@ -58,20 +54,10 @@ def sampling_settings(generation: GenerationConfig, eos_token_id: int | None) ->
         generation: the section of the configuration.
         eos_token_id: token that ends a response beside generation.stop_token_ids; None: the tokenizer has none.
     """
-    stops = set(generation.stop_token_ids)
-    if eos_token_id is not None:
-        stops.add(eos_token_id)
+    stops = {*generation.stop_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
     return SamplingSettings(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        repetition_penalty=generation.repetition_penalty,
-        presence_penalty=generation.presence_penalty,
-        frequency_penalty=generation.frequency_penalty,
+        **{name: getattr(generation, name) for name in _SAME},
         bad_words=tuple(generation.bad_words),
-        structure=structure_of(generation.structured),
         stop_token_ids=tuple(sorted(stops)),
         stop_strings=tuple(generation.stop_strings),
     )

@@ -45,7 +45,7 @@ def rollouts_file(run_dir: Path, step: int) -> Path:
 def drop_rollouts_after(run_dir: Path, last_step: int) -> None:
     """Remove the files of later steps, and unfinished ones."""
     folder = run_dir / ROLLOUTS_FOLDER
-    for step, file in rollout_files(run_dir):
+    for step, file in rollout_files(folder):
         if step > last_step:
             file.unlink()
     for file in folder.glob(".step_*"):
@@ -66,7 +66,7 @@ def read_rollouts(run_dir: Path | str, step: int | None = None) -> Iterator[dict
         FileNotFoundError: there is no such run, or no file of this step.
     """
     folder = Path(run_dir) / ROLLOUTS_FOLDER
-    files = [(number, file) for number, file in rollout_files(Path(run_dir)) if step is None or number == step]
+    files = [(number, file) for number, file in rollout_files(folder) if step is None or number == step]
     if not files:
         raise FileNotFoundError(f"{folder} has no rollouts{'' if step is None else f' of step {step}'}")
     return chain.from_iterable(rows_of_file(number, file) for number, file in files)
@@ -173,7 +173,9 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
         with file.open() as lines:
             for line in lines:
                 row = json.loads(line)
-                yield {"step": step, **row, **_arrays(row)}
+                known = {name: dtype for name, dtype in _ARRAYS.items() if row.get(name) is not None}
+                arrays = {name: np.asarray(row[name], dtype=dtype) for name, dtype in known.items()}
+                yield {"step": step, **row, **dict.fromkeys(_ARRAYS), **arrays}
         return
     import pyarrow.parquet as pq
 
@@ -194,21 +196,9 @@ def _cut(lists: pa.ListArray) -> list[NDArray[Any] | None]:
     ]
 
 
-def _arrays(row: Mapping[str, Any]) -> dict[str, NDArray[Any] | None]:
-    """The columns of `_ARRAYS` of one rollout in their dtypes; None: the file does not have it."""
-    return {
-        name: None if row.get(name) is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
-    }
-
-
-def rollout_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and files of a run's rollouts, in order."""
-    return step_files(run_dir / ROLLOUTS_FOLDER)
-
-
-def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and files of the rollouts in a folder, in order."""
-    files = (file for suffix in ("parquet", "jsonl") for file in folder.glob(f"step_*.{suffix}"))
+def rollout_files(path: str | Path) -> list[tuple[int, Path]]:
+    """Steps and files of the rollouts of a run, given its folder or its folder of rollouts, in order."""
+    files = (file for suffix in ("parquet", "jsonl") for file in recorded_folder(path).glob(f"step_*.{suffix}"))
     return sorted((int(file.stem.removeprefix("step_")), file) for file in files)
 
 
@@ -303,7 +293,7 @@ def recorded_steps(path: str | Path) -> dict[int, Path]:
     Args:
         path: folder of a run, or its folder of rollouts.
     """
-    return {step: file for step, file in step_files(recorded_folder(path)) if file.suffix == ".parquet"}
+    return {step: file for step, file in rollout_files(path) if file.suffix == ".parquet"}
 
 
 def recorded_folder(path: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,14 +22,16 @@ from megatron_grpo.data.specs import ROW_FORMS, processor_name, task_spec
 
 _SHOWN = 5
 """Bad rows of one set that are reported one by one."""
-_CHUNK = 65536
-"""Rows whose numbers and digests are gathered in Python before they go into an array."""
 
 
 @dataclass(slots=True)
 class SetReport:
-    """Summary of a set of rows."""
+    """A set of rows with its summary."""
 
+    source: Source | None = None
+    """The rows; None: they cannot be read."""
+    usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[usable rows], int64: their numbers in the source."""
     rows: int = 0
     """Rows that can be used."""
     tasks: set[str] = field(default_factory=set)
@@ -46,19 +49,15 @@ class SetReport:
     remarks: list[Problem] = field(default_factory=list)
     """Remarks for the user, which list the bad rows that are skipped."""
 
-
-@dataclass(slots=True)
-class Examined:
-    """A set of rows with its summary."""
-
-    report: SetReport
-    source: Source | None = None
-    """The rows; None: they cannot be read."""
-    usable: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """[usable rows], int64: their numbers in the source."""
+    def note(self, row: Row, task: str) -> None:
+        """Add task and columns of a row."""
+        self.tasks.add(task)
+        columns = self.columns.setdefault(task, set())
+        if not columns >= row.keys():
+            columns.update(map(str, row))
 
 
-def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> Examined:
+def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     """A set of rows and its summary; read once in a process for as long as the file does not change.
 
     Every row is looked at before training, although training may need few of them: a bad row that is found at its turn
@@ -82,18 +81,18 @@ def examined(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     return _known[said, version]
 
 
-_known: dict[tuple[str, tuple[int, int, int]], Examined] = {}
+_known: dict[tuple[str, tuple[int, int, int]], SetReport] = {}
 """Sets that this process has read: the checks before a run and the run itself both need them."""
 
 
-def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> Examined:
+def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str, str]) -> SetReport:
     report = SetReport()
     try:
-        source = open_source(config)
+        report.source = source = open_source(config)
     except SourceError as error:
         report.problems.append(Problem(config.path, str(error)))
-        return Examined(report)
-    usable = _look(source, RowCheck(config, data, environments), report, data)
+        return report
+    _look(source, RowCheck(config, data, environments), report, data)
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     if report.bad > _SHOWN:
         bad.append(Problem(config.path, f"{report.bad - _SHOWN} more bad lines of {len(source)}"))
@@ -104,15 +103,12 @@ def _examine(config: DatasetConfig, data: DataConfig, environments: Mapping[str,
     elif report.duplicates:
         text = f"has {report.duplicates} rows, of {report.rows}, whose prompt an earlier row has too"
         report.remarks.append(Problem(config.path, text))
-    return Examined(report, source, usable)
+    return report
 
 
-def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> NDArray[np.int64]:
-    """Complete the report; returns the numbers of the usable rows, [usable rows], int64."""
-    usable: list[NDArray[np.int64]] = []
-    digests: list[NDArray[np.uint64]] = []
-    numbers: list[int] = []
-    seen: list[int] = []
+def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) -> None:
+    """Complete the report but for its sums."""
+    usable, digests = array("q"), array("Q")
     bad = report.remarks if data.bad_rows == "skip" else report.problems
     for number, row in enumerate(source.each()):
         formed = row if isinstance(row, str) else check.in_form(row)
@@ -121,29 +117,15 @@ def _look(source: Source, check: RowCheck, report: SetReport, data: DataConfig) 
             if report.bad <= _SHOWN:
                 bad.append(Problem(source.place(number), formed))
             continue
-        numbers.append(number)
-        _note(formed, check.task(formed), report)
+        usable.append(number)
+        report.note(formed, check.task(formed))
         prompt = check.prompt(formed)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
-        seen.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
-        if len(numbers) == _CHUNK:
-            usable.append(np.array(numbers, dtype=np.int64))
-            digests.append(np.array(seen, dtype=np.uint64))
-            numbers, seen = [], []
-    usable.append(np.array(numbers, dtype=np.int64))
-    digests.append(np.array(seen, dtype=np.uint64))
-    report.rows = sum(map(len, usable))
-    distinct = len(np.unique(np.concatenate(digests)))
+        digests.append(xxh3_64_intdigest(text.encode(errors="surrogatepass")))
+    report.rows = len(usable)
+    distinct = len(np.unique(np.array(digests, dtype=np.uint64)))
     report.alike, report.duplicates = distinct <= 1, report.rows - distinct
-    return np.concatenate(usable)
-
-
-def _note(row: Row, task: str, report: SetReport) -> None:
-    """Add task and columns of a row to the report."""
-    report.tasks.add(task)
-    columns = report.columns.setdefault(task, set())
-    if not columns >= row.keys():
-        columns.update(map(str, row))
+    report.usable = np.array(usable, dtype=np.int64)
 
 
 class RowCheck:
@@ -225,11 +207,11 @@ def _missing_column(row: Row, spec: TaskDataSpec) -> str | None:
 
 def is_conversation(value: Any) -> bool:
     """Whether a value is a list of {role, content} messages, and not empty."""
-    return isinstance(value, list) and bool(value) and all(_is_message(turn) for turn in value)
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    turns = value if isinstance(value, list) else []
+    return bool(turns) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    )
 
 
 def unusable_answer(kind: str, answer: Any) -> str | None:
@@ -285,7 +267,7 @@ def code_tests(answer: Any) -> list[str | tuple[str, str]]:
             raise ValueError(f"is no JSON that can be read: {error}") from None
     if isinstance(answer, str):
         answer = [answer] if answer.strip() else []
-    if isinstance(answer, dict) and _are_lists(answer.get("inputs"), answer.get("outputs")):
+    if isinstance(answer, dict) and all(isinstance(answer.get(key), list) for key in ("inputs", "outputs")):
         pairs = zip(answer["inputs"], answer["outputs"], strict=True)
         answer = [{"input": given, "output": expected} for given, expected in pairs]
     if isinstance(answer, list):
@@ -294,10 +276,6 @@ def code_tests(answer: Any) -> list[str | tuple[str, str]]:
         if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in answer):
             return [(str(one["input"]), str(one["output"])) for one in answer]
     raise ValueError("is neither Python tests nor cases of input and output")
-
-
-def _are_lists(*values: Any) -> bool:
-    return all(isinstance(value, list) for value in values)
 
 
 _CHECKS: dict[str, Callable[[Any], str | None]] = {"math": _math, "addition": _addition, "code": _code}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +60,6 @@ class EnvironmentReturn:
     """What people are to read of the response, in the file of the step's rollouts."""
 
 
-def _no_tokens() -> NDArray[np.int32]:
-    """[0], int32: an observation of nothing."""
-    return np.empty(0, dtype=np.int32)
-
-
 @dataclass(slots=True, kw_only=True)
 class Turn:
     """An environment's answer to a response."""
@@ -79,59 +73,9 @@ class Turn:
     of the conversation, in the form that the tokenizer's chat template gives it, else as it stands."""
     role: str = "user"
     """Whose message the text is, for the chat template: "user" or "tool"."""
-    observation: NDArray[np.int32] = field(default_factory=_no_tokens)
+    observation: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     """[tokens], int32: what the model reads, in tokens, from an environment that makes them itself; appended to the
     sequence as it is, never trained on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringJob:
-    """Some or all samples of one prompt, to score together: what they share travels once."""
-
-    prompt: str | list[dict[str, str]]
-    extra_env_info: dict[str, Any]
-    responses: tuple[str, ...]
-    stop_reasons: tuple[StopReason, ...]
-    states: tuple[Any, ...]
-    response_ids: tuple[NDArray[np.int32] | None, ...] = ()
-    """Per sample [sampled tokens], int32; empty: the environment does not ask for them."""
-    trainer_state: TrainerState = field(default_factory=TrainerState)
-
-    @property
-    def requests(self) -> list[EnvironmentRequest]:
-        """A request for each sample of the job."""
-        return [
-            EnvironmentRequest(
-                prompt=self.prompt,
-                response=response,
-                stop_reason=stop_reason,
-                extra_env_info=self.extra_env_info,
-                state=state,
-                response_ids=ids,
-                trainer_state=self.trainer_state,
-            )
-            for response, stop_reason, state, ids in self._samples()
-        ]
-
-    def singly(self) -> list[ScoringJob]:
-        """The job taken apart: a job for each of its samples."""
-        return [
-            ScoringJob(
-                prompt=self.prompt,
-                extra_env_info=self.extra_env_info,
-                responses=(response,),
-                stop_reasons=(stop_reason,),
-                states=(state,),
-                response_ids=(ids,),
-                trainer_state=self.trainer_state,
-            )
-            for response, stop_reason, state, ids in self._samples()
-        ]
-
-    def _samples(self) -> Iterator[tuple[str, StopReason, Any, NDArray[np.int32] | None]]:
-        """Response, stop reason, state and token ids, [sampled tokens], int32, of each sample."""
-        ids = self.response_ids or (None,) * len(self.responses)
-        return zip(self.responses, self.stop_reasons, self.states, ids, strict=True)
 
 
 Scored = EnvironmentReturn | str

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.config.data_schema import DatasetConfig
 from megatron_grpo.config.errors import RunError
@@ -30,20 +30,13 @@ _MAGIC = {
 
 
 def binary_kind(head: bytes) -> str | None:
-    """Name of a binary format, and what to do about it; None: the file may be text.
-
-    Args:
-        head: first bytes of the file.
-    """
+    """Name of the binary format of a file that begins like this, and what to do about it; None: it may be text."""
     return next((text for magic, text in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def wrong_kind(head: bytes) -> str | None:
-    """Name of another format than JSONL, and what to do about it; None: the first line is an object, or a broken one.
-
-    Args:
-        head: first HEAD_BYTES bytes of the file.
-    """
+    """Name of another format than JSONL, and what to do about it, from the first HEAD_BYTES bytes of a file; None: the
+    first line is an object, or a broken one."""
     binary = binary_kind(head)
     if binary is not None:
         return binary
@@ -78,27 +71,8 @@ class SourceError(ValueError):
     """A set of rows cannot be read at all; the text says why, and does not name the set."""
 
 
-class Source(Protocol):
-    """A set of rows."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Row:
-        """A row, counted from 0; RunError when it cannot be read any more."""
-
-    def each(self) -> Iterator[Row | str]:
-        """All rows in order; instead of one that cannot be read, the reason as text."""
-
-    def place(self, number: int) -> str:
-        """Place of a row for messages, as file:line."""
-
-
 def parse_line(line: bytes) -> Row | str:
-    """The object on a line of JSONL, or the reason as text when there is none.
-
-    Args:
-        line: a line of the file, with or without its end.
-    """
+    """The object on a line of JSONL, with or without the line's end, or the reason as text when there is none."""
     try:
         text = line.decode().removeprefix("\ufeff")
         row = json.loads(text)
@@ -170,15 +144,18 @@ class JsonLines:
         return len(self._begins)
 
     def __getitem__(self, number: int, /) -> Row:
+        """A row, counted from 0; RunError when it cannot be read any more."""
         row = parse_line(self._line(number))
         if isinstance(row, str):
             raise RunError(f"{self.place(number)} has changed since the run began: the row {row}")
         return row
 
     def each(self) -> Iterator[Row | str]:
+        """All rows in order; instead of one that cannot be read, the reason as text."""
         return (parse_line(self._line(number)) for number in range(len(self)))
 
     def place(self, number: int) -> str:
+        """Place of a row for messages, as file:line."""
         return f"{self._path}:{self._numbers[number]}"
 
     def _line(self, number: int) -> bytes:
@@ -204,12 +181,14 @@ class Table:
         return len(self._dataset) + len(self._bad)
 
     def __getitem__(self, number: int, /) -> Row:
+        """A row, counted from 0; RunError when it cannot be read."""
         row = self._row(number)
         if isinstance(row, str):
             raise RunError(f"{self.place(number)}: the row {row}")
         return row
 
     def each(self) -> Iterator[Row | str]:
+        """All rows in order; instead of one that cannot be read, the reason as text."""
         for begin in range(0, len(self._dataset), BATCH_ROWS):
             try:
                 columns = self._dataset[begin : begin + BATCH_ROWS]
@@ -230,9 +209,14 @@ class Table:
             return f"has a value that cannot be read: {_first_line(error)}"
 
     def place(self, number: int) -> str:
+        """Place of a row for messages: its line in a text file, else its number."""
         if number >= len(self._dataset):
             return f"{self._name}:{self._bad[number - len(self._dataset)][0]}"
         return f"{self._name}:{self._lines[number]}" if self._lines else f"{self._name}, row {number}"
+
+
+Source = JsonLines | Table
+"""A set of rows."""
 
 
 def open_source(config: DatasetConfig) -> Source:
@@ -275,16 +259,13 @@ def _dataset(config: DatasetConfig) -> Source:
             found = load_from_disk(config.path)[config.split]
         else:
             found = load_dataset(config.path, config.subset, split=config.split)
+    except KeyError as error:
+        raise SourceError(f"has no split {config.split!r}") from error
     except Exception as error:  # of the hub, of its HTTP library, of whichever builder reads the files
-        raise SourceError(_reason(config, error)) from error
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        text = f"cannot be loaded (split {config.split}): {kind}{_first_line(error.__cause__ or error)}"
+        raise SourceError(text) from error
     return Table(found, config.path)
-
-
-def _reason(config: DatasetConfig, error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"has no split {config.split!r}"
-    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return f"cannot be loaded (split {config.split}): {kind}{_first_line(error.__cause__ or error)}"
 
 
 def _parquet(path: Path) -> Source:
@@ -335,9 +316,11 @@ def _csv(path: Path) -> Source:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
             names = next(reader, [])
-            _require_names(names)
+            if not names or not all(names) or len(set(names)) < len(names):
+                raise SourceError("is no CSV with a header: its first line has to name every column, each once")
             schema = pa.schema([(name, pa.string()) for name in names])
-            for rows in _chunks(_good_rows(reader, len(names), lines, bad)):
+            good = _good_rows(reader, len(names), lines, bad)
+            while rows := list(islice(good, 10 * BATCH_ROWS)):
                 columns = [pa.array(column, type=pa.string()) for column in zip(*rows, strict=True)]
                 batches.append(pa.record_batch(columns, schema=schema))
     except UnicodeDecodeError:
@@ -345,12 +328,6 @@ def _csv(path: Path) -> Source:
     except csv.Error as error:
         raise SourceError(f"is no CSV: its header: {error}") from None
     return Table(Dataset(pa.Table.from_batches(batches, schema=schema)), str(path), lines, bad)
-
-
-def _require_names(names: list[str]) -> None:
-    twice = {name for name in names if names.count(name) > 1}
-    if not names or not all(names) or twice:
-        raise SourceError("is no CSV with a header: its first line has to name every column, each once")
 
 
 def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int, str]]) -> Iterator[list[str]]:
@@ -368,11 +345,6 @@ def _good_rows(reader: Any, columns: int, lines: array[int], bad: list[tuple[int
             yield row
         elif row:  # an empty line is no row
             bad.append((reader.line_num, f"has {len(row)} values, and the header names {columns} columns"))
-
-
-def _chunks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    while chunk := list(islice(rows, 10 * BATCH_ROWS)):
-        yield chunk
 
 
 _READERS = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".tsv": _csv}

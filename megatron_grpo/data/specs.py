@@ -21,39 +21,22 @@ class PreparedPrompts:
 
     rows: dict[str, int]
     """Number of rows by name of the file."""
-    columns: tuple[str, ...]
     tasks: tuple[str, ...]
     """All values of task_name."""
     prompt_tokens: int
     """Tokens of the longest prompt, without a chat template; the tokenizer has none."""
+    columns: tuple[str, ...] = ("prompt", "answer", "task_name")
 
 
-_ADDITION = PreparedPrompts(
-    rows={"train.jsonl": 4588, "val.jsonl": 512},
-    columns=("prompt", "answer", "task_name"),
-    tasks=("addition",),
-    prompt_tokens=6,
-)
-
-_CALCULATOR = PreparedPrompts(
-    rows={"train.jsonl": 3495, "val.jsonl": 256},
-    columns=("prompt", "answer", "task_name"),
-    tasks=("tools",),
-    prompt_tokens=6,
-)
-
-_TWO_TASKS = PreparedPrompts(
-    rows={"train.jsonl": 2550, "val.jsonl": 512},
-    columns=("prompt", "answer", "task_name"),
-    tasks=("addition", "countdown"),
-    prompt_tokens=9,
-)
+_ADDITION = PreparedPrompts(rows={"train.jsonl": 4588, "val.jsonl": 512}, tasks=("addition",), prompt_tokens=6)
 
 PREPARED_PROMPTS = {
     "addition": _ADDITION,
     "addition_moe": _ADDITION,
-    "calculator": _CALCULATOR,
-    "two_tasks": _TWO_TASKS,
+    "calculator": PreparedPrompts(rows={"train.jsonl": 3495, "val.jsonl": 256}, tasks=("tools",), prompt_tokens=6),
+    "two_tasks": PreparedPrompts(
+        rows={"train.jsonl": 2550, "val.jsonl": 512}, tasks=("addition", "countdown"), prompt_tokens=9
+    ),
 }
 """The prompts that each prepare.name makes."""
 
@@ -212,7 +195,7 @@ def task_spec(data: DataConfig, task: str) -> TaskDataSpec:
     return TaskDataSpec(
         task_name=task,
         prompt_key="prompt" if form else _first(own.prompt_key, data.prompt_key) or "",
-        answer_key=_answer_key(data, own, form),
+        answer_key="answer" if form else _first(own.answer_key, data.answer_key),
         apply_chat_template=bool(_first(own.apply_chat_template, data.apply_chat_template)),
         system_prompt=_first(system, _first(data.system_prompt, _read(data.system_prompt_file, str))),
         prompt=_read(own.prompt_file or data.prompt_file, str),
@@ -259,12 +242,6 @@ def processor_problems(data: DataConfig) -> Iterator[Problem]:
 def _sections(data: DataConfig) -> dict[str, PromptConfig]:
     """Sections of the configuration about prompts, by key."""
     return {"data": data, **{f"data.tasks.{name}": one for name, one in data.tasks.items()}}
-
-
-def _answer_key(data: DataConfig, own: TaskConfig, form: bool) -> str | None:
-    if form:
-        return "answer"
-    return own.answer_key if own.answer_key is not None else data.answer_key
 
 
 def _is_import_path(name: str) -> bool:

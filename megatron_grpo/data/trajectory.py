@@ -22,23 +22,15 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
-    """One rollout without its tokens and text, as the driver holds it for scoring, dynamic sampling and metrics."""
+class Sample:
+    """The identity and the score of one rollout, which its outcome and its trajectory both hold."""
 
     prompt_idx: int
     """Row of the dataset that the prompt comes from."""
     group: int
-    """Which prompt of the step's batch: the samples of one prompt share it."""
+    """Which prompt of its generation batch, or of the step: the samples of one prompt share it."""
     sample: int
     """Which sample of the prompt's group."""
-    tokens: int
-    """Length of the whole sequence, prompt and responses."""
-    response_tokens: int
-    """Sampled tokens of the sequence."""
-    truncated: bool
-    """Whether the response was cut off by a length limit."""
-    version: int
-    """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
     reward: float | None = 0.0
     """Reward of the rollout; None: no reward function gave one, or it failed, and baselines and loss leave it out."""
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -53,29 +45,37 @@ class Outcome:
     """0 leaves the rollout out of the loss."""
     failure: str | None = None
     """Why the rollout failed twice; None: it did not."""
+    task_name: str = ""
+    """Which environment answered and scored the rollout."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome(Sample):
+    """One rollout without its tokens and text, as the driver holds it for scoring, dynamic sampling and metrics."""
+
+    tokens: int
+    """Length of the whole sequence, prompt and responses."""
+    response_tokens: int
+    """Sampled tokens of the sequence."""
+    truncated: bool
+    """Whether the response was cut off by a length limit."""
+    version: int
+    """Newest weight version that sampled a token of the rollout; -1 when none was sampled."""
     finite_logprobs: bool = True
     """Whether every sampling log-probability is finite."""
     oldest_version: int = -1
     """Oldest weight version that sampled a token of the rollout; -1 when none was sampled."""
     versions: int = 0
     """Weight versions that sampled tokens of the rollout."""
-    task_name: str = ""
-    """Which environment answered and scored the rollout."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Sample):
     """One sampled response to one prompt. Token ids are the truth; the text is only for people and environments.
 
     Lives in a rollout worker and in the object store; workers lay it out in shards and write it to files.
     """
 
-    prompt_idx: int
-    """Row of the dataset."""
-    group: int
-    """Which prompt of its generation batch: the samples of one prompt share it."""
-    sample: int
-    """Which sample of its group."""
     token_ids: NDArray[np.int32]
     """[tokens], prompt and response."""
     spans: list[Span]
@@ -84,23 +84,8 @@ class Trajectory:
     """[sampled tokens], log-probability under which each sampled token was drawn, in the order of the spans."""
     response: str
     stop_reason: StopReason
-    reward: float | None = 0.0
-    """None: no reward function gave one. Baselines and loss then leave the response out."""
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """Reward per reward function, when there are several."""
-    reward_errors: int = 0
-    """Reward functions that failed over the response and were taken to have no opinion."""
-    reward_metrics: dict[str, float] = field(default_factory=dict)
-    """Figures that its environment reported beside the reward."""
     notes: dict[str, str] = field(default_factory=dict)
     """What its environment wants people to read of it."""
-    correct: bool | None = False
-    """None: the environment cannot say."""
-    loss_multiplier: float = 1.0
-    failure: str | None = None
-    """Why the rollout failed twice; None: it did not."""
-    task_name: str = ""
-    """Which environment answered and scored the rollout."""
     routed: NDArray[Any] | None = None
     """[first tokens, numbers of a token], in the form of `RoutedForm`: the experts that the engine chose while it
     sampled; None: not recorded. The last token, which the engine never runs, has none."""
@@ -123,25 +108,16 @@ class Trajectory:
     @property
     def outcome(self) -> Outcome:
         """What the driver keeps of this trajectory."""
+        versions = [span.version for span in self.spans]
         return Outcome(
-            prompt_idx=self.prompt_idx,
-            group=self.group,
-            sample=self.sample,
+            **{one.name: getattr(self, one.name) for one in fields(Sample)},
             tokens=len(self.token_ids),
             response_tokens=self.response_tokens,
             truncated=self.truncated,
-            version=max((span.version for span in self.spans), default=-1),
-            reward=self.reward,
-            reward_parts=self.reward_parts,
-            reward_errors=self.reward_errors,
-            reward_metrics=self.reward_metrics,
-            correct=self.correct,
-            loss_multiplier=self.loss_multiplier,
-            failure=self.failure,
+            version=max(versions, default=-1),
+            oldest_version=min(versions, default=-1),
+            versions=len(set(versions)),
             finite_logprobs=bool(np.isfinite(self.logprobs).all()),
-            oldest_version=min((span.version for span in self.spans), default=-1),
-            versions=len({span.version for span in self.spans}),
-            task_name=self.task_name,
         )
 
     def to_row(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _columns(config: Config, sets: Sequence[DatasetConfig] | None, task: str) ->
         looked = examined(one, config.data, environments)
         if looked.source is None:
             return None
-        found |= looked.report.columns.get(task, set())
+        found |= looked.columns.get(task, set())
     if found and task_spec(config.data, task).answer_key is not None:
         found.add("answer")
     return found or None

@@ -18,7 +18,7 @@ from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
 from megatron_grpo.config.data_schema import EnvironmentConfig
 from megatron_grpo.config.errors import RunError
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, ScoringJob, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ModelAccess, Scored, Turn
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.registry import create_environment
 from megatron_grpo.environments.reward_model import RewardModelClient
@@ -135,9 +135,9 @@ class EnvironmentWorker:
         """State of a rollout after the agent has made its turns, pickled, or the message of an exception."""
         return self._attempt(lambda: cloudpickle.dumps(self._environment.act(prompt, extra_env_info, access)))
 
-    def score(self, job: ScoringJob) -> list[Scored]:
+    def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
         """A score or an error message for each sample. If scoring them together raises, each is scored alone."""
-        requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in job.requests]
+        requests = [replace(one, state=one.state and cloudpickle.loads(one.state)) for one in requests]
         together, _ = self._attempt(lambda: self._score(requests))
         if together is not None:
             return list(together)

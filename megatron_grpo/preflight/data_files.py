@@ -68,7 +68,7 @@ def report_of_rows(config: Config, subject: str, one: DatasetConfig) -> SetRepor
     if reason is not None:
         advice = "; give a JSONL file, one object with prompt and answer a line" if reason == "no such file" else ""
         return SetReport(problems=[Problem(subject, reason + advice)])
-    return examined(one, config.data, {name: env.type for name, env in config.env.items()}).report
+    return examined(one, config.data, {name: env.type for name, env in config.env.items()})
 
 
 def _too_few(config: Config, rows: int) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from megatron_grpo.cluster.futures import explain, overdue, pickled
 from megatron_grpo.config.errors import SamplingError
-from megatron_grpo.data.scores import ModelAccess, Scored, ScoringJob, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, Turn
 from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.plan import RolloutFailure
 
@@ -81,13 +81,13 @@ class EnvironmentClient:
         """State of a rollout whose turns the environment's agent has made, in a process for itself meanwhile."""
         return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
 
-    async def score(self, job: ScoringJob) -> list[Scored]:
-        """A score for each sample, or why there is none after a second attempt.
+    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        """A score for each of some samples of one prompt, or why there is none after a second attempt.
 
         Raises:
             SamplingError: a process died and could not be replaced.
         """
-        scored: list[Scored] = await self._ask("score", job)
+        scored: list[Scored] = await self._ask("score", requests)
         return scored
 
     async def _ask_or_fail(self, method: str, *arguments: Any, alone: bool = False) -> Any:
@@ -176,9 +176,9 @@ class EnvironmentClient:
                 self._work.set()
 
     async def _score_singly(self, call: _Call) -> None:
-        (job,) = call.arguments
+        (requests,) = call.arguments
         try:
-            scored = await asyncio.gather(*(self._ask("score", one, alone=True) for one in job.singly()))
+            scored = await asyncio.gather(*(self._ask("score", [one], alone=True) for one in requests))
         except SamplingError as error:
             if not call.answer.done():
                 call.answer.set_exception(error)

@@ -19,8 +19,6 @@ from megatron_grpo.data.responses import (
     GenerationOutput,
     GenerationRequest,
     SamplingSettings,
-    Structure,
-    structure_of,
 )
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.trajectory import Span
@@ -138,6 +136,10 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
             f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within "
             f"policy.max_total_sequence_length={longest}"
         )
+    structured = settings.structured
+    choice = None if structured.choice is None else list(structured.choice)
+    given = {"regex": structured.regex, "json": structured.json_schema, "choice": choice}
+    form = {name: value for name, value in given.items() if value is not None}
     return {
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -147,7 +149,7 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
         "presence_penalty": settings.presence_penalty,
         "frequency_penalty": settings.frequency_penalty,
         "bad_words": list(settings.bad_words),
-        **({} if settings.structure is None else {"structured_outputs": _form(settings.structure)}),
+        **({"structured_outputs": form} if form else {}),
         "seed": request.seed,
         "max_tokens": max_tokens,
         "stop": list(settings.stop_strings),
@@ -157,19 +159,12 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
     }
 
 
-def _form(structure: Structure) -> dict[str, Any]:
-    """The form of a response by vLLM's names."""
-    choice = None if structure.choice is None else list(structure.choice)
-    given = {"regex": structure.regex, "json": structure.json_schema, "choice": choice}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def warm_up_call(config: GenerationConfig) -> tuple[list[GenerationRequest], SamplingSettings]:
     """What an engine samples first, which allocates and compiles: a full batch, so that the first real one does not.
 
     With the structure of the real ones, so that vLLM says at the start what it cannot make of it.
     """
-    settings = SamplingSettings(max_new_tokens=2, structure=structure_of(config.structured))
+    settings = SamplingSettings(max_new_tokens=2, structured=config.structured)
     request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
     return [request] * config.sequences_per_engine, settings
 

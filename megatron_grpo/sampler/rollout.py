@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.scores import Scored, ScoringJob
+from megatron_grpo.data.scores import EnvironmentRequest, Scored
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.sampler.endpoint import Endpoint
 from megatron_grpo.sampler.engines import EngineClient, Engines
@@ -81,20 +81,23 @@ class GroupRollout:
 
     async def _scored(self, samples: list[Sampled]) -> list[Scored]:
         wants_ids = self._environment.reads_token_ids
-        job = ScoringJob(
-            prompt=self._datum["prompt"],
-            extra_env_info=self._datum["extra_env_info"],
-            responses=tuple(one.trajectory.response for one in samples),
-            stop_reasons=tuple(one.trajectory.stop_reason for one in samples),
-            states=tuple(one.state for one in samples),
-            response_ids=tuple(one.trajectory.response_ids for one in samples) if wants_ids else (),
-            trainer_state=self._plan.trainer_state,
-        )
+        requests = [
+            EnvironmentRequest(
+                prompt=self._datum["prompt"],
+                response=one.trajectory.response,
+                stop_reason=one.trajectory.stop_reason,
+                extra_env_info=self._datum["extra_env_info"],
+                state=one.state,
+                response_ids=one.trajectory.response_ids if wants_ids else None,
+                trainer_state=self._plan.trainer_state,
+            )
+            for one in samples
+        ]
         deadline = self._deadline
         for _ in range(ATTEMPTS):
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await self._environment.score(job)
+                    return await self._environment.score(requests)
             except TimeoutError:
                 deadline = asyncio.get_running_loop().time() + self._plan.timeout_s
         task, limit = self._datum["task_name"], self._plan.timeout_s

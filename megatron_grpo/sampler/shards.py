@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,39 +261,29 @@ DUMPED_GROUPS = 64
 """Groups that are fetched together to be written."""
 
 
-def learnt_so_far(batch: StepBatch) -> LearntFrom:
-    """The advantages and log-probabilities that a step has, fetched; an entry that is lost with the process that held
-    it counts as not computed."""
-    arrays: dict[str, NDArray[np.float32]] = {}
+def learnt_so_far(batch: StepBatch) -> dict[str, Sequence[NDArray[np.float32]]]:
+    """The advantages and log-probabilities that a step has, fetched, by name, for each sequence [tokens], float32.
+
+    An entry that is lost with the process that held it counts as not computed.
+    """
+    known: dict[str, Sequence[NDArray[np.float32]]] = {}
     for name in ("advantages", "prev_logprobs"):
         if name in batch.fields:
             with suppress(RayError):
-                arrays[name] = gather_shards(ray.get(batch.fields[name]), batch.shards, batch.lengths)
-    return LearntFrom(np.cumsum(batch.lengths) - batch.lengths, batch.advantages, arrays)
+                whole = gather_shards(ray.get(batch.fields[name]), batch.shards, batch.lengths)
+                known[name] = np.split(whole, np.cumsum(batch.lengths)[:-1])
+    if batch.advantages is not None:
+        pairs = zip(batch.advantages, batch.lengths, strict=True)
+        known["advantages"] = [np.broadcast_to(advantage, length) for advantage, length in pairs]
+    return known
 
 
-@dataclass(frozen=True, slots=True)
-class LearntFrom:
-    """The numbers of a step's sequences that its file of rollouts has beside them."""
-
-    starts: NDArray[np.int64]
-    """[sequences], int64: where each begins in the arrays."""
-    by_response: NDArray[np.float32] | None
-    arrays: dict[str, NDArray[np.float32]]
-    """Entries by name, [tokens of the step]."""
-
-    def of(self, number: int, trajectory: Trajectory) -> Learnt:
-        """What is known of one sequence, by its number in the step."""
-        spans = [np.arange(span.start, span.end) for span in trajectory.spans]
-        places = self.starts[number] + (np.concatenate(spans) if spans else np.empty(0, dtype=np.int64))
-        prev = self.arrays.get("prev_logprobs")
-        advantages = self.arrays.get("advantages")
-        of_tokens: NDArray[np.float32] | None
-        if self.by_response is not None:
-            of_tokens = np.full(len(places), self.by_response[number], dtype=np.float32)
-        else:
-            of_tokens = None if advantages is None else advantages[places]
-        return Learnt(of_tokens, None if prev is None else prev[places])
+def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int, trajectory: Trajectory) -> Learnt:
+    """The numbers of the sampled tokens of one sequence, by its number in the step, of what `learnt_so_far` found."""
+    spans = [np.arange(span.start, span.end) for span in trajectory.spans]
+    places = np.concatenate([np.empty(0, dtype=np.int64), *spans])
+    found = {name: values[number][places] for name, values in known.items()}
+    return Learnt(found.get("advantages"), found.get("prev_logprobs"))
 
 
 def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
@@ -309,16 +299,13 @@ def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, fil
 
     def groups() -> Iterator[tuple[int, list[Written]]]:
         references, places = bundles
-        learnt = None if batch is None else learnt_so_far(batch)
+        known = None if batch is None else learnt_so_far(batch)
         samples = record.run.samples_per_prompt
         wanted = [number for number, samples_of in enumerate(chosen) if samples_of]
         for begin in range(0, len(wanted), DUMPED_GROUPS):
             numbers = wanted[begin : begin + DUMPED_GROUPS]
             for number, trajectories in zip(numbers, fetched((references, places[numbers])), strict=True):
-                one_by_one = [(number * samples + place, trajectories[place]) for place in chosen[number]]
-                yield (
-                    number,
-                    [(one, None if learnt is None else learnt.of(sequence, one)) for sequence, one in one_by_one],
-                )
+                written = [(trajectories[place], number * samples + place) for place in chosen[number]]
+                yield number, [(one, None if known is None else learnt_from(known, at, one)) for one, at in written]
 
     write_rollouts(file, groups(), record.metadata())

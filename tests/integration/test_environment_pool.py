@@ -12,7 +12,7 @@ import ray
 from megatron_grpo.cluster.ray_cluster import RayCluster
 from megatron_grpo.config.schema import ClusterConfig, EnvironmentConfig
 from megatron_grpo.data.processors import REFERENCE
-from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.environments.interface import EnvironmentSettings
 from megatron_grpo.environments.pool import EnvironmentHandle, EnvironmentPool, build_environments
 from megatron_grpo.sampler.environment_client import EnvironmentClient
@@ -36,17 +36,14 @@ def handles(config: EnvironmentConfig, shares: int = 1) -> Iterator[list[Environ
         pool.shutdown()
 
 
-def job(*responses: str, answer: str = "025") -> ScoringJob:
-    return ScoringJob(
-        prompt="12+13=",
-        extra_env_info={REFERENCE: answer},
-        responses=responses,
-        stop_reasons=("stop",) * len(responses),
-        states=(None,) * len(responses),
-    )
+def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
+    extra = {REFERENCE: answer}
+    return [
+        EnvironmentRequest(prompt="12+13=", response=one, stop_reason="stop", extra_env_info=extra) for one in responses
+    ]
 
 
-def scored(handle: EnvironmentHandle, jobs: Sequence[ScoringJob]) -> list[list[Scored]]:
+def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[Scored]]:
     async def scene() -> list[list[Scored]]:
         client = EnvironmentClient(handle, startup_timeout_s=60.0)
         await client.start()
@@ -84,7 +81,7 @@ def test_the_math_environment_works_and_keeps_its_time_limit_inside_an_actor() -
 
 
 def test_a_response_without_an_answer_names_the_environment_and_the_cause() -> None:
-    nothing = ScoringJob(prompt="", extra_env_info={}, responses=("1",), stop_reasons=("stop",), states=(None,))
+    nothing = [EnvironmentRequest(prompt="", response="1", stop_reason="stop", extra_env_info={})]
     with handles(EnvironmentConfig(type="addition")) as (handle,):
         assert scored(handle, [nothing]) == [["environment task: KeyError: '<reference>'"]]
 

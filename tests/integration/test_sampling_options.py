@@ -13,7 +13,8 @@ import ray
 import torch
 from torch import Tensor
 
-from megatron_grpo.data.responses import GenerationOutput, SamplingSettings, Structure
+from megatron_grpo.config.generation_schema import StructuredConfig
+from megatron_grpo.data.responses import GenerationOutput, SamplingSettings
 from megatron_grpo.sampler.engine_group import VllmGeneration
 from tests.integration.vllm_helpers import EOS, LETTERS, Oracle, engines, generate, make_model, request
 
@@ -109,16 +110,16 @@ def test_log_probabilities_are_of_what_is_drawn_from(
 @pytest.mark.parametrize(
     ("structure", "fits"),
     [
-        (Structure(regex="[a-f]{3}[0-9]{2}"), lambda text: re.fullmatch("[a-f]{3}[0-9]{2}", text) is not None),
-        (Structure(choice=("abc", "x9")), lambda text: text in ("abc", "x9")),
-        (Structure(json_schema='{"enum": [7, 42]}'), lambda text: text in ("7", "42")),
+        (StructuredConfig(regex="[a-f]{3}[0-9]{2}"), lambda text: re.fullmatch("[a-f]{3}[0-9]{2}", text) is not None),
+        (StructuredConfig(choice=["abc", "x9"]), lambda text: text in ("abc", "x9")),
+        (StructuredConfig(json_schema='{"enum": [7, 42]}'), lambda text: text in ("7", "42")),
     ],
     ids=["regex", "choice", "schema"],
 )
 def test_responses_have_the_form(
-    generation: VllmGeneration, oracle: Oracle, structure: Structure, fits: Callable[[str], bool]
+    generation: VllmGeneration, oracle: Oracle, structure: StructuredConfig, fits: Callable[[str], bool]
 ) -> None:
-    found = responses(generation, SamplingSettings(max_new_tokens=TOKENS, structure=structure))
+    found = responses(generation, SamplingSettings(max_new_tokens=TOKENS, structured=structure))
     assert all(fits(output.text) and output.stop_reason == "stop" for output in found)
     for output in found:
         ids = output.token_ids.tolist()
@@ -130,7 +131,7 @@ def test_responses_have_the_form(
             assert output.logprobs[place] == pytest.approx(float(logprob), abs=1e-4)
 
 
-def _may_follow(structure: Structure, text: str, token: int) -> bool:
+def _may_follow(structure: StructuredConfig, text: str, token: int) -> bool:
     """By hand, what may come after a text: the letters of the forms above, and their end."""
     letter = LETTERS[token - 2] if token > EOS else ""
     if structure.regex is None:
@@ -157,9 +158,9 @@ def test_equal_seeds_give_equal_responses(generation: VllmGeneration) -> None:
 
 def test_a_form_that_cannot_be_is_one_clear_error(generation: VllmGeneration) -> None:
     """And the engine goes on."""
-    wrong = Structure(json_schema=json.dumps({"type": "nonsense"}))
+    wrong = StructuredConfig(json_schema=json.dumps({"type": "nonsense"}))
     with pytest.raises(RuntimeError, match="generation engine 0"):
-        responses(generation, SamplingSettings(max_new_tokens=4, structure=wrong))
+        responses(generation, SamplingSettings(max_new_tokens=4, structured=wrong))
     assert len(responses(generation, SamplingSettings(max_new_tokens=4))) == SAMPLES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.data import load_prompts as first_rows
 from megatron_grpo.data.datasets import AllTaskProcessedDataset
 from megatron_grpo.data.load_prompts import count_left_out
-from megatron_grpo.data.processors import DatumSpec, LongPrompts, TaskDataSpec, math_data_processor
+from megatron_grpo.data.processors import DatumSpec, TaskDataSpec, math_data_processor
 from megatron_grpo.data.specs import processor_of
 
 LONGEST = 12
@@ -39,7 +39,7 @@ def dataset_of(
     rows: list[dict[str, Any]],
     *,
     chat: bool = True,
-    long_prompts: LongPrompts = "filter",
+    long_prompts: Literal["filter", "cut_left", "error"] = "filter",
     skip: bool = False,
 ) -> AllTaskProcessedDataset:
     spec = TaskDataSpec(task_name="math", apply_chat_template=chat, long_prompts=long_prompts)
@@ -83,7 +83,7 @@ def test_together_is_as_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
     rows: list[dict[str, Any]],
     chat: bool,
-    long_prompts: LongPrompts,
+    long_prompts: Literal["filter", "cut_left", "error"],
     skip: bool,
 ) -> None:
     monkeypatch.setattr(first_rows, "BATCH_ROWS", 3)

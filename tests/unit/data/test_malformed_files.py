@@ -131,13 +131,13 @@ def check_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     for policy in ("fail", "skip"):
         found = examined(DatasetConfig(path=str(path)), DataConfig(bad_rows=policy), KINDS)  # type: ignore[arg-type]
-        print_all([*found.report.problems, *found.report.remarks])
+        print_all([*found.problems, *found.remarks])
         if found.source is None:
-            assert found.report.problems, "a set that cannot be read is told"
+            assert found.problems, "a set that cannot be read is told"
             continue
-        assert found.report.rows + found.report.bad == len(found.source)
-        assert found.report.rows == len(found.usable)
-        assert (policy == "fail" and found.report.bad > 0) == bool(found.report.problems)
+        assert found.rows + found.bad == len(found.source)
+        assert found.rows == len(found.usable)
+        assert (policy == "fail" and found.bad > 0) == bool(found.problems)
         for number in found.usable:
             assert found.source[int(number)].get("prompt")
 

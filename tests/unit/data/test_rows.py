@@ -24,7 +24,7 @@ KINDS = {"math": "math"}
 def report_of(path: Path, content: bytes | None = None, **data: str) -> SetReport:
     if content is not None:
         path.write_bytes(content)
-    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS).report  # type: ignore[arg-type]
+    return examined(DatasetConfig(path=str(path)), DataConfig(train_path=str(path), **data), KINDS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.schema import DataConfig, DatasetConfig, TaskConfig
-from megatron_grpo.data.rows import Examined, examined
+from megatron_grpo.data.rows import SetReport, examined
 from megatron_grpo.data.sources import open_source
 
 ROWS = [{"prompt": f"{n}?", "answer": f"{n:03d}", "level": str(n % 3)} for n in range(12)]
@@ -45,7 +45,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     return path
 
 
-def looked(path: Path, data: DataConfig | None = None, **config: Any) -> Examined:
+def looked(path: Path, data: DataConfig | None = None, **config: Any) -> SetReport:
     return examined(DatasetConfig(path=str(path), **config), data or DataConfig(), KINDS)
 
 
@@ -59,7 +59,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
     assert len(source) == 12
     assert [source[number] for number in (7, 0, 11)] == [ROWS[7], ROWS[0], ROWS[11]]
     assert list(source.each()) == ROWS
-    report = looked(path).report
+    report = looked(path)
     assert (report.rows, report.bad, report.problems, report.duplicates) == (12, 0, [], 0)
     assert report.columns == {"math": {"prompt", "answer", "level"}}
     assert str(path) in source.place(4)
@@ -68,14 +68,14 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, name: str) -> None
 def test_a_split_of_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "splits")
     assert list(open_source(DatasetConfig(path=str(path), split="other")).each()) == ROWS[3:5]
-    (problem,) = looked(path, split="train[").report.problems
+    (problem,) = looked(path, split="train[").problems
     assert "has no split 'train['" in problem.text
 
 
 def test_a_quoted_line_break_is_part_of_a_value(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [{"prompt": "a\nb", "answer": "007"}, {"prompt": 'say "x"', "answer": ""}])
     assert next(iter(open_source(DatasetConfig(path=str(path))).each())) == {"prompt": "a\nb", "answer": "007"}
-    (problem,) = looked(path).report.problems
+    (problem,) = looked(path).problems
     assert (problem.subject, problem.text[:22]) == (f"{path}:4", "column 'answer' (data.")
 
 
@@ -85,25 +85,25 @@ def test_bad_rows_are_named_counted_and_left_out(tmp_path: Path, policy: str) ->
     good = [json.dumps(row) for row in ROWS]
     path.write_text("\n".join([*good[:2], "{broken", "", *good[2:4], *["[]"] * 7, *good[:2]]) + "\n")
     found = looked(path, DataConfig(bad_rows=policy))  # type: ignore[arg-type]
-    named = found.report.problems if policy == "fail" else found.report.remarks
+    named = found.problems if policy == "fail" else found.remarks
     assert [problem.subject for problem in named[:5]] == [f"{path}:{line}" for line in (3, 7, 8, 9, 10)]
     assert named[0].text.startswith("is not valid JSON")
     assert named[5].text == "3 more bad lines of 14"
-    assert (found.report.rows, found.report.bad, found.report.duplicates) == (6, 8, 2)
+    assert (found.rows, found.bad, found.duplicates) == (6, 8, 2)
     assert found.source is not None
     assert [found.source[number]["prompt"] for number in found.usable] == ["0?", "1?", "2?", "3?", "0?", "1?"]
-    assert bool(found.report.problems) == (policy == "fail")
-    assert "have too" not in str(found.report.problems)
-    assert any("2 rows, of 6, whose prompt an earlier row has too" in one.text for one in found.report.remarks)
+    assert bool(found.problems) == (policy == "fail")
+    assert "have too" not in str(found.problems)
+    assert any("2 rows, of 6, whose prompt an earlier row has too" in one.text for one in found.remarks)
 
 
 def test_lines_of_a_csv_with_other_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,answer\n1?,1\n2?,2,3\n\n3?,3\n")
     found = looked(path, DataConfig(bad_rows="skip"))
-    assert found.report.remarks[0].subject == f"{path}:3"
-    assert found.report.remarks[0].text == "has 3 values, and the header names 2 columns"
-    assert found.report.rows == 2
+    assert found.remarks[0].subject == f"{path}:3"
+    assert found.remarks[0].text == "has 3 values, and the header names 2 columns"
+    assert found.rows == 2
 
 
 def test_tasks_have_forms_and_keys_of_their_own(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_tasks_have_forms_and_keys_of_their_own(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "a.jsonl", rows)
     data = DataConfig(tasks={"math": TaskConfig(processor="math"), "code": TaskConfig(prompt_key="q")})
-    report = examined(DatasetConfig(path=str(path)), data, {"math": "math", "code": "reward_functions"}).report
+    report = examined(DatasetConfig(path=str(path)), data, {"math": "math", "code": "reward_functions"})
     assert (report.rows, report.problems, report.tasks) == (2, [], {"math", "code"})
     assert report.columns["math"] == {"problem", "solution", "task_name", "prompt", "answer"}
 
 
 def test_a_task_name_of_null_is_none(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{**ROWS[0], "task_name": None}, {**ROWS[1], "task_name": "math"}])
-    report = examined(DatasetConfig(path=str(path)), DataConfig(), KINDS).report
+    report = examined(DatasetConfig(path=str(path)), DataConfig(), KINDS)
     assert (report.rows, report.problems, report.tasks) == (2, [], {"math"})
 
 
@@ -136,8 +136,8 @@ def test_a_value_that_python_cannot_hold_makes_a_bad_row(tmp_path: Path, name: s
             sink.write_table(table)
     found = looked(path, DataConfig(bad_rows="skip"))
     assert found.usable.tolist() == [0, 2]
-    assert found.report.remarks[0].subject == f"{path}, row 1"
-    assert found.report.remarks[0].text.startswith("has a value that cannot be read: days=-2147483648")
+    assert found.remarks[0].subject == f"{path}, row 1"
+    assert found.remarks[0].text.startswith("has a value that cannot be read: days=-2147483648")
     assert found.source is not None
     assert found.source[2]["prompt"] == "3?"
     with pytest.raises(RunError, match="row 1: the row has a value that cannot be read"):

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, ScoringJob, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.environments import worker as worker_module
 from megatron_grpo.environments.interface import Environment, EnvironmentSettings
 from megatron_grpo.environments.worker import EnvironmentWorker, Observations
@@ -94,13 +94,10 @@ def test_a_process_keeps_states_to_itself_and_speaks_in_tokens(folder: Path, mon
     last, _ = worker.step(first.state, "yes", IDS["<e>"])
     assert last is not None
     assert (last.done, len(last.observation)) == (True, 0)
-    job = ScoringJob(
-        prompt="",
-        extra_env_info={},
-        responses=("", ""),
-        stop_reasons=("stop", "stop"),
-        states=(first.state, last.state),
-    )
+    job = [
+        EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={}, state=turn.state)
+        for turn in (first, last)
+    ]
     assert [scored.reward for scored in worker.score(job) if isinstance(scored, EnvironmentReturn)] == [1.0, 2.0]
 
 
@@ -144,8 +141,7 @@ def test_a_message_without_text_is_a_message(folder: Path, monkeypatch: pytest.M
 
 
 def test_scores_leave_the_process_as_plain_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    responses, reasons = ("", ""), ("stop", "stop")
-    job = ScoringJob(prompt="", extra_env_info={}, responses=responses, stop_reasons=reasons, states=(None, None))
+    job = [EnvironmentRequest(prompt="", response="", stop_reason="stop", extra_env_info={})] * 2
     scores = [one for one in silent(folder, monkeypatch).score(job) if isinstance(one, EnvironmentReturn)]
     assert [(type(one.reward), one.reward, one.correct) for one in scores] == [(float, 0.0, False), (float, 1.0, True)]
     assert [type(one.correct) for one in scores] == [bool, bool]

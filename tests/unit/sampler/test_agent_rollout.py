@@ -13,7 +13,7 @@ import pytest
 
 from megatron_grpo.config.errors import SamplingError
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored
 from megatron_grpo.data.trajectory import Span, Trajectory
 from megatron_grpo.sampler.conversation import BadCallError, Conversation
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
@@ -54,7 +54,7 @@ class Environment:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.jobs: list[ScoringJob] = []
+        self.jobs: list[list[EnvironmentRequest]] = []
 
     async def act(self, prompt: Any, extra_env_info: dict[str, Any], access: Any) -> Any:
         assert (prompt, extra_env_info) == ("what?", {"answer": "x"})
@@ -63,9 +63,9 @@ class Environment:
         except Exception as error:  # noqa: BLE001 - in a process of its own it comes back as a text
             raise RolloutFailure(f"environment task: {type(error).__name__}") from None
 
-    async def score(self, job: ScoringJob) -> list[Scored]:
-        self.jobs.append(job)
-        return [EnvironmentReturn(float(state), True) for state in job.states]
+    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        self.jobs.append(requests)
+        return [EnvironmentReturn(float(one.state), True) for one in requests]
 
 
 class Engine:
@@ -127,7 +127,7 @@ def test_calls_become_one_trajectory_and_what_the_agent_returns_is_scored() -> N
         sample_seed(5, 2, 40, sample, turn) for sample in range(2) for turn in range(2)
     }
     (job,) = environment.jobs
-    assert job.states == (11, 11)
+    assert [one.state for one in job] == [11, 11]
 
 
 @pytest.mark.parametrize("silent", [True, False])

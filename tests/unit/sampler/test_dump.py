@@ -10,7 +10,7 @@ from ray.exceptions import OwnerDiedError
 
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.sampler import shards as dump
-from megatron_grpo.sampler.shards import learnt_so_far
+from megatron_grpo.sampler.shards import learnt_from, learnt_so_far
 from tests.support.trajectories import make_trajectory
 
 LENGTHS = np.array([3, 2])
@@ -49,7 +49,7 @@ def test_what_a_step_knows_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dump.ray, "get", list)
-    learnt = learnt_so_far(known(stored, by_response)).of(0, make_trajectory(2))
+    learnt = learnt_from(learnt_so_far(known(stored, by_response)), 0, make_trajectory(2))
     for found, wanted in ((learnt.advantages, advantages), (learnt.prev_logprobs, prev)):
         assert (None if found is None else found.tolist()) == wanted
 
@@ -59,7 +59,7 @@ def test_what_is_lost_with_the_rank_that_held_it_is_not_known(monkeypatch: pytes
         raise OwnerDiedError("id", "address", "owner")
 
     monkeypatch.setattr(dump.ray, "get", get)
-    learnt = learnt_so_far(known(["prev_logprobs"], [0.5, -0.5])).of(0, make_trajectory(2))
+    learnt = learnt_from(learnt_so_far(known(["prev_logprobs"], [0.5, -0.5])), 0, make_trajectory(2))
     assert learnt.prev_logprobs is None
     assert learnt.advantages is not None
     assert learnt.advantages.tolist() == [0.5, 0.5]

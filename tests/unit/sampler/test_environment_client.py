@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.data.scores import EnvironmentReturn, ScoringJob, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Turn
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutFailure
 
@@ -35,7 +35,9 @@ class FakeProcess:
 
     async def _run(self, packed: Any) -> list[Any]:
         jobs: list[tuple[str, tuple[Any, ...]]] = pickle.loads(pickle.dumps(packed))
-        texts = [job.responses if method == "score" else (job,) for method, (job, *_) in jobs]
+        texts = [
+            tuple(one.response for one in first) if method == "score" else (first,) for method, (first, *_) in jobs
+        ]
         self.calls.append(texts)
         await asyncio.sleep(0)
         for text in (text for group in texts for text in group):
@@ -48,10 +50,8 @@ class FakeProcess:
     @staticmethod
     def _answer(method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "score":
-            (job,) = arguments
-            return [
-                "it raised" if one == "raise" else EnvironmentReturn(float(len(one)), True) for one in job.responses
-            ]
+            responses = [one.response for one in arguments[0]]
+            return ["it raised" if one == "raise" else EnvironmentReturn(float(len(one)), True) for one in responses]
         return (Turn(state=arguments), None) if arguments[0] != "raise" else (None, "it raised")
 
 
@@ -78,14 +78,8 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeProcess]]:
     return ended
 
 
-def job(*responses: str) -> ScoringJob:
-    return ScoringJob(
-        prompt="p",
-        extra_env_info={},
-        responses=responses,
-        stop_reasons=("stop",) * len(responses),
-        states=(None,) * len(responses),
-    )
+def job(*responses: str) -> list[EnvironmentRequest]:
+    return [EnvironmentRequest(prompt="p", response=one, stop_reason="stop", extra_env_info={}) for one in responses]
 
 
 def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:

@@ -14,7 +14,7 @@ import pytest
 from megatron_grpo.config.errors import EngineLostError, SamplingError
 from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.scores import EnvironmentReturn, Scored, ScoringJob, Turn
+from megatron_grpo.data.scores import EnvironmentRequest, EnvironmentReturn, Scored, Turn
 from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
 from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
 from megatron_grpo.sampler.rollout import GroupRollout
@@ -95,7 +95,7 @@ class FakeEnvironment:
 
     observations: list[list[int]] = field(default_factory=list)
     trouble: list[Any] = field(default_factory=list)
-    jobs: list[ScoringJob] = field(default_factory=list)
+    jobs: list[list[EnvironmentRequest]] = field(default_factory=list)
     last_tokens: list[int] = field(default_factory=list)
     reads_token_ids: bool = False
 
@@ -110,14 +110,14 @@ class FakeEnvironment:
             return Turn(state=state)
         return Turn(done=False, state=state, observation=np.array(self.observations[len(seen)], np.int32))
 
-    async def score(self, job: ScoringJob) -> list[Scored]:
-        self.jobs.append(job)
+    async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
+        self.jobs.append(requests)
         what = self.trouble.pop(0) if self.trouble else None
         if what == "stuck":
             await asyncio.sleep(60)
         if what is not None:
             return list(what)
-        return [EnvironmentReturn(float(len(one)), True, {"length": 1.0}) for one in job.responses]
+        return [EnvironmentReturn(float(len(one.response)), True, {"length": 1.0}) for one in requests]
 
 
 def run(engine: FakeEngine, environment: FakeEnvironment, plan: RolloutPlan = PLAN) -> list[Trajectory]:
@@ -169,7 +169,8 @@ def test_a_single_turn() -> None:
     assert one.spans == [Span(3, 4, 6), Span(4, 5, 7)]
     assert (one.response, one.reward, one.correct, one.reward_parts) == ("<2>", 3.0, True, {"length": 1.0})
     (job,) = environment.jobs
-    assert (job.prompt, job.extra_env_info, job.responses) == ("what?", {"answer": "x"}, ("<1>", "<2>", "<3>"))
+    assert [one.response for one in job] == ["<1>", "<2>", "<3>"]
+    assert all((one.prompt, one.extra_env_info) == ("what?", {"answer": "x"}) for one in job)
 
 
 def test_several_turns_put_observations_between_what_was_sampled() -> None:
@@ -185,7 +186,7 @@ def test_several_turns_put_observations_between_what_was_sampled() -> None:
     assert [request.max_new_tokens for request in engine.asked] == [9, 5, 2]
     assert [request.seed for request in engine.asked] == [sample_seed(5, 2, 40, 0, turn) for turn in range(3)]
     assert one.response == "<1><2><3>"
-    assert environment.jobs[0].states == (("what?", "x", ("<1>", "<2>", "<3>")),)
+    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>", "<3>"))]
 
 
 def test_a_rollout_ends_where_the_sequence_is_full() -> None:
@@ -203,7 +204,7 @@ def test_a_rollout_ends_with_its_turns() -> None:
     (one,) = run(FakeEngine(), environment, plan)
     assert one.token_ids.tolist() == [1, 2, 3, 101, 201, 50, 102, 202]
     assert environment.last_tokens == [201, 202]
-    assert environment.jobs[0].states == (("what?", "x", ("<1>", "<2>")),), "it has seen the last turn"
+    assert [one.state for one in environment.jobs[0]] == [("what?", "x", ("<1>", "<2>"))], "it has seen the last turn"
 
 
 def test_a_rollout_ends_with_a_turn_that_is_cut_off() -> None:
@@ -229,7 +230,7 @@ def test_what_fails_once_is_tried_again_and_what_fails_twice_is_marked(trouble: 
     assert (third.reward, third.correct, third.reward_parts) == (None, None, {})
     assert (first.sample, first.reward) == (0, 3.0)
     assert sorted(request.seed for request in engine.asked) == sorted([*SEEDS, SEEDS[0], SEEDS[2]])
-    assert [len(job.responses) for job in environment.jobs] == [2], "there is nothing to score in the third"
+    assert [len(job) for job in environment.jobs] == [2], "there is nothing to score in the third"
 
 
 def test_what_a_lost_engine_was_sampling_is_sampled_again_as_often_as_that_happens() -> None:
