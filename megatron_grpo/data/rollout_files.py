@@ -182,18 +182,11 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(batch_size=256):
             plain = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
-            of_tokens = {name: _cut(batch.column(name)) for name in batch.schema.names if name in _ARRAYS}
+            names = [name for name in batch.schema.names if name in _ARRAYS]
+            of_tokens = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
             absent: dict[str, Any] = dict.fromkeys(_ARRAYS)
             for index, row in enumerate(plain.to_pylist(maps_as_pydicts="strict")):
                 yield {"step": step, **row, **absent, **{name: pieces[index] for name, pieces in of_tokens.items()}}
-
-
-def _cut(lists: pa.ListArray) -> list[NDArray[Any] | None]:
-    """A column of lists as an array for each row; None where the row has no list."""
-    values, ends, present = lists.values.to_numpy(), lists.offsets.tolist(), lists.is_valid().tolist()
-    return [
-        values[begin:end] if is_there else None for begin, end, is_there in zip(ends, ends[1:], present, strict=False)
-    ]
 
 
 def rollout_files(path: str | Path) -> list[tuple[int, Path]]:

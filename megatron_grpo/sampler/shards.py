@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from megatron_grpo.cluster.futures import pickled
-from megatron_grpo.data.rollout_files import Learnt, StepRecord, Written, write_rollouts
+from megatron_grpo.config.errors import RunError
+from megatron_grpo.data.rollout_files import Learnt, StepFacts, StepRecord, Written, read_recorded, write_rollouts
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
@@ -95,6 +96,22 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
     return arrays
 
 
+def build_shards(
+    bundles: Bundles, shards: Sequence[NDArray[np.int32]], routed: RoutedForm | None
+) -> tuple[NDArray[Any], ...]:
+    """The arrays of each shard, shard by shard, in the order of `shard_fields`.
+
+    Args:
+        bundles: where the groups are that the sequences belong to.
+        shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in `bundles`
+            and its place in that group.
+        routed: form of the experts that engines return; None: engines return none.
+    """
+    groups = fetched(bundles)
+    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
+    return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
+
+
 def gather_shards(
     parts: Sequence[NDArray[Any]], shards: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]
 ) -> NDArray[Any]:
@@ -135,7 +152,7 @@ def compute(
     batch: StepBatch,
     fields: Sequence[str],
     arguments: Sequence[Any],
-    get: Callable[[list[Any]], list[Any]],
+    get: Callable[[list[Any]], list[Any]] = ray.get,
 ) -> tuple[dict[str, list[Any]], Any]:
     """Run a function over the tokens of a whole step, in this process.
 
@@ -255,6 +272,19 @@ def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Col
     for number, trajectories in enumerate(groups):
         bundler.add(number, trajectories)
     return bundler.finish(remarks)
+
+
+def load(file: Path) -> tuple[StepFacts, Collected]:
+    """Read a step's file: what is known of its sampling, and its groups as if they had been sampled here.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    try:
+        facts, groups = read_recorded(file)
+    except (OSError, ValueError) as error:
+        raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
+    return facts, collected(groups, [])
 
 
 DUMPED_GROUPS = 64

@@ -18,11 +18,15 @@ from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.sampler.shards import (
     Compute,
+    build_shards,
     bundled,
     collected,
+    compute,
+    dump,
     evenly_chosen,
     fetched,
     groups_of,
+    load,
     places_of,
     shard_fields,
 )
@@ -65,8 +69,9 @@ class StepTokens:
                 np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
                 for shard in mine
             ]
-            call = worker.build_shards.options(num_returns=len(fields) * len(mine))
-            references = iter(call.remote(bundled([groups[group] for group in needed]), local))
+            bundles = bundled([groups[group] for group in needed])
+            call = worker.on_thread.options(num_returns=len(fields) * len(mine))
+            references = iter(call.remote("build shards", build_shards, bundles, local, self._workers.routed))
             for shard in mine:
                 for name in fields:
                     built[name][shard] = next(references)
@@ -95,7 +100,7 @@ class StepTokens:
             RunError: the function raised, or the worker failed.
         """
         worker = self._workers.next()
-        call = self._workers.actors[worker].compute.remote(fn, batch, list(fields), args)
+        call = self._workers.actors[worker].on_thread.remote("compute", compute, fn, batch, list(fields), args)
         (answer,) = self._workers.gather([call], self._timeout_s, "computation over a step's tokens", worker)
         added, summary = answer
         batch.fields |= added
@@ -123,7 +128,7 @@ class StepTokens:
             RunError: the file cannot be read, or not in time.
         """
         worker = self._workers.next()
-        call = self._workers.actors[worker].load.remote(file)
+        call = self._workers.actors[worker].on_thread.remote("read rollouts", load, file)
         ((facts, collected),) = self._workers.gather([call], self._timeout_s, "reading of rollouts", worker)
         return facts, groups_of(collected)
 
@@ -153,7 +158,8 @@ class StepTokens:
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
         worker, file = self._workers.next(), rollouts_file(run_dir, step)
-        return worker, self._workers.actors[worker].dump.remote(bundled(groups), chosen, batch, file, record)
+        call = self._workers.actors[worker].on_thread
+        return worker, call.remote("write rollouts", dump, bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""

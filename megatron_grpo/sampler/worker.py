@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-import ray
-from numpy.typing import NDArray
 
 from megatron_grpo.cluster.phases import phase
 from megatron_grpo.cluster.process_log import begin_process_log
-from megatron_grpo.config.errors import RunError
 from megatron_grpo.data.processors import DatumSpec
-from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorded
-from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Trajectory
 from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.endpoint import Endpoint, EndpointSettings
@@ -27,32 +18,7 @@ from megatron_grpo.sampler.engines import EngineClient, EngineLoss, Engines
 from megatron_grpo.sampler.environment_client import EnvironmentClient
 from megatron_grpo.sampler.plan import RolloutPlan
 from megatron_grpo.sampler.rollout import GroupRollout
-from megatron_grpo.sampler.shards import (
-    Bundler,
-    Bundles,
-    Collected,
-    Compute,
-    collected,
-    compute,
-    dump,
-    fetched,
-    shard_arrays,
-    shard_fields,
-)
-
-
-def load(file: Path) -> tuple[StepFacts, Collected]:
-    """Read a step's file: what is known of its sampling, and its groups as if they had been sampled here.
-
-    Raises:
-        RunError: it cannot be read.
-    """
-    try:
-        facts, groups = read_recorded(file)
-    except (OSError, ValueError) as error:
-        raise RunError(f"the recorded rollouts cannot be read: {file} {error}") from None
-    return facts, collected(groups, [])
-
+from megatron_grpo.sampler.shards import Bundler, Collected, collected
 
 PACE_S = 0.02
 """Groups that are complete within this time of each other are told of together: few messages instead of many."""
@@ -71,8 +37,6 @@ class WorkerSettings:
     """Deadline for the sampling of one generation batch."""
     startup_timeout_s: float
     """Deadline for an environment's process to come up."""
-    routed: RoutedForm | None
-    """Form of the experts that engines return; None: engines return none."""
     endpoint: EndpointSettings | None = None
     """Address at which agents ask the model; None: there are no agents."""
 
@@ -223,45 +187,7 @@ class RolloutWorker:
         """Let rollouts that need an engine fail with this text: nothing takes its place."""
         self._engines.by_number(number).give_up(reason)
 
-    @phase("build shards")
-    async def build_shards(self, bundles: Bundles, shards: list[NDArray[np.int32]]) -> tuple[NDArray[Any], ...]:
-        """The arrays of each shard, shard by shard, in the order of `shard_fields`; each becomes an object of its own.
-
-        Args:
-            bundles: where the groups are that the sequences belong to.
-            shards: per shard [sequences, 2], int32: in the shard's order, the number of each sequence's group in
-                `bundles` and its place in that group.
-        """
-        return await asyncio.to_thread(_build_shards, bundles, shards, self._settings.routed)
-
-    @phase("compute")
-    async def compute(
-        self,
-        function: Compute,
-        batch: StepBatch,
-        fields: Sequence[str],
-        arguments: tuple[Any, ...],
-    ) -> tuple[dict[str, list[Any]], Any]:
-        """Run a function over the tokens of a whole step, on a thread of this worker (`compute`)."""
-        return await asyncio.to_thread(compute, function, batch, fields, arguments, ray.get)
-
-    @phase("write rollouts")
-    async def dump(
-        self, bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord
-    ) -> None:
-        """Write trajectories into a Parquet file, on a thread of this worker (`dump`)."""
-        await asyncio.to_thread(dump, bundles, chosen, batch, file, record)
-
-    @phase("read rollouts")
-    async def load(self, file: Path) -> tuple[StepFacts, Collected]:
-        """Rollouts that an earlier run wrote into a Parquet file, in its order; RunError: it cannot be read."""
-        return await asyncio.to_thread(load, file)
-
-
-def _build_shards(
-    bundles: Bundles, shards: list[NDArray[np.int32]], routed: RoutedForm | None
-) -> tuple[NDArray[Any], ...]:
-    """The arrays of each shard; per shard [sequences, 2], int32: group of a sequence and its place in there."""
-    groups = fetched(bundles)
-    built = (shard_arrays([groups[group][sample] for group, sample in shard.tolist()], routed) for shard in shards)
-    return tuple(arrays[name] for arrays in built for name in shard_fields(routed))
+    async def on_thread(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments) on a thread of this worker, in a phase of this name: work on the tokens of a step."""
+        with phase(name):
+            return await asyncio.to_thread(function, *arguments)

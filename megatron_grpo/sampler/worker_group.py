@@ -83,7 +83,6 @@ class WorkerGroup:
                 environments={name: shares[index] for name, shares in handles.items()},
                 generation_timeout_s=self.generation_timeout_s,
                 startup_timeout_s=self._startup_timeout_s,
-                routed=self.routed,
                 endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
             )
             self.actors.append(actor.remote(settings))
