@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import ConcatDataset
 
@@ -161,7 +161,7 @@ class _Reader:
             raise ConfigError([Problem(first if not others else subjects, text)])
         weights = [one.weight for one in config.data.training.values()]
         visits = Visits([len(part) for part in parts], weights, shuffle=config.data.shuffle, seed=config.loop.seed)
-        whole = parts[0] if len(parts) == 1 else JoinedPrompts(parts)
+        whole = parts[0] if len(parts) == 1 else JoinedPrompts(cast(Any, parts))
         return PromptLoader(whole, prompts_per_batch=wanted, order=visits)
 
     def stream(self) -> StreamLoader:
@@ -256,5 +256,5 @@ class _Reader:
 class JoinedPrompts(ConcatDataset[DatumSpec]):
     """Several sets of prompts, numbered consecutively."""
 
-    def __getitem__(self, idx: int, /) -> DatumSpec:
+    def __getitem__(self, idx: int) -> DatumSpec:
         return {**super().__getitem__(idx), "idx": idx}

@@ -52,7 +52,9 @@ def plan_microbatches(
         )
     rectangles = _rectangles(widths, microbatches, microbatch_tokens)
     shares = deal([count * widths[start] for start, count in rectangles], data_parallel)
-    return [[order[start : start + count] for start, count in map(rectangles.__getitem__, share)] for share in shares]
+    return [
+        [order[start : start + count] for start, count in (rectangles[number] for number in share)] for share in shares
+    ]
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -116,7 +118,8 @@ def _cut(widths: list[int], area: int) -> list[tuple[int, int]]:
     Returns:
         For each rectangle the place of its first sequence, which is its widest, and the number of its sequences.
     """
-    cut, start = [], 0
+    cut: list[tuple[int, int]] = []
+    start = 0
     while start < len(widths):
         count = min(max(area // widths[start], 1), len(widths) - start)
         cut.append((start, count))
@@ -133,7 +136,8 @@ def _rectangles(widths: list[int], microbatches: int, largest: int) -> list[tupl
     areas = range(1, largest)
     smallest = 1 + bisect_left(areas, True, key=lambda area: len(_cut(widths, area)) <= microbatches)
     # Too few? The largest rectangle of more than one sequence, of equals the first, is halved.
-    singles, heap = [], []
+    singles: list[tuple[int, int]] = []
+    heap: list[tuple[int, int, int]] = []
     for start, count in _cut(widths, smallest):
         if count == 1:
             singles.append((start, 1))
