@@ -257,4 +257,5 @@ class JoinedPrompts(ConcatDataset[DatumSpec]):
     """Several sets of prompts, numbered consecutively."""
 
     def __getitem__(self, idx: int) -> DatumSpec:
-        return {**super().__getitem__(idx), "idx": idx}
+        prompt: DatumSpec = super().__getitem__(idx)
+        return {**prompt, "idx": idx}
