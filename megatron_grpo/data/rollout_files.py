@@ -172,10 +172,9 @@ def rows_of_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
     if file.suffix == ".jsonl":
         with file.open() as lines:
             for line in lines:
-                row = json.loads(line)
-                known = {name: dtype for name, dtype in _ARRAYS.items() if row.get(name) is not None}
-                arrays = {name: np.asarray(row[name], dtype=dtype) for name, dtype in known.items()}
-                yield {"step": step, **row, **dict.fromkeys(_ARRAYS), **arrays}
+                row = {"step": step, **dict.fromkeys(_ARRAYS), **json.loads(line)}
+                known = {name: dtype for name, dtype in _ARRAYS.items() if row[name] is not None}
+                yield row | {name: np.asarray(row[name], dtype=dtype) for name, dtype in known.items()}
         return
     import pyarrow.parquet as pq
 
