@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from megatron_grpo.config.data_schema import DataConfig, PromptConfig, TaskConfig
 from megatron_grpo.config.errors import Problem
 from megatron_grpo.config.paths import imported
-from megatron_grpo.data.processors import DataProcessor, DatumSpec, TaskDataSpec, math_data_processor, rendered
+from megatron_grpo.data.processors import DataProcessor, TaskDataSpec, math_data_processor, rendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def processor_of(name: str | None) -> DataProcessor:
     if name is None:
         return math_data_processor
     if name in ROW_FORMS:
-        return _Formed(ROW_FORMS[name])
+        return partial(_formed, ROW_FORMS[name], math_data_processor)
     module, _, function = name.rpartition(".")
     found: DataProcessor = imported(module, function)
     if not callable(found):
@@ -135,23 +136,14 @@ def rendering_of(processor: DataProcessor) -> Callable[[dict[str, Any], TaskData
     Args:
         processor: result of `processor_of`.
     """
-    if processor is math_data_processor:
-        return rendered
-    return processor.rendered if isinstance(processor, _Formed) else None
+    if isinstance(processor, partial) and processor.func is _formed:
+        return partial(_formed, processor.args[0], rendered)
+    return rendered if processor is math_data_processor else None
 
 
-class _Formed:
-    """A processor that first converts rows of a public dataset to `prompt` and `answer`."""
-
-    def __init__(self, form: RowForm) -> None:
-        self._form = form
-
-    def rendered(self, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, idx: int) -> str:
-        """The text of the row's prompt, as `processors.rendered` makes it."""
-        return rendered(self._form(row), spec, tokenizer, idx)
-
-    def __call__(self, row: dict[str, Any], spec: TaskDataSpec, tokenizer: Any, longest: int, idx: int) -> DatumSpec:
-        return math_data_processor(self._form(row), spec, tokenizer, longest, idx)
+def _formed(form: RowForm, make: Callable[..., Any], row: dict[str, Any], *others: Any) -> Any:
+    """What a function makes of a row of a public dataset, once it has `prompt` and `answer`."""
+    return make(form(row), *others)
 
 
 def last_box(text: str) -> str | None:
