@@ -105,10 +105,9 @@ class RoutingRecorder:
                 begin += count
 
     def take(self, name: str) -> Rows:
-        """What is known of a finished request, which is forgotten; empty when it never ran.
+        """The experts of a finished request, which is forgotten; empty when it never ran.
 
-        Args:
-            name: name under which the request was added; vLLM appends a hyphen and random characters.
+        `name` is the one under which the request was added; vLLM appends a hyphen and random characters.
         """
         internal = next((one for one in self._requests if one.rpartition("-")[0] == name), None)
         if internal is None:
@@ -150,10 +149,7 @@ class PipelineCPUWorker(CPUWorker):
         return output
 
     def take_routing(self, names: list[str]) -> dict[str, dict[int, bytes]]:
-        """The experts of finished requests, which are forgotten here, for `recorded_experts`.
-
-        Args:
-            names: names of the requests, as the engine's caller gave them.
+        """The experts of finished requests, which are forgotten here, for `recorded_experts`, by the caller's names.
 
         Returns:
             By name and number of the layer, of this stage's layers with experts, the bytes of [tokens, experts of a

@@ -80,12 +80,7 @@ class PackedPiece:
         return message[begin : begin + _SCALE_BYTES * shape[0] * shape[1]].view(torch.float32).view(shape)
 
     def pack(self, message: Tensor, values: Tensor) -> None:
-        """Write numbers into the message: [bytes], uint8; for FP8 they are rounded, block by block.
-
-        Args:
-            message: the buffer of the message.
-            values: [rows, columns], any float type.
-        """
+        """Write values, [rows, columns] of any float type, to the message, [bytes], uint8; for FP8 block by block."""
         scales = self.scales(message)
         if scales is not None:
             values, rounded = quantise(values, WEIGHT_BLOCK)
