@@ -53,14 +53,7 @@ def sample_ours(folder: str, asked: argparse.Namespace) -> Generator[Sampled]:
     with rollout_workers(folder, asked) as pool:
         while True:
             began = time.perf_counter()
-            groups = pool.collect(
-                rows,
-                samples_per_prompt=asked.samples,
-                settings=settings,
-                run_seed=SEED,
-                step=STEP,
-                timer=StepTimer(),
-            )
+            groups = pool.collect(rows, pool.plan(asked.samples, settings, SEED, STEP), StepTimer())
             seconds = time.perf_counter() - began
             yield (
                 seconds,

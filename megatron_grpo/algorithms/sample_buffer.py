@@ -16,7 +16,8 @@ from megatron_grpo.data.processors import DatumSpec
 from megatron_grpo.data.responses import SamplingSettings
 from megatron_grpo.data.trajectory import SampledGroup, renumbered
 from megatron_grpo.observability.timing import StepTimer
-from megatron_grpo.sampler.pool import Complete, GroupStream, RolloutPool, UnderWay
+from megatron_grpo.sampler.plan import RolloutPlan
+from megatron_grpo.sampler.pool import Complete, RolloutPool, UnderWay
 
 
 class SampleBuffer(ABC):
@@ -58,14 +59,10 @@ class SampleBuffer(ABC):
     def metrics(self) -> dict[str, float]:
         """Prompts in the buffer when the step got its own: those that are sampled already, and those under way."""
 
-    def _draws(self) -> dict[str, Any]:
-        """The arguments of `RolloutPool.begin` and `begin_each` that decide what is drawn for the newest batch."""
-        return {
-            "samples_per_prompt": self._loop.num_generations_per_prompt,
-            "settings": self._settings,
-            "run_seed": self._loop.seed,
-            "step": self._number,
-        }
+    def _plan(self) -> RolloutPlan:
+        """The plan of the newest generation batch."""
+        samples, seed = self._loop.num_generations_per_prompt, self._loop.seed
+        return self._rollouts.plan(samples, self._settings, seed, self._number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class OrderedBuffer(SampleBuffer):
             if prompts is None:
                 break
             self._number += 1
-            under_way = self._rollouts.begin(prompts, **self._draws())
+            under_way = self._rollouts.begin(dict(enumerate(prompts)), self._plan())
             position = copy.deepcopy(self._loader.state_dict())
             self._batches.append(_Batch(under_way, len(prompts), version, position))
         if not self._batches:
@@ -224,7 +221,8 @@ class Oversampling(SampleBuffer):
         self._buffer = FirstComplete(self._per_take, asynchronous.max_trajectory_age_steps)
         self._next: deque[DatumSpec] = deque()
         """Prompts of the last generation batch that are not yet begun."""
-        self._streams: list[GroupStream] = []
+        self._begun: list[UnderWay] = []
+        """Prompts that were begun together, of which some are not complete."""
 
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
         self._begin(batches, version)
@@ -234,7 +232,7 @@ class Oversampling(SampleBuffer):
         with timer.phase("generation"):
             self._record_arrivals()
             while (taken := self._buffer.take(version)) is None:
-                self._rollouts.wait_for_groups(self._streams, since)
+                self._rollouts.wait_for_groups(self._begun, since)
                 self._record_arrivals()
             groups = self._rollouts.take(taken)
         waiting = [*self._buffer.rows, *(datum["idx"] for datum in self._next)]
@@ -263,9 +261,9 @@ class Oversampling(SampleBuffer):
             data = [self._next.popleft() for _ in range(min(missing, len(self._next)))]
             missing -= len(data)
             numbered = {self._buffer.add(datum["idx"], version): datum for datum in data}
-            self._streams.append(self._rollouts.begin_each(numbered, **self._draws()))
+            self._begun.append(self._rollouts.begin(numbered, self._plan()))
 
     def _record_arrivals(self) -> None:
-        for complete in self._rollouts.arrived(self._streams):
+        for complete in self._rollouts.arrived(self._begun):
             self._buffer.put(complete)
-        self._streams = [stream for stream in self._streams if stream.calls]
+        self._begun = [one for one in self._begun if one.calls]

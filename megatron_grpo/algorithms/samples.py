@@ -148,19 +148,11 @@ def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: St
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
     else:
-        prompts = next(batches, None)
-        groups = (
-            None
-            if prompts is None
-            else run.rollouts.collect(
-                prompts,
-                samples_per_prompt=run.config.loop.num_generations_per_prompt,
-                settings=run.settings,
-                run_seed=run.config.loop.seed,
-                step=state["generation_batches"] + 1,
-                timer=timer,
-            )
+        prompts, loop = next(batches, None), run.config.loop
+        plan = run.rollouts.plan(
+            loop.num_generations_per_prompt, run.settings, loop.seed, step=state["generation_batches"] + 1
         )
+        groups = None if prompts is None else run.rollouts.collect(prompts, plan, timer)
     if groups is None:
         return None
     state["generation_batches"] += 1

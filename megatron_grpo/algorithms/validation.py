@@ -76,14 +76,8 @@ def respond(
         SamplingError: an engine or an environment failed, or too many rollouts did.
     """
     for start in range(0, len(prompts), size):
-        yield rollouts.collect(
-            prompts[start : start + size],
-            samples_per_prompt=samples,
-            settings=settings,
-            run_seed=seed,
-            step=0,
-            timer=timer,
-        )
+        plan = rollouts.plan(samples, settings, seed, step=0)
+        yield rollouts.collect(prompts[start : start + size], plan, timer)
 
 
 def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:

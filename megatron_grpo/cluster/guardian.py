@@ -81,7 +81,7 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
             children[process.ppid()].append(process)
-    waiting = [process for process in known if _lives(process)]
+    waiting = [process for process in known if lives(process)]
     family = set(waiting)
     waiting += children[driver]
     while waiting:
@@ -91,7 +91,7 @@ def _family(driver: int, known: set[psutil.Process]) -> set[psutil.Process]:
     return {process for process in family if process.pid not in (driver, os.getpid())}
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,13 +1,11 @@
-"""What an engine is built from, and vLLM's arguments that follow from it."""
+"""The settings of an engine, and vLLM's arguments that follow from them."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, get_args
-
-from numpy.typing import NDArray
+from typing import Any, get_args
 
 from megatron_grpo.config.checks.passthrough import library_problems
 from megatron_grpo.config.errors import Problem
@@ -15,57 +13,25 @@ from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.platform.device import current_platform
 
-if TYPE_CHECKING:
-    from vllm import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-
-async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
-    """The experts that the tokens of finished requests went through.
-
-    Args:
-        llm: the engine.
-        finals: the last output of each request.
-        form: what the experts look like.
-
-    Returns:
-        For each request, [prompt and response tokens but the last, numbers of a token], in that form.
-    """
-    if current_platform().name == "cpu":
-        from megatron_grpo.cpu.engine import recorded_experts
-
-        return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]
-    # A request that was aborted before its first token has none.
-    found = [final.outputs[0].routed_experts for final in finals]
-    return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """A vLLM server that runs elsewhere."""
-
-    url: str
-    token: str | None = field(repr=False)
-    """Bearer token; None: the server wants none."""
-    timeout_s: float
-    """Seconds that it may take to answer when it starts."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Everything one engine is built from; plain values, so that it travels to the actor."""
+    """Everything that one engine is built from; plain values, so that it travels to the actor."""
 
     index: int
     model_path: str
+    """Folder of the model in Hugging Face format."""
     config: GenerationConfig
     precision: str
+    """Type of weights and activations, unless the config names another."""
     max_total_sequence_length: int
+    """Most tokens of prompt and response together."""
     routed: RoutedForm | None = None
-    """What the experts look like that responses come with; None: they come without."""
+    """Form of the experts that responses come with; None: they come without."""
     in_flight: AsyncGRPOConfig | None = None
     """What happens to the cache when weights change under responses; None: they never do."""
-    server: ServerAddress | None = None
-    """The server that is the engine; None: the engine is started."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token of the server that is the engine (generation.server); None: it requires none."""
 
     @property
     def sleeps(self) -> bool:
@@ -74,7 +40,7 @@ class VllmSettings:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether responses go on from the cache of the old weights when new ones come."""
+        """Whether responses continue from the cache of the old weights when new ones come."""
         return self.in_flight is not None and not self.in_flight.recompute_kv_cache_after_weight_updates
 
 
@@ -102,21 +68,24 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
         arguments |= cpu_arguments(settings)
     else:
-        arguments |= _cuda_arguments(settings)
-    given = {
-        "enable_chunked_prefill": config.engine.enable_chunked_prefill,
-        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
-    }
-    arguments |= {name: value for name, value in given.items() if value is not None}
+        import ray
+
+        # An engine within a node owns its GPUs through this actor, or shares those that the actor is shown; a larger
+        # one has a placement group of its own.
+        fits = len(ray.get_gpu_ids()) >= config.parallel.ranks_per_engine
+        arguments["distributed_executor_backend"] = "mp" if fits or config.colocated else "ray"
+        arguments["gpu_memory_utilization"] = config.engine.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.colocated
+        if settings.routed is not None:
+            arguments["enable_return_routed_experts"] = True
+    for name in ("enable_chunked_prefill", "max_num_batched_tokens"):
+        if getattr(config.engine, name) is not None:
+            arguments[name] = getattr(config.engine, name)
     return arguments | {name: _made(name, value) for name, value in config.engine_args.items()}
 
 
 def passed_field_problems(sections: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
-    """Arguments that users pass on and the installed vLLM does not have, or has with another type.
-
-    Args:
-        sections: the arguments by section of the configuration: generation.engine_args.
-    """
+    """Arguments by section (generation.engine_args) that the installed vLLM lacks, or has with another type."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     kinds = {one.name: one.type for one in fields(AsyncEngineArgs)}
@@ -135,26 +104,3 @@ def _made(name: str, value: Any) -> Any:
         if isinstance(value, str) and isinstance(kind, enum.EnumType):
             return kind[value]
     return value
-
-
-def _cuda_arguments(settings: VllmSettings) -> dict[str, Any]:
-    import ray
-
-    # An engine within a node owns its GPUs through this actor, or shares those that the actor is shown; a larger one
-    # has a placement group of its own.
-    fits = len(ray.get_gpu_ids()) >= settings.config.parallel.ranks_per_engine
-    return {
-        "distributed_executor_backend": "mp" if fits or settings.config.colocated else "ray",
-        "gpu_memory_utilization": settings.config.engine.gpu_memory_utilization,
-        "enable_sleep_mode": settings.config.colocated,
-        **({} if settings.routed is None else {"enable_return_routed_experts": True}),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class EngineEndpoint:
-    """One engine as the refit sees it."""
-
-    index: int
-    ranks: int
-    """Worker processes: tensor * pipeline."""

@@ -1,4 +1,4 @@
-"""A rollout whose turns somebody else makes: an agent's calls become one sequence, of tokens as they were sampled."""
+"""A rollout whose turns an agent makes: its calls become one sequence, of tokens as they were sampled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.data.trajectory import Span
 from megatron_grpo.sampler.engines import EngineClient
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 OVER = "the rollout is over"
 HERE = "\u2402\u2403here\u2403\u2402"
@@ -36,24 +35,22 @@ class Conversation:
     ) -> None:
         """
         Args:
-            engine: where to sample.
-            settings: how.
-            tokenizer: the model's, as transformers has it.
+            engine: samples the responses.
+            settings: how tokens are drawn.
+            tokenizer: tokenizer of the model, as transformers has it.
             seed: seed of the response with this number.
             longest: most tokens of prompts and responses together.
         """
         self.pieces: list[NDArray[np.int32]] = []
-        """What was given and what was sampled, in turns, [tokens] each."""
+        """Given and sampled tokens in turns, [tokens] each, int32."""
         self.outputs: list[GenerationOutput] = []
         self.failure: Exception | None = None
-        """What the engine raised over the last call: the agent hears of it only that its call failed."""
+        """The engine's error over the last call: the agent learns only that its call failed."""
         self.settings = settings
         self._engine, self._tokenizer = engine, tokenizer
         self._seed, self._longest = seed, longest
-        self._messages: list[Message] | None = None
-        """The conversation, should the last call have been of messages."""
-        self._text: str | None = None
-        """Everything as text, should the last call have been of text."""
+        self._known: list[ChatMessage] | str | None = None
+        """The conversation as messages or as text, in the form of the last call; None: that was of tokens."""
         self._one_at_a_time = asyncio.Lock()
         self._asking: asyncio.Task[GenerationOutput] | None = None
         self._over = False
@@ -63,16 +60,6 @@ class Conversation:
         """Tokens so far."""
         return sum(len(piece) for piece in self.pieces)
 
-    @property
-    def spans(self) -> list[Span]:
-        """The sampled tokens by weight version, at their places in the whole sequence."""
-        found, start = [], 0
-        for given, output in zip(self.pieces[::2], self.outputs, strict=True):
-            start += len(given)
-            found += [Span(start + one.start, start + one.end, one.version) for one in output.spans]
-            start += len(output.token_ids)
-        return found
-
     def end(self) -> None:
         """From here on nothing is answered; a call under way is given up."""
         self._over = True
@@ -80,13 +67,13 @@ class Conversation:
             self._asking.cancel()
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, max_tokens: int | None
+        self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None, max_tokens: int | None
     ) -> GenerationOutput:
         """The model's next message.
 
         Args:
             messages: the whole conversation, the model's own messages as they were answered.
-            tools: what the template is told of tools.
+            tools: tools for the chat template.
             max_tokens: most tokens of the answer; None: as many as the run allows.
 
         Raises:
@@ -94,25 +81,25 @@ class Conversation:
         """
         async with self._one_at_a_time:
             output = await self._sample(self._chat_piece(messages, tools), max_tokens)
-            self._messages, self._text = [*messages, {"role": "assistant", "content": output.text}], None
+            self._known = [*messages, {"role": "assistant", "content": output.text}]
             return output
 
     async def complete(self, prompt: str | Sequence[int], max_tokens: int | None) -> GenerationOutput:
-        """What follows a text, or tokens: in later calls all before, and what is added.
+        """The response to a text or to tokens, which in later calls are everything before and an addition.
 
         Raises:
             BadCallError: the call does not continue the one before, or there is no room.
         """
         async with self._one_at_a_time:
             output = await self._sample(self._completion_piece(prompt), max_tokens)
-            self._messages, self._text = None, prompt + output.text if isinstance(prompt, str) else None
+            self._known = prompt + output.text if isinstance(prompt, str) else None
             return output
 
-    def _chat_piece(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
+    def _chat_piece(self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None) -> list[int]:
         if not self.outputs:
             return self._ids(self._render(messages, tools))
-        known = self._messages
-        if known is None or not _continues(messages, known):
+        known = self._known
+        if not isinstance(known, list) or not _continues(messages, known):
             raise BadCallError(
                 "does not continue the rollout's conversation: each call has to repeat all messages so far, the "
                 "model's as they were answered, and add some; a rollout is trained on as one sequence"
@@ -127,9 +114,9 @@ class Conversation:
         if isinstance(prompt, str):
             if not self.outputs:
                 return self._ids(prompt, special=True)
-            if self._text is None or not prompt.startswith(self._text):
+            if not isinstance(self._known, str) or not prompt.startswith(self._known):
                 raise BadCallError("does not begin with the prompt and the response of the call before")
-            return self._ids(self._without_end(prompt[len(self._text) :]))
+            return self._ids(self._without_end(prompt[len(self._known) :]))
         if any(not 0 <= token < len(self._tokenizer) for token in prompt):
             raise BadCallError(f"holds numbers that are none of the model's {len(self._tokenizer)} tokens")
         known = np.concatenate(self.pieces).tolist() if self.pieces else []
@@ -161,7 +148,7 @@ class Conversation:
             if self._over:
                 raise BadCallError(OVER) from None
             raise
-        except Exception as error:  # whatever it is, the rollout has to fail with it: the agent may well go on
+        except Exception as error:  # the rollout fails with it, even if the agent goes on
             self.failure = error
             raise
         self.failure = None  # the agent, or its client, has asked again
@@ -169,7 +156,7 @@ class Conversation:
         self.outputs.append(output)
         return output
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage] | None) -> str:
         if not self._tokenizer.chat_template:
             raise BadCallError("the model's tokenizer has no chat template; use /v1/completions")
         try:
@@ -196,12 +183,12 @@ class Conversation:
         return rest.removeprefix(self._tokenizer.decode(end))
 
 
-def _continues(messages: Sequence[Message], known: Sequence[Message]) -> bool:
+def _continues(messages: Sequence[ChatMessage], known: Sequence[ChatMessage]) -> bool:
     """Whether messages begin with those that are known, and add some."""
     same = all(_said(one) == _said(other) for one, other in zip(messages, known, strict=False))
     return len(messages) > len(known) and same
 
 
-def _said(message: Message) -> dict[str, Any]:
+def _said(message: ChatMessage) -> dict[str, Any]:
     """What is set in a message: clients send back fields that they were given empty."""
     return {name: value for name, value in message.items() if value not in (None, [], "") or name == "content"}

@@ -24,34 +24,31 @@ from megatron_grpo.sampler.conversation import BadCallError, Conversation
 Scope = MutableMapping[str, Any]
 Application = Callable[[Scope, Any, Any], Awaitable[None]]
 
-OPEN_PATHS = ("/health",)
-
 
 class TokenGuard:
-    """ASGI middleware over every path but OPEN_PATHS. vLLM's own leaves those open that change weights."""
+    """ASGI middleware over every path but /health. vLLM's own leaves those open that change weights."""
 
     def __init__(self, app: Application, bearer: str | None = None) -> None:
         """
         Args:
-            app: what is guarded.
-            bearer: the token; None: that of the environment, and without one everything is let through.
+            app: the guarded application.
+            bearer: the token; None: that of the environment, and without one every request is let through.
         """
         self._app, self._bearer = app, bearer or token()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] in ("http", "websocket") and not self._lets_through(scope):
-            if scope["type"] == "http":
+        kind = scope["type"]
+        if kind in ("http", "websocket") and scope["path"] != "/health":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not is_let_through(given, self._bearer):
+                if kind == "websocket":
+                    await send({"type": "websocket.close", "code": 1008})
+                    return
                 headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
                 await send({"type": "http.response.start", "status": 401, "headers": headers})
                 await send({"type": "http.response.body", "body": b'{"error": {"message": "wrong or missing token"}}'})
-            else:
-                await send({"type": "websocket.close", "code": 1008})
-            return
+                return
         await self._app(scope, receive, send)
-
-    def _lets_through(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return scope["path"] in OPEN_PATHS or is_let_through(given, self._bearer)
 
 
 def is_let_through(header: bytes, bearer: str | None) -> bool:
@@ -60,9 +57,7 @@ def is_let_through(header: bytes, bearer: str | None) -> bool:
 
 
 MODEL = "policy"
-"""What the model is called."""
-EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Hosts that stand for all addresses of a machine."""
+"""Name of the model in requests and answers."""
 BODY_BYTES = 2**26
 """Largest request."""
 
@@ -73,7 +68,7 @@ _OF_COMPLETIONS = {*_OF_EVERY_CALL, "prompt"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """Where a rollout worker's endpoint is, and what it needs."""
+    """Address of a rollout worker's endpoint, its token and its tokenizer."""
 
     host: str
     port: int
@@ -84,17 +79,12 @@ class EndpointSettings:
     """Folder with the tokenizer."""
 
     def of_worker(self, index: int) -> EndpointSettings:
-        """Those of one of the workers, which listen on ports one after the other."""
+        """The settings of one of the workers, which listen on consecutive ports."""
         return replace(self, port=self.port + index) if self.port else self
 
 
 def endpoint_settings(config: EndpointConfig, model: Path) -> EndpointSettings | None:
-    """The settings of the endpoints before a model; None: nobody can ask the model there.
-
-    Args:
-        config: the section generation.endpoint.
-        model: folder with the tokenizer.
-    """
+    """The settings of the endpoints (generation.endpoint) before a model folder; None: they are not enabled."""
     if not config.enabled:
         return None
     return EndpointSettings(host=config.host, port=config.port, token=token(), model_path=str(model))
@@ -106,44 +96,30 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._open: dict[str, Conversation] = {}
-        self._runner: web.AppRunner | None = None
         self.tokenizer: Any = None
         """The model's, as transformers has it."""
         self.port = 0
         """Where it listens."""
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            SamplingError: the address cannot be used.
-        """
+        """Load the tokenizer and listen; SamplingError when the address cannot be used."""
         from transformers import AutoTokenizer  # here: seconds to import, for a process that may have no endpoint
 
         self.tokenizer = AutoTokenizer.from_pretrained(self._settings.model_path)
-        app = web.Application(client_max_size=BODY_BYTES)
-        base = "/rollouts/{rollout}/v1"
-        app.router.add_get(f"{base}/models", self._models)
-        app.router.add_post(f"{base}/chat/completions", self._chat)
-        app.router.add_post(f"{base}/completions", self._completions)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._settings.host, self._settings.port)
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
+        for base in ("/v1", "/rollouts/{rollout}/v1"):
+            app.router.add_get(f"{base}/models", self._models)
+            app.router.add_post(f"{base}/chat/completions", self._chat)
+            app.router.add_post(f"{base}/completions", self._completions)
+        self.runner = web.AppRunner(app, access_log=None)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, self._settings.host, self._settings.port)
         try:
             await site.start()
         except OSError as error:
             where = f"generation.endpoint.host={self._settings.host} and port={self._settings.port}"
             raise SamplingError(f"the endpoint cannot listen at {where}: {error.strerror or error}") from None
-        (address, *_) = self._runner.addresses
-        self.port = address[1]
-
-    async def stop(self) -> None:
-        """Listen no longer."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        self.port = self.runner.addresses[0][1]
 
     @contextmanager
     def opened(self, conversation: Conversation) -> Iterator[ModelAccess]:
@@ -157,9 +133,15 @@ class Endpoint:
             del self._open[name]
             conversation.end()
 
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        given = request.headers.get("Authorization", "").encode()
+        if not is_let_through(given, self._settings.token):
+            return _error(401, "wrong or missing token")
+        return await handler(request)
+
     async def _models(self, request: web.Request) -> web.Response:
-        refusal = self._refusal(request)
-        return refusal or web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _chat(self, request: web.Request) -> web.Response:
         return await self._answered(request, _OF_CHAT)
@@ -168,9 +150,6 @@ class Endpoint:
         return await self._answered(request, _OF_COMPLETIONS)
 
     async def _answered(self, request: web.Request, known: set[str]) -> web.Response:
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return refusal
         name = request.match_info.get("rollout") or request.headers.get("X-Rollout-Id") or ""
         conversation = self._open.get(name)
         if conversation is None:
@@ -178,25 +157,50 @@ class Endpoint:
         try:
             call = await request.json()
             _require_plain(call, known, conversation.settings)
+            limit = call.get("max_completion_tokens") or call.get("max_tokens")
             if "messages" in known:
-                limit = call.get("max_completion_tokens") or call.get("max_tokens")
                 output = await conversation.chat(call["messages"], call.get("tools"), limit)
-                return web.json_response(_chat_answer(output, call, conversation, self.tokenizer))
-            output = await conversation.complete(call["prompt"], call.get("max_tokens"))
-            return web.json_response(_completion_answer(output, conversation))
+            else:
+                output = await conversation.complete(call["prompt"], limit)
+            return web.json_response(self._answer(output, call, conversation))
         except (json.JSONDecodeError, BadCallError) as error:
             return _error(400, str(error))
         except Exception as error:  # noqa: BLE001 - the rollout itself fails over what the conversation remembers
             return _error(500, str(error))
 
-    def _refusal(self, request: web.Request) -> web.Response | None:
-        given = request.headers.get("Authorization", "").encode()
-        return None if is_let_through(given, self._settings.token) else _error(401, "wrong or missing token")
+    def _answer(self, output: GenerationOutput, call: Any, conversation: Conversation) -> dict[str, Any]:
+        """The answer to a call, with the sampled tokens beside the text."""
+        token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
+        choice: dict[str, Any] = {"index": 0, "finish_reason": output.stop_reason, "token_ids": token_ids}
+        if "messages" in call:
+            kind = "chat.completion"
+            choice["message"] = {"role": "assistant", "content": output.text}
+            if call.get("logprobs"):
+                texts = [self.tokenizer.decode([token]) for token in token_ids]
+                choice["logprobs"] = {
+                    "content": [
+                        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                        for text, logprob in zip(texts, logprobs, strict=True)
+                    ]
+                }
+        else:
+            kind = "text_completion"
+            choice["text"], choice["logprobs"] = output.text, {"token_logprobs": logprobs}
+        sampled = len(token_ids)
+        prompt = conversation.length - sampled
+        return {
+            "id": f"{kind}-{len(conversation.outputs)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [choice],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+        }
 
 
 def _reached_at(host: str) -> str:
     """The host of a URL for a server that listens on this one."""
-    if host in EVERY_ADDRESS:
+    if host in ("0.0.0.0", "::"):  # all addresses of the machine
         host = node_address()
     return f"[{host}]" if ":" in host else host
 
@@ -226,50 +230,6 @@ def _require_plain(call: Any, known: set[str], settings: SamplingSettings) -> No
 def _are(kind: type, values: Any) -> bool:
     """Whether values are a list of this kind of things, one at least."""
     return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
-
-
-def _chat_answer(output: GenerationOutput, call: Any, conversation: Conversation, tokenizer: Any) -> dict[str, Any]:
-    """The answer to a call of chat/completions, with the sampled tokens beside it."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": {"role": "assistant", "content": output.text},
-        "finish_reason": output.stop_reason,
-        "token_ids": output.token_ids.tolist(),
-    }
-    if call.get("logprobs"):
-        tokens = [tokenizer.decode([token]) for token in output.token_ids.tolist()]
-        choice["logprobs"] = {
-            "content": [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, logprob in zip(tokens, output.logprobs.tolist(), strict=True)
-            ]
-        }
-    return _answer("chat.completion", choice, conversation)
-
-
-def _completion_answer(output: GenerationOutput, conversation: Conversation) -> dict[str, Any]:
-    """The answer to a call of completions."""
-    choice = {
-        "index": 0,
-        "text": output.text,
-        "finish_reason": output.stop_reason,
-        "token_ids": output.token_ids.tolist(),
-        "logprobs": {"token_logprobs": output.logprobs.tolist()},
-    }
-    return _answer("text_completion", choice, conversation)
-
-
-def _answer(kind: str, choice: dict[str, Any], conversation: Conversation) -> dict[str, Any]:
-    sampled = len(choice["token_ids"])
-    prompt = conversation.length - sampled
-    return {
-        "id": f"{kind}-{len(conversation.outputs)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [choice],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
-    }
 
 
 def _error(status: int, text: str) -> web.Response:

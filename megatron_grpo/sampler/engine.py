@@ -6,11 +6,12 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from megatron_grpo.cluster.futures import pickled
@@ -25,46 +26,35 @@ from megatron_grpo.sampler.arguments import VllmSettings, engine_arguments
 from megatron_grpo.sampler.pauses import Pauses
 from megatron_grpo.sampler.plugin import ENGINE_MARKER
 from megatron_grpo.sampler.requests import (
-    Arrivals,
     EngineStatistics,
     deaths_explained,
-    drain,
+    in_bunches,
     responses,
     sampling_params,
-    warm_up_call,
     while_alive,
 )
 from megatron_grpo.sampler.shutdown import EngineProcesses, end_own, own_processes
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 
 def prepare_processes(settings: VllmSettings, name: str) -> None:
-    """Set vLLM's variables in this process, from which the others have them; what the user has set stays.
+    """Set vLLM's variables in this process, whose children inherit them; variables that the user has set stay.
 
-    Args:
-        settings: what the engine is started with.
-        name: the engine's name in logs and heartbeats.
+    `name` is the engine's name in logs and heartbeats.
     """
     os.environ[ENGINE_MARKER] = name
     os.environ.setdefault("VLLM_LOGGING_LEVEL", level_of_libraries())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # of the others, when one has died
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")  # for the other workers, when one has died
     if settings.config.engine.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if current_platform().name == "cpu":
         from megatron_grpo.cpu.engine import prepare_cpu_processes
 
         prepare_cpu_processes(settings)
-
-
-FIRST_VERSION = 0
-"""Version of the weights that the engine reads from the model folder."""
-
-WEIGHTS_TO_HOST = 1
-"""vLLM's level of a sleep that forgets nothing but the cache; at 2 only parameters and buffers would come back."""
 
 
 class VllmEngine:
@@ -75,7 +65,7 @@ class VllmEngine:
     """
 
     _pauses: Pauses
-    """From its start on."""
+    """Set by `start`."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._name = f"generation engine {settings.index}"
@@ -86,15 +76,15 @@ class VllmEngine:
         self._asleep = False
         self._statistics = EngineStatistics()
         self._salt: str | None = None
-        """What separates prompts that are cached under different weights, where a cache outlasts them."""
+        """Separates prompts that are cached under different weights, where a cache outlasts them."""
 
     @phase("start")
-    async def start(self) -> dict[str, float]:
+    async def start(self) -> tuple[dict[str, float], EngineProcesses]:
         """Start the processes, load the weights of the model folder and run one small batch.
 
         Returns:
             Seconds by part: "imports" of vLLM in this process; "processes": starting the others and loading weights;
-            "warm_up": the batch.
+            "warm_up": the batch. And the engine's processes, for the driver to end when this actor no longer can.
         """
         times = [time.monotonic()]
         require_gpus(ray.get_gpu_ids())
@@ -112,7 +102,7 @@ class VllmEngine:
             from megatron_grpo.cpu.engine import forget_sockets
 
             forget_sockets()
-        await self._llm.update_weight_version(str(FIRST_VERSION))
+        await self._llm.update_weight_version("0")  # the weights of the model folder
         self._pauses = Pauses(self._llm, keeps_cache=self._settings.keeps_cache, tell=self._statistics.in_flight)
         times.append(time.monotonic())
         await self._warm_up()
@@ -121,7 +111,8 @@ class VllmEngine:
         gc.freeze()
         times.append(time.monotonic())
         parts = ("imports", "processes", "warm_up")
-        return {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
+        seconds = {part: end - begin for part, (begin, end) in zip(parts, pairwise(times), strict=True)}
+        return seconds, own_processes()
 
     async def generate(
         self, requests: list[GenerationRequest], settings: SamplingSettings, call: str = ""
@@ -150,40 +141,32 @@ class VllmEngine:
         if self._asleep:
             raise RuntimeError("the engine sleeps: its devices are those of the models in training for now")
         assert self._llm is not None, "start() comes first"
-        waiting: dict[int, RequestOutputCollector] = {}
-        arrivals = Arrivals(len(requests))
+        waiting: dict[asyncio.Task[RequestOutput], int] = {}
         with phase("generate"), deaths_explained():
             try:
                 waiting = await self._add(call, requests, settings)
-                for queue in waiting.values():
-                    queue.ready = arrivals  # one place to wait for all of them
-                    if queue.output is not None:
-                        arrivals.set()
-                while waiting:
-                    await arrivals.some()
-                    finals = drain(waiting)
-                    self._pauses.left(len(finals))
+                async for done in in_bunches(waiting):
+                    self._pauses.left(len(done))
+                    finals = {index: task.result() for index, task in done.items()}
                     self._statistics.completed(sum(len(final.outputs[0].token_ids) for final in finals.values()))
                     yield pickled(await responses(self._llm, finals, self._settings.routed))
             finally:
+                for task in waiting:
+                    task.cancel()
                 try:
                     if waiting:
-                        await self._abandon(call, waiting)
+                        await self._abandon(call, waiting.values())
                 finally:
                     self._pauses.left(len(waiting))
 
     async def abort(self, call: str, indices: list[int]) -> None:
-        """Stop sampling these requests of a call in flight; they count as answered, with the reason."""
+        """Stop sampling these requests of a call in flight; each is answered with the reason."""
         assert self._llm is not None, "start() comes first"
         with deaths_explained():
             await self._llm.abort([f"{call}.{index}" for index in indices])
 
-    def processes(self) -> EngineProcesses:
-        """The engine's processes, so that the driver can end them when this actor no longer can."""
-        return own_processes()
-
     def take_counts(self) -> EngineCounts:
-        """What the engine had to do since the last call."""
+        """The engine's work since the last call."""
         return self._statistics.take()
 
     @phase("connect the refit")
@@ -217,9 +200,10 @@ class VllmEngine:
         """
         llm = await self._pauses.paused()
         # All at once: each takes a turn of vLLM's processes, and nothing is served before all have answered.
-        calls = [self._on_workers("confirm_refit", version), self._done(llm.update_weight_version(str(version)))]
+        calls: list[Any] = [self._on_workers("confirm_refit", version)]
+        calls.append(while_alive(llm, llm.update_weight_version(str(version))))
         if not self._settings.keeps_cache:
-            calls.append(self._done(llm.reset_prefix_cache()))
+            calls.append(while_alive(llm, llm.reset_prefix_cache()))
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # what fails leaves none of them under way
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -238,8 +222,8 @@ class VllmEngine:
         llm = await self._pauses.paused()
         self._asleep = True
         if self._settings.sleeps:
-            with deaths_explained():
-                await while_alive(llm, llm.sleep(level=WEIGHTS_TO_HOST))
+            # Level 1 forgets nothing but the cache; at 2 only parameters and buffers would come back.
+            await while_alive(llm, llm.sleep(level=1))
 
     @phase("wake")
     async def wake(self, part: EngineMemory) -> None:
@@ -251,8 +235,7 @@ class VllmEngine:
             return
         llm = await self._pauses.paused()
         if self._settings.sleeps:
-            with deaths_explained():
-                await while_alive(llm, llm.wake_up([part]))
+            await while_alive(llm, llm.wake_up([part]))
         if part == "kv_cache":
             if self._settings.sleeps:  # its scheduler goes on once all memory is back
                 self._pauses.pause()
@@ -267,40 +250,31 @@ class VllmEngine:
     async def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of refit.worker.RefitWorker on every worker; RuntimeError with all that went wrong."""
         llm = await self._pauses.paused()
-        with deaths_explained():
-            problems = await while_alive(llm, llm.collective_rpc(method, args=args))
+        problems = await while_alive(llm, llm.collective_rpc(method, args=args))
         if any(problems):
             raise RuntimeError("; ".join(problem for problem in problems if problem))
 
-    async def _done(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Wait for a call of vLLM's processes."""
-        assert self._llm is not None, "start() comes first"
-        with deaths_explained():
-            await while_alive(self._llm, call)
-
     async def _add(
         self, call: str, requests: list[GenerationRequest], settings: SamplingSettings
-    ) -> dict[int, RequestOutputCollector]:
-        """Give the scheduler all requests, in their order and before it runs, if it is idle."""
+    ) -> dict[asyncio.Task[RequestOutput], int]:
+        """Give the scheduler all requests, in their order and before it runs, if it is idle; tasks of their outputs."""
         from vllm.inputs.engine import tokens_input
 
         assert self._llm is not None
         longest = self._settings.max_total_sequence_length
-        prepared = [
-            (f"{call}.{index}", request.prompt_ids.tolist(), sampling_params(request, settings, longest))
-            for index, request in enumerate(requests)
-        ]
+        prepared = [(one.prompt_ids.tolist(), sampling_params(one, settings, longest)) for one in requests]
         try:
             async with self._pauses.entering(len(requests)):
-                return {
-                    index: await self._llm.add_request(
-                        name, tokens_input(prompt_ids, cache_salt=self._salt), parameters
+                queues = [
+                    await self._llm.add_request(
+                        f"{call}.{index}", tokens_input(prompt_ids, cache_salt=self._salt), parameters
                     )
-                    for index, (name, prompt_ids, parameters) in enumerate(prepared)
-                }
+                    for index, (prompt_ids, parameters) in enumerate(prepared)
+                ]
         except BaseException:
             await self._abandon(call, range(len(requests)))
             raise
+        return {asyncio.create_task(queue.get()): index for index, queue in enumerate(queues)}
 
     async def _abandon(self, call: str, indices: Iterable[int]) -> None:
         """Give up requests that nobody waits for any more: vLLM would sample them beside those that come later."""
@@ -308,5 +282,12 @@ class VllmEngine:
             await self.abort(call, list(indices))
 
     async def _warm_up(self) -> None:
-        async for _ in self.generate(*warm_up_call(self._settings.config), "warm-up"):
+        """Sample a full batch, which allocates and compiles, so that the first real one does not.
+
+        It has the structure of the real ones, so that vLLM says at the start what it cannot make of it.
+        """
+        config = self._settings.config
+        settings = SamplingSettings(max_new_tokens=2, structured=config.structured)
+        request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
+        async for _ in self.generate([request] * config.sequences_per_engine, settings, "warm-up"):
             pass

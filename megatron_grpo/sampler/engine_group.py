@@ -14,14 +14,14 @@ from megatron_grpo.cluster.futures import gather
 from megatron_grpo.config.errors import RunError
 from megatron_grpo.config.generation_schema import EngineMemory
 from megatron_grpo.config.paths import token
-from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig, GenerationParallelConfig
+from megatron_grpo.config.schema import AsyncGRPOConfig, GenerationConfig
 from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler.arguments import EngineEndpoint, ServerAddress, VllmSettings
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.engine import VllmEngine
+from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.sampler.server import ServerEngine
 from megatron_grpo.sampler.shutdown import END_S, EngineProcesses, end_processes
 
-ENGINE_NAME = "generation engine {}".format
 SLEEP_S = 60.0
 """Time that engines have to go to sleep beside one that has failed to."""
 SHUTDOWN_S = 10.0
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmGeneration:
-    """Engines in Ray actors; of servers that run elsewhere, an actor beside each.
+    """Engines in Ray actors; for servers that run elsewhere, an actor beside each.
 
     `start()` returns at once, so that the policy can start meanwhile; then `wait_ready()`.
     """
@@ -50,16 +50,15 @@ class VllmGeneration:
         """
         Args:
             model_path: folder in Hugging Face format.
-            precision: of weights and activations, unless the config names another.
+            config: number of engines, their layout and their settings.
+            precision: type of weights and activations, unless the config names another.
             max_total_sequence_length: longest prompt plus response in tokens.
             actor_options: Ray options (resources, placement) of the engine with this index.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`.
-            routed: what the experts look like that responses are to come with; None: they come without.
+            routed: form of the experts that responses come with; None: they come without.
             in_flight: what happens to the cache when weights change under responses; None: they never do.
         """
-        self.routed = routed
-        """What the experts look like that responses come with; None: they come without."""
-        self._config = config
+        self.routed, self.config = routed, config
         self._settings = [
             VllmSettings(
                 index=index,
@@ -69,14 +68,15 @@ class VllmGeneration:
                 max_total_sequence_length=max_total_sequence_length,
                 routed=routed,
                 in_flight=in_flight,
-                server=_server(config, index),
+                token=token(),
             )
             for index in range(config.parallel.data)
         ]
         self._actor_options = actor_options
         self._startup_timeout_s = startup_timeout_s
         self._started_at = 0.0
-        self._engines: list[Any] = []
+        self.engines: list[Any] = []
+        """Ray actors (`VllmEngine` or `ServerEngine`), in the order of their index."""
         self._processes: list[EngineProcesses] = []
         self._starting: list[ray.ObjectRef] = []
         self.startup_s: list[dict[str, float]] = []
@@ -87,7 +87,7 @@ class VllmGeneration:
     def start(self) -> None:
         """Begin to start every engine."""
         self._started_at = time.monotonic()
-        self._engines = [self._new(settings) for settings in self._settings]
+        self.engines = [self._new(settings) for settings in self._settings]
         self._starting = self.submit("start")
 
     def wait_ready(self) -> None:
@@ -97,14 +97,14 @@ class VllmGeneration:
             RuntimeError: an engine failed or the deadline passed; the message names the engine and the cause.
         """
         left = self._startup_timeout_s - (time.monotonic() - self._started_at)
-        self.startup_s = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
-        calls = self.submit("processes")
-        self._processes = gather(calls, deadline_s=self._startup_timeout_s, what="generation start", name=ENGINE_NAME)
+        started = gather(self._starting, deadline_s=max(left, 0.0), what="generation start", name=ENGINE_NAME)
+        self.startup_s = [seconds for seconds, _ in started]
+        self._processes = [processes for _, processes in started]
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Put new engines in the place of some, whose processes are ended first; returns when the new ones are up.
+        """Replace engines, whose processes are ended first; returns when the new ones are up.
 
-        They hold the weights of the model folder: they may serve nothing before a refit.
+        These hold the weights of the model folder: they may serve nothing before a refit.
 
         Args:
             lost: why each has to be replaced, by its number.
@@ -113,9 +113,9 @@ class VllmGeneration:
             RunError: an engine was replaced as often as `generation.engine_restarts` allows, or does not come up; or
                 engines share devices with models, which would have to leave them first.
         """
-        limit = self._config.engine_restarts
+        limit = self.config.engine_restarts
         for index, reason in lost.items():
-            if limit and self.colocated:
+            if limit and self.config.colocated:
                 raise RunError(f"{reason}; engines are not replaced with generation.placement=colocated")
             if self.restarts[index] >= limit:
                 again = f"; it was replaced as often as generation.engine_restarts={limit} allows" if limit else ""
@@ -124,64 +124,27 @@ class VllmGeneration:
             logger.warning("%s is replaced: %s", ENGINE_NAME(index), reason)
             self._end(index)
             self.restarts[index] += 1
-            self._engines[index] = self._new(self._settings[index])
-        self._restarted("start", list(lost))
-        for index, processes in zip(lost, self._restarted("processes", list(lost)), strict=True):
+            self.engines[index] = self._new(self._settings[index])
+        numbers = list(lost)
+        started = gather(
+            self.submit("start", engines=numbers),
+            deadline_s=self._startup_timeout_s,
+            what="generation restart",
+            name=lambda place: ENGINE_NAME(numbers[place]),
+        )
+        for index, (_, processes) in zip(numbers, started, strict=True):
             self._processes[index] = processes
 
-    @property
-    def engines(self) -> Sequence[Any]:
-        """Ray actors (`VllmEngine` or `ServerEngine`), in the order of their index."""
-        return self._engines
-
-    @property
-    def parallel(self) -> GenerationParallelConfig:
-        """How engines are laid out."""
-        return self._config.parallel
-
-    @property
-    def colocated(self) -> bool:
-        """Whether engines share the devices of the models in training."""
-        return self._config.colocated
-
-    def endpoints(self) -> list[EngineEndpoint]:
-        """The engines, in the order of their index."""
-        return [EngineEndpoint(one.index, one.config.parallel.ranks_per_engine) for one in self._settings]
-
     def submit(self, method: str, *args: Any, engines: Sequence[int] | None = None) -> list[ray.ObjectRef]:
-        """Call a method of engine actors without waiting.
-
-        Args:
-            method: name of the actors' method.
-            args: arguments of the method, the same for every engine.
-            engines: numbers of the engines; None: all.
-
-        Returns:
-            A reference to the result of each, in their order.
-        """
-        numbers = range(len(self._engines)) if engines is None else engines
-        return [getattr(self._engines[number], method).remote(*args) for number in numbers]
-
-    def submit_each(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], engines: Sequence[int]
-    ) -> list[ray.ObjectRef]:
-        """Call a method of engine actors with arguments of their own, without waiting; results in their order.
-
-        Args:
-            method: name of the actors' method.
-            arguments: its arguments, by engine.
-            engines: numbers of the engines.
-        """
-        return [
-            getattr(self._engines[number], method).remote(*args)
-            for number, args in zip(engines, arguments, strict=True)
-        ]
+        """Call a method of engine actors (None: all) without waiting; references to the results, in their order."""
+        numbers = range(len(self.engines)) if engines is None else engines
+        return [getattr(self.engines[number], method).remote(*args) for number in numbers]
 
     def sleep(self) -> None:
-        """Let models in training have the devices.
+        """Let models in training have the devices; the other engines sleep even if one fails to.
 
         Raises:
-            RunError: an engine has responses in flight, failed, or did not come to an end in time. The others sleep.
+            RunError: an engine has responses in flight, failed, or is late.
         """
         calls = self.submit("sleep")
         try:
@@ -191,41 +154,32 @@ class VllmGeneration:
             raise
 
     def wake(self, part: EngineMemory) -> None:
-        """Have a part of the devices' memory again: the weights first, then the cache, after which engines sample.
+        """Take back a part of the devices' memory: the weights first, then the cache, after which engines sample.
 
         Raises:
-            RunError: an engine failed, or did not come to an end in time.
+            RunError: an engine failed, or is late.
         """
         self._gather(self.submit("wake", part), "engines waking up")
 
     def _gather(self, refs: list[ray.ObjectRef], what: str) -> None:
-        gather(refs, deadline_s=self._config.timeout_s, what=what, name=ENGINE_NAME)
+        gather(refs, deadline_s=self.config.timeout_s, what=what, name=ENGINE_NAME)
 
     def shutdown(self) -> None:
         """End every engine process; idempotent."""
-        engines, self._engines = self._engines, []
+        engines, self.engines = self.engines, []
         ray.wait([engine.shutdown.remote() for engine in engines], num_returns=len(engines), timeout=SHUTDOWN_S)
         for engine in engines:
             ray.kill(engine)
 
     def _new(self, settings: VllmSettings) -> Any:
         """An actor for an engine, not yet started."""
-        kind = VllmEngine if settings.server is None else ServerEngine
+        kind = ServerEngine if settings.config.server.urls else VllmEngine
         return ray.remote(kind).options(**self._actor_options(settings.index)).remote(settings)
-
-    def _restarted(self, method: str, numbers: Sequence[int]) -> list[Any]:
-        """What a method of engines that are coming up returns."""
-        return gather(
-            self.submit(method, engines=numbers),
-            deadline_s=self._startup_timeout_s,
-            what="generation restart",
-            name=lambda place: ENGINE_NAME(numbers[place]),
-        )
 
     def _end(self, index: int) -> None:
         """End every process of an engine whose actor may be past doing so itself."""
         processes = self._processes[index]
-        ray.kill(self._engines[index])
+        ray.kill(self.engines[index])
         there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
         task = ray.remote(num_cpus=0)(end_processes).options(scheduling_strategy=there)
         what = f"ending {ENGINE_NAME(index)}"
@@ -236,9 +190,3 @@ class VllmGeneration:
             return
         if left:
             logger.warning("%s: processes %s are still there", what, left)
-
-
-def _server(config: GenerationConfig, index: int) -> ServerAddress | None:
-    """The server that is the engine with this index; None: the run starts its own."""
-    server = config.server
-    return ServerAddress(server.urls[index], token(), server.timeout_s) if server.urls else None

@@ -1,10 +1,10 @@
-"""The engines as a rollout worker sees them: what is asked in one moment goes out as one call per engine."""
+"""The engines as a rollout worker sees them: requests of one moment leave as one call per engine."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, groupby
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_grpo.sampler.plan import RolloutFailure
 
 ENGINE_NAME = "generation engine {}".format
 LOOK_S = 0.5
-"""Seconds between two looks at who is late."""
+"""Seconds between two checks for overdue engines."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoss:
-    """An engine that can answer no more."""
+    """The loss of an engine, which can answer no more."""
 
     restarts: int
     """How often it had been replaced before."""
@@ -45,9 +45,9 @@ class EngineLoss:
 
 
 class EngineClient:
-    """One engine. Requests that are asked for while the event loop goes round once leave together, in their order.
+    """One engine. Requests of one round of the event loop leave together, in their order.
 
-    An engine may be lost. Whoever asks it then, or waits for it, is told so, until another one has taken its place.
+    An engine may be lost. Callers that ask it then, or wait for it, get an error until another one has taken its place.
     """
 
     def __init__(self, actor: Any, index: int, user: str) -> None:
@@ -80,7 +80,7 @@ class EngineClient:
         self._streams: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerationRequest, settings: SamplingSettings) -> GenerationOutput:
-        """One response. Whoever stops waiting for it (a timeout) makes the engine stop, too.
+        """One response; the engine stops sampling it when the caller is cancelled.
 
         Raises:
             RolloutFailure: the engine gave up this request.
@@ -107,29 +107,29 @@ class EngineClient:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a response."""
+        """Whether a response is waited for."""
         return bool(self._waiting)
 
     def lose(self, reason: str) -> None:
-        """Count the engine as lost: everybody who waits gets an EngineLostError."""
+        """Count the engine as lost: all waiting callers get an EngineLostError."""
         if self.loss is None:
             self.loss = EngineLoss(self.restarts, reason)
             self._usable.clear()
-            self._fail_waiting(EngineLostError(reason))
+            _fail(self._waiting, EngineLostError(reason))
             self.on_loss()
 
     def replace(self, actor: Any) -> None:
-        """Ask this actor from now on; whoever still waits for the one before gets an EngineLostError."""
+        """Ask this actor from now on; callers that still wait for the one before get an EngineLostError."""
         self._actor, self.loss = actor, None
         self.restarts += 1
         self.since = asyncio.get_running_loop().time()
-        self._fail_waiting(EngineLostError(f"{self.name} was replaced"))
+        _fail(self._waiting, EngineLostError(f"{self.name} was replaced"))
         self._usable.set()
 
     def give_up(self, reason: str) -> None:
-        """Nobody takes the engine's place: whoever asks, waits or will do so gets a SamplingError with this text."""
+        """Record that nothing replaces the engine: callers get a SamplingError with this text from now on."""
         self._given_up = reason
-        self._fail_waiting(SamplingError(reason))
+        _fail(self._waiting, SamplingError(reason))
         self._usable.set()
 
     async def replaced(self) -> None:
@@ -139,7 +139,7 @@ class EngineClient:
             raise SamplingError(self._given_up)
 
     async def is_lost(self) -> bool:
-        """Whether the engine is lost; to be asked when it was late, as one of which a process hangs is lost by that."""
+        """Whether an engine that was late is lost; one with a hanging process is."""
         if self.loss is None:
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self._look_for_hanging())
@@ -151,11 +151,6 @@ class EngineClient:
         hanging = await asyncio.to_thread(report_hanging, [self.name], "generation")
         if hanging and restarts == self.restarts:
             self.lose(f"generation: {self.name} did not answer in time{hanging}")
-
-    def _fail_waiting(self, error: Exception) -> None:
-        for answer in self._waiting:
-            if not answer.done():
-                answer.set_exception(error)
 
     def _send(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -174,21 +169,20 @@ class EngineClient:
             stream = self._actor.generate.options(num_returns="streaming").remote(requests, asked[0].settings, call)
             async for reference in stream:
                 for index, output in await reference:
-                    _settle(asked[index].answer, output)
+                    answer = asked[index].answer
+                    if isinstance(output, str):
+                        _fail([answer], RolloutFailure(output))
+                    elif not answer.done():
+                        answer.set_result(output)
         except RayError as error:
             others = await asyncio.to_thread(report_hanging, [self.name])
             reason = f"generation: {self.name} {explain(error)}{others}"
             if is_lost(error) and restarts == self.restarts:
                 self.lose(reason)
-            self._unanswered(asked, reason)
+            _fail((one.answer for one in asked), SamplingError(reason))
         finally:
-            self._unanswered(asked, f"generation: {self.name} ended a call without an answer")
-
-    @staticmethod
-    def _unanswered(asked: Sequence[_Asked], reason: str) -> None:
-        for one in asked:
-            if not one.answer.done():
-                one.answer.set_exception(SamplingError(reason))
+            text = f"generation: {self.name} ended a call without an answer"
+            _fail((one.answer for one in asked), SamplingError(text))
 
     def _abort(self, asked: _Asked) -> None:
         if not asked.call:
@@ -203,17 +197,15 @@ class EngineClient:
             self._actor.abort.remote(call, [asked.index for asked in run])
 
 
-def _settle(answer: asyncio.Future[GenerationOutput], output: GenerationOutput | str) -> None:
-    if answer.done():
-        return
-    if isinstance(output, str):
-        answer.set_exception(RolloutFailure(output))
-    else:
-        answer.set_result(output)
+def _fail(answers: Iterable[asyncio.Future[GenerationOutput]], error: Exception) -> None:
+    """Raise an error from those answers that have not come."""
+    for answer in answers:
+        if not answer.done():
+            answer.set_exception(error)
 
 
 class Engines:
-    """The engines that a rollout worker uses, and who goes to which."""
+    """The engines that a rollout worker uses, and the placement of rollouts on them."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.clients = list(clients)
@@ -229,7 +221,7 @@ class Engines:
         """An engine for each group of rollouts, so that all engines come as close to equal load as groups allow.
 
         A group stays together, for the sake of the prefix cache, and neighbouring groups share an engine; among equally
-        loaded engines the first ones are filled first. Each client's `load` counts what is placed on it.
+        loaded engines the first ones are filled first. Each client's `load` counts the rollouts placed on it.
 
         Args:
             sizes: rollouts of each group.
@@ -250,7 +242,7 @@ class Engines:
         return placed
 
     async def lose_late(self, deadline_s: float) -> None:
-        """Count engines as lost for which somebody has waited longer than this, or since they were replaced.
+        """Count engines as lost whose responses are overdue, counted from now or from the engine's replacement.
 
         Goes on until it is cancelled. Reading the late ones' stacks takes seconds, in which this process goes on.
         """
@@ -269,7 +261,7 @@ class Engines:
                     client.lose(reason)
 
     async def losses(self) -> dict[int, EngineLoss]:
-        """The engines that are lost, by number; returns as soon as there is one that was not told before."""
+        """The lost engines, by number; returns as soon as there is one that was not returned before."""
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -20,6 +20,9 @@ from megatron_grpo.data.scores import EnvironmentRequest, ModelAccess, Scored, T
 from megatron_grpo.environments.pool import EnvironmentHandle
 from megatron_grpo.sampler.plan import RolloutFailure
 
+STARTUP_S = 900.0
+"""Deadline for the start of an environment's process, and of all rollout workers."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,37 +36,36 @@ class _Call:
     alone: bool = False
     """Whether it goes out by itself, as the last attempt."""
 
+    def settle(self, outcome: Any) -> None:
+        """Answer the call, with an exception by raising it, unless it is answered or its caller has gone."""
+        if self.answer.done():
+            return
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
+
 
 class EnvironmentClient:
     """Calls go out as soon as a process is free, all that wait then together.
 
-    When a process dies or passes the deadline, it is replaced, and everything it was asked is asked once more, sample
-    by sample, so that only the one that did it fails.
+    When a process dies or passes the deadline, it is replaced, and all its calls are made once more, sample by sample,
+    so that only the sample that caused it fails.
     """
 
-    def __init__(self, handle: EnvironmentHandle, startup_timeout_s: float) -> None:
-        """
-        Args:
-            handle: the environment's processes.
-            startup_timeout_s: deadline for a process to come up.
-        """
+    def __init__(self, handle: EnvironmentHandle) -> None:
         self.multi_turn = self.agent = False
         self.reads_token_ids = False
         self.remarks: list[str] = []
-        """What became of processes that had to be replaced, for whoever watches the run."""
+        """Replacements of processes and their reasons, for the log of the run."""
         self._handle = handle
-        self._startup_timeout_s = startup_timeout_s
         self._queue: deque[_Call] = deque()
         self._work = asyncio.Event()
         self._broken: SamplingError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Return when every process is up.
-
-        Raises:
-            SamplingError: one is not.
-        """
+        """Return when every process is up; SamplingError when one does not come up."""
         for described in await asyncio.gather(*(self._describe(process) for process in self._handle.processes)):
             self.multi_turn, self.agent = described["multi_turn"], described["agent"]
             self.reads_token_ids = described["reads_token_ids"]
@@ -82,7 +84,7 @@ class EnvironmentClient:
         return await self._ask_or_fail("act", prompt, extra_env_info, access, alone=True)
 
     async def score(self, requests: list[EnvironmentRequest]) -> list[Scored]:
-        """A score for each of some samples of one prompt, or why there is none after a second attempt.
+        """A score for each sample, or why there is none after a second attempt.
 
         Raises:
             SamplingError: a process died and could not be replaced.
@@ -107,7 +109,7 @@ class EnvironmentClient:
     def _take(self) -> list[_Call]:
         """What one process is asked next: its share of what waits, or a single call that has to be by itself."""
         while self._queue and self._queue[0].answer.done():
-            self._queue.popleft()  # nobody waits for it any more
+            self._queue.popleft()  # its caller has gone
         taken: list[_Call] = []
         share = -(-len(self._queue) // len(self._handle.processes))
         while self._queue and len(taken) < share and not (taken and self._queue[0].alone):
@@ -130,16 +132,15 @@ class EnvironmentClient:
                     self._kill(process)
                     self._again(calls, reason)
                     process = await self._describe(self._handle.spawn())
-        except Exception as error:  # noqa: BLE001 - nobody awaits this task: those who wait for answers have to hear
+        except Exception as error:  # noqa: BLE001 - nothing awaits this task: waiting callers get the error
             text = f"environment {self._handle.name}: {type(error).__name__}: {error}"
             broken = error if isinstance(error, SamplingError) else SamplingError(text)
             self._broken = broken
             for call in [*calls, *self._queue]:
-                if not call.answer.done():
-                    call.answer.set_exception(broken)
+                call.settle(broken)
 
     async def _run(self, process: dict[str, Any], calls: list[_Call]) -> str | None:
-        """Ask a process; None when it answered, else what became of it."""
+        """Ask a process; None when it answered, else the reason why it did not."""
         name, timeout_s = self._handle.name, self._handle.timeout_s
         jobs = pickled([(call.method, call.arguments) for call in calls])
         try:
@@ -157,17 +158,16 @@ class EnvironmentClient:
         except RayError as error:  # an answer that cannot be pickled, memory
             return f"environment {name}: its process {explain(error)}"
         for call, answer in zip(calls, answers, strict=True):
-            if not call.answer.done():
-                call.answer.set_result(answer)
+            call.settle(answer)
         return None
 
     def _again(self, calls: list[_Call], reason: str) -> None:
-        """Ask once more what a process was lost over, each sample by itself; those that were by themselves fail."""
+        """Make the calls of a lost process once more, each sample by itself; those that were by themselves fail."""
         for call in calls:
             if call.answer.done():
                 continue
             if call.alone:
-                call.answer.set_result([reason] if call.method == "score" else (None, reason))
+                call.settle([reason] if call.method == "score" else (None, reason))
             elif call.method == "score":
                 self._keep(self._score_singly(call))
             else:
@@ -179,21 +179,18 @@ class EnvironmentClient:
         (requests,) = call.arguments
         try:
             scored = await asyncio.gather(*(self._ask("score", [one], alone=True) for one in requests))
+            call.settle([one for alone in scored for one in alone])
         except SamplingError as error:
-            if not call.answer.done():
-                call.answer.set_exception(error)
-            return
-        if not call.answer.done():
-            call.answer.set_result([one for alone in scored for one in alone])
+            call.settle(error)
 
     async def _describe(self, actor: Any) -> dict[str, Any]:
-        """What a process says of itself when it is up, and the actor."""
+        """The description that a process returns when it is up, and its actor."""
         name = self._handle.name
         try:
-            async with asyncio.timeout(self._startup_timeout_s):
+            async with asyncio.timeout(STARTUP_S):
                 described = await actor.ready.remote()
         except TimeoutError:
-            text = f"environment {name}: a process did not start within {self._startup_timeout_s:g} s"
+            text = f"environment {name}: a process did not start within {STARTUP_S:g} s"
             raise SamplingError(text) from None
         except RayError as error:
             raise SamplingError(f"environment {name}: a process {explain(error)} as it started") from error

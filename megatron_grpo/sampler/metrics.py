@@ -1,7 +1,8 @@
-"""Numbers about a set of outcomes: lengths, how they ended, outcomes by group, rewards by function."""
+"""Metrics of a set of outcomes: lengths, truncation, comparison within groups, rewards by function, age."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 
@@ -10,22 +11,18 @@ import torch
 from megatron_grpo.config.metric_names import TASK_METRICS
 from megatron_grpo.data.trajectory import Outcome
 
-PERCENTILES = (50, 90, 99)
-
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Reward, accuracy and length statistics of a set of outcomes.
 
-    reward and accuracy are means over the responses of which the environment could say it, and left out when there is
-    none.
+    reward and accuracy are means over the responses for which the environment gave one, and left out without any.
     """
     rewards = [one.reward for one in outcomes if one.reward is not None]
     judged = [one.correct for one in outcomes if one.correct is not None]
     lengths = [float(outcome.response_tokens) for outcome in outcomes]
-    metrics = {"reward": fmean(rewards)} if rewards else {}
-    if judged:
-        metrics["accuracy"] = fmean(judged)
-    return metrics | {
+    return {
+        **({"reward": fmean(rewards)} if rewards else {}),
+        **({"accuracy": fmean(judged)} if judged else {}),
         "response_length": fmean(lengths),
         "response_length_max": max(lengths),
         "truncation_rate": fmean(outcome.truncated for outcome in outcomes),
@@ -36,9 +33,7 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[str, float]:
     """task_reward/NAME, task_accuracy/NAME and task_response_length/NAME: means over the responses of one environment.
 
-    Args:
-        outcomes: responses of any environments.
-        tasks: names of the run's environments; with one alone there is nothing to tell apart.
+    Empty with a single one of `tasks`, the names of the run's environments.
     """
     metrics: dict[str, float] = {}
     for task in tasks if len(tasks) > 1 else ():
@@ -49,15 +44,15 @@ def task_metrics(outcomes: Sequence[Outcome], tasks: Collection[str]) -> dict[st
 
 
 def length_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Percentiles of the response length in tokens, linearly interpolated, and how many ended by themselves."""
+    """Percentiles of the response length in tokens, linearly interpolated, and the share that ended by itself."""
     lengths = torch.tensor([float(outcome.response_tokens) for outcome in outcomes])
-    metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in PERCENTILES}
+    metrics = {f"response_length_p{p}": float(torch.quantile(lengths, p / 100)) for p in (50, 90, 99)}
     metrics["natural_termination_rate"] = fmean(not outcome.truncated for outcome in outcomes)
     return metrics
 
 
 def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[str, float]:
-    """How the samples of a prompt, which are neighbours, compare.
+    """Comparison of the samples of a prompt, which are neighbours.
 
     Returns:
         reward_std: mean of the groups' standard deviations (divisor n - 1), as TRL reports it; with a single sample to
@@ -87,21 +82,21 @@ def group_metrics(outcomes: Sequence[Outcome], samples_per_prompt: int) -> dict[
 def reward_function_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """reward/NAME and reward_std/NAME: mean and standard deviation (divisor n - 1) over what the function scored.
 
-    With reward functions also unscored_rate: the share of the responses that none of them scored; and where some failed
-    and env.NAME.on_reward_error=none goes on, reward_errors: how often. Figures that environments report stand under
-    their own names, as means over the responses that have them.
+    With reward functions also unscored_rate, the share of the responses that none of them scored; with failures that
+    env.NAME.on_reward_error=none passes over also reward_errors, their number. Figures that environments report have
+    their own names, and are means over the responses that have them.
     """
-    values: dict[str, list[float]] = {}
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    reported: defaultdict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for name, reward in outcome.reward_parts.items():
-            values.setdefault(name, []).append(reward)
+            values[name].append(reward)
+        for name, figure in outcome.reward_metrics.items():
+            reported[name].append(figure)
     unscored = fmean(outcome.reward is None and outcome.failure is None for outcome in outcomes)
     means = {f"reward/{name}": fmean(scored) for name, scored in values.items()}
     deviations = {f"reward_std/{name}": stdev(scored) if len(scored) > 1 else 0.0 for name, scored in values.items()}
-    reported: dict[str, list[float]] = {}
-    for name, figure in (pair for outcome in outcomes for pair in outcome.reward_metrics.items()):
-        reported.setdefault(name, []).append(figure)
-    figures = {name: fmean(all_of_it) for name, all_of_it in reported.items()}
+    figures = {name: fmean(given) for name, given in reported.items()}
     errors = sum(outcome.reward_errors for outcome in outcomes)
     counted = {"reward_errors": float(errors)} if errors else {}
     return figures | means | deviations | counted | ({"unscored_rate": unscored} if values or unscored else {})
@@ -111,8 +106,8 @@ def age_metrics(outcomes: Sequence[Outcome], version: int) -> dict[str, float]:
     """How old trajectories are when a step takes them, and how many versions of the weights each was drawn from.
 
     Args:
-        outcomes: what the step trains on; failed rollouts without a token do not count.
-        version: of the weights that the step begins with.
+        outcomes: trajectories that the step trains on; failed ones without a token do not count.
+        version: version of the weights that the step begins with.
 
     Returns:
         trajectory_age and trajectory_age_max: steps since the weights of a trajectory's oldest token;

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from megatron_grpo.sampler.requests import deaths_explained, while_alive
+from megatron_grpo.sampler.requests import while_alive
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,9 +41,8 @@ class Pauses:
         self._llm, self._keeps_cache, self._tell = llm, keeps_cache, tell
         self._in_flight = 0
         self._entry = asyncio.Lock()
-        self._open = asyncio.Event()
-        """Whether requests may enter; not while weights change under those in flight."""
-        self._open.set()
+        """Held while requests are added, and from `hold` to `release`."""
+        self._held = False
         self._parking: asyncio.Task[None] | None = None
         """Pausing, or paused when done; None: responses are in flight."""
         self.pause()
@@ -72,7 +71,7 @@ class Pauses:
 
         A paused engine resumes at the end of the context: its scheduler sees all requests before it takes the first.
         """
-        async with self._entrance():
+        async with self._entry:
             self._change(requests)  # from here on nobody pauses
             try:
                 if self._parking is not None:
@@ -92,26 +91,19 @@ class Pauses:
 
     async def hold(self) -> None:
         """Keep new requests waiting until `release`, and pause those in flight."""
-        self._open.clear()
-        async with self._entry:  # requests that are being added are in flight first
-            if self._parking is None:
-                self.pause()
+        if not self._held:
+            await self._entry.acquire()  # requests that are being added are in flight first
+            self._held = True
+        if self._parking is None:
+            self.pause()
 
     async def release(self) -> None:
         """Resume requests in flight, and let waiting ones enter."""
         if self._in_flight:
             await self._resume()
-        self._open.set()
-
-    @asynccontextmanager
-    async def _entrance(self) -> AsyncIterator[None]:
-        """Hold the entry while no weights change."""
-        while True:
-            await self._open.wait()
-            async with self._entry:
-                if self._open.is_set():  # `hold` may have closed it while this waited for the lock
-                    yield
-                    return
+        if self._held:
+            self._held = False
+            self._entry.release()
 
     def _change(self, requests: int) -> None:
         self._in_flight += requests
@@ -119,10 +111,8 @@ class Pauses:
 
     async def _resume(self) -> None:
         self._parking = None
-        with deaths_explained():
-            await while_alive(self._llm, self._llm.resume_generation())
+        await while_alive(self._llm, self._llm.resume_generation())
 
     async def _park(self) -> None:
-        with deaths_explained():
-            clear_cache = not self._keeps_cache
-            await while_alive(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        paused = self._llm.pause_generation(mode="keep", clear_cache=not self._keeps_cache)
+        await while_alive(self._llm, paused)

@@ -1,4 +1,4 @@
-"""What the rollouts of a generation batch have in common, and the seeds that tell their responses apart."""
+"""The common settings of the rollouts of a generation batch, the seeds of their responses, and their failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_grpo.data.trajectory import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """What the rollouts of one generation batch have in common."""
+    """The common settings of the rollouts of one generation batch."""
 
     samples_per_prompt: int
     settings: SamplingSettings
@@ -30,7 +30,7 @@ class RolloutPlan:
     timeout_s: float
     """Deadline of an attempt at a rollout, and of a second attempt at its scoring."""
     trainer_state: TrainerState = field(default_factory=TrainerState)
-    """How far the run is, for reward functions."""
+    """Progress of the run, for reward functions."""
 
 
 def sample_seed(run_seed: int, step: int, prompt_idx: int, sample: int, turn: int = 0) -> int:
@@ -47,19 +47,11 @@ REASONS_SHOWN = 3
 
 
 class RolloutFailure(Exception):  # noqa: N818 - a status of a rollout, not an error of the run
-    """One rollout did not work; its text says why. Others go on."""
+    """One rollout failed, for the reason in the text. Others go on."""
 
 
 def require_few_failures(outcomes: Sequence[Outcome], max_failed_fraction: float) -> None:
-    """Nothing, as long as few enough rollouts failed.
-
-    Args:
-        outcomes: outcomes of all rollouts of a generation batch.
-        max_failed_fraction: largest share of rollouts that may fail (rollouts.max_failed_fraction).
-
-    Raises:
-        SamplingError: more failed; says how many, and the most frequent reasons with the row of one example each.
-    """
+    """SamplingError with the reasons if more rollouts of a generation batch failed than this fraction."""
     failed = [one for one in outcomes if one.failure is not None]
     if len(failed) <= max_failed_fraction * len(outcomes):
         return

@@ -1,90 +1,67 @@
-"""A request and its response as vLLM has them, from and into what the rest of the system knows."""
+"""Requests and responses between our types and vLLM's, calls of vLLM's processes, and an engine's statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import EngineLostError
-from megatron_grpo.config.generation_schema import GenerationConfig
-from megatron_grpo.data.responses import (
-    EngineCounts,
-    GenerationOutput,
-    GenerationRequest,
-    SamplingSettings,
-)
+from megatron_grpo.data.responses import EngineCounts, GenerationOutput, GenerationRequest, SamplingSettings
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.trajectory import Span
-from megatron_grpo.sampler.arguments import chosen_experts
+from megatron_grpo.platform.device import current_platform
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector
     from vllm.v1.metrics.stats import SchedulerStats
 
+
+Result = TypeVar("Result")
 
 PACE_S = 0.02
 """Responses that come within this time of each other leave together: few large messages instead of many small ones."""
 
-
-class Arrivals:
-    """Stands in for the events of many of vLLM's queues, each of which gets one output: counts those that have."""
-
-    def __init__(self, expected: int) -> None:
-        self._left = expected
-        self._some, self._all = asyncio.Event(), asyncio.Event()
-
-    def set(self) -> None:
-        """A queue has got its output."""
-        self._left -= 1
-        self._some.set()
-        if not self._left:
-            self._all.set()
-
-    def clear(self) -> None:
-        """A queue was emptied."""
-
-    async def some(self) -> None:
-        """Return when something has arrived: then after PACE_S, or as soon as it is everything."""
-        await self._some.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PACE_S):
-                await self._all.wait()
-        self._some.clear()
-
-
-def drain(waiting: dict[int, RequestOutputCollector]) -> dict[int, RequestOutput]:
-    """Take what has arrived out of the queues, and out of those that are waited for."""
-    finals = {index: output for index, queue in waiting.items() if (output := queue.get_nowait()) is not None}
-    for index in finals:
-        del waiting[index]
-    return finals
-
-
-Result = TypeVar("Result")
+SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields of SamplingSettings that vLLM calls the same."""
 
 DEATH_CHECK_S = 1.0
 """Seconds between two looks at whether vLLM's processes are still there, while they are waited for."""
 
 
+async def in_bunches(waiting: dict[asyncio.Task[Result], int]) -> AsyncIterator[dict[int, asyncio.Task[Result]]]:
+    """Tasks of a call's requests, as they are done; each is removed from `waiting`, which has them by request number.
+
+    Yields:
+        Those done within PACE_S of the first, by number of their request.
+    """
+    while waiting:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waiting, timeout=PACE_S)
+        yield dict(sorted((waiting.pop(task), task) for task in done))
+
+
 async def while_alive(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it."""
+    """The result of a call of vLLM's processes, which vLLM itself awaits forever when they end under it.
+
+    Raises:
+        EngineLostError: one has ended.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     task = asyncio.create_task(call)
-    while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
-        if llm.errored:
-            task.cancel()
-            raise EngineDeadError
-    return task.result()
+    with deaths_explained():
+        while not (await asyncio.wait({task}, timeout=DEATH_CHECK_S))[0]:
+            if llm.errored:
+                task.cancel()
+                raise EngineDeadError
+        return task.result()
 
 
 @contextmanager
@@ -136,20 +113,10 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
             f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a response within "
             f"policy.max_total_sequence_length={longest}"
         )
-    structured = settings.structured
-    choice = None if structured.choice is None else list(structured.choice)
-    given = {"regex": structured.regex, "json": structured.json_schema, "choice": choice}
-    form = {name: value for name, value in given.items() if value is not None}
-    return {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
+    arguments = {
+        **{name: getattr(settings, name) for name in SAME_NAME},
         "top_k": settings.top_k or 0,
-        "min_p": settings.min_p,
-        "repetition_penalty": settings.repetition_penalty,
-        "presence_penalty": settings.presence_penalty,
-        "frequency_penalty": settings.frequency_penalty,
         "bad_words": list(settings.bad_words),
-        **({"structured_outputs": form} if form else {}),
         "seed": request.seed,
         "max_tokens": max_tokens,
         "stop": list(settings.stop_strings),
@@ -157,16 +124,25 @@ def sampling_arguments(request: GenerationRequest, settings: SamplingSettings, l
         "logprobs": 0,
         "detokenize": bool(settings.stop_strings),
     }
+    structured = settings.structured
+    choice = None if structured.choice is None else list(structured.choice)
+    given = {"regex": structured.regex, "json": structured.json_schema, "choice": choice}
+    form = {name: value for name, value in given.items() if value is not None}
+    return {**arguments, "structured_outputs": form} if form else arguments
 
 
-def warm_up_call(config: GenerationConfig) -> tuple[list[GenerationRequest], SamplingSettings]:
-    """What an engine samples first, which allocates and compiles: a full batch, so that the first real one does not.
+async def chosen_experts(llm: AsyncLLM, finals: Sequence[RequestOutput], form: RoutedForm) -> list[NDArray[Any]]:
+    """For each finished request, [prompt and response tokens but the last, numbers of a token]: its experts in a form.
 
-    With the structure of the real ones, so that vLLM says at the start what it cannot make of it.
+    `finals` are the last outputs of the requests.
     """
-    settings = SamplingSettings(max_new_tokens=2, structured=config.structured)
-    request = GenerationRequest(prompt_ids=np.zeros(2, dtype=np.int32), seed=0, max_new_tokens=2)
-    return [request] * config.sequences_per_engine, settings
+    if current_platform().name == "cpu":
+        from megatron_grpo.cpu.engine import recorded_experts
+
+        return [form.from_engine(one) for one in await recorded_experts(llm, finals, form)]
+    # A request that was aborted before its first token has none.
+    found = [final.outputs[0].routed_experts for final in finals]
+    return [form.laid_end_to_end([]) if one is None else form.from_engine(one) for one in found]
 
 
 async def responses(
@@ -177,7 +153,7 @@ async def responses(
     Args:
         llm: the engine.
         finals: the last output of each request, by the request's number in its call.
-        form: what the experts look like that each comes with; None: nobody asked.
+        form: form of the experts that each response comes with; None: responses come without.
 
     Returns:
         Each request's number, with its response or the reason why there is none.
@@ -188,12 +164,11 @@ async def responses(
     routed: Sequence[NDArray[Any] | None] = [None] * len(outputs)
     if form is not None:
         routed = await while_alive(llm, chosen_experts(llm, outputs, form))
-    answers = map(_response, outputs, texts, routed)
-    return list(zip(finals, answers, strict=True))
+    return list(zip(finals, map(_response, outputs, texts, routed), strict=True))
 
 
 def _response(final: RequestOutput, text: str, routed: NDArray[Any] | None) -> GenerationOutput | str:
-    """A response, or why there is none; `routed`: [tokens, numbers of a token], the experts that it comes with."""
+    """A response with its experts `routed`, [tokens, numbers of a token], or why there is none."""
     completion = final.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
         return f"vLLM ended a request early: {completion.finish_reason}"
@@ -264,7 +239,7 @@ class EngineStatistics:
         """What was counted since the last call."""
         self._count_time()
         taken, self._counts = self._counts, EngineCounts()
-        return replace(taken)
+        return taken
 
     def _count_time(self) -> None:
         if self._busy_since is not None:

@@ -1,20 +1,23 @@
-"""Rollouts as coroutines: the samples of a prompt are drawn, again where they failed, and scored when all are there."""
+"""Rollouts as coroutines: the samples of a prompt take their turns, are tried again on failure, and are scored."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_grpo.config.errors import EngineLostError
 from megatron_grpo.data.processors import DatumSpec
+from megatron_grpo.data.responses import GenerationOutput, GenerationRequest
 from megatron_grpo.data.scores import EnvironmentRequest, Scored
-from megatron_grpo.data.trajectory import Trajectory
+from megatron_grpo.data.trajectory import Span, StopReason, Trajectory
+from megatron_grpo.sampler.conversation import Conversation
 from megatron_grpo.sampler.endpoint import Endpoint
 from megatron_grpo.sampler.engines import EngineClient, Engines
 from megatron_grpo.sampler.environment_client import EnvironmentClient
-from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan
-from megatron_grpo.sampler.turns import Sampled, Turns
+from megatron_grpo.sampler.plan import RolloutFailure, RolloutPlan, sample_seed
 
 ATTEMPTS = 2
 """A rollout that failed is tried once more."""
@@ -36,15 +39,17 @@ class GroupRollout:
         Args:
             group: number of the prompt in its generation batch.
             datum: the prompt.
-            plan: how to sample.
+            plan: samples of the prompt, sampling settings, seeds and deadlines.
             engines: chooses another engine for a second attempt.
-            environment: what answers and scores the prompt's task.
-            agents: where the environment's agent asks the model; None: it has none, and answers turn by turn.
+            environment: answers and scores the prompt's task.
+            agents: where the environment's agent asks the model; None: the environment answers turn by turn.
         """
-        self._datum, self._plan, self._engines, self._environment = datum, plan, engines, environment
+        self._group, self._datum, self._plan = group, datum, plan
+        self._engines, self._environment, self._agents = engines, environment, agents
         ids = [token for message in datum["message_log"] for token in message["token_ids"]]
-        self._turns = Turns(group, datum, np.array(ids, dtype=np.int32), plan, environment, agents)
-        self._sampled: list[Sampled] = []
+        self._prompt_ids = np.array(ids, dtype=np.int32)
+        self._sampled: list[tuple[Trajectory, Any]] = []
+        """Each sample with the environment's state after its turns."""
         self._deadline = 0.0
 
     async def sample(self, engine: EngineClient) -> None:
@@ -68,30 +73,30 @@ class GroupRollout:
         Raises:
             SamplingError: the environment cannot be kept up.
         """
-        whole = [one for one in self._sampled if one.trajectory.failure is None]
+        whole = [(one, state) for one, state in self._sampled if one.failure is None]
         if whole:
-            for one, scored in zip(whole, await self._scored(whole), strict=True):
+            for (one, _), scored in zip(whole, await self._scored(whole), strict=True):
                 if isinstance(scored, str):
-                    _fail(one.trajectory, scored)
+                    _fail(one, scored)
                 else:
-                    one.trajectory.reward, one.trajectory.correct = scored.reward, scored.correct
-                    one.trajectory.reward_parts, one.trajectory.reward_errors = scored.parts, scored.errors
-                    one.trajectory.reward_metrics, one.trajectory.notes = scored.metrics, scored.notes
-        return [one.trajectory for one in self._sampled]
+                    one.reward, one.correct = scored.reward, scored.correct
+                    one.reward_parts, one.reward_errors = scored.parts, scored.errors
+                    one.reward_metrics, one.notes = scored.metrics, scored.notes
+        return [one for one, _ in self._sampled]
 
-    async def _scored(self, samples: list[Sampled]) -> list[Scored]:
+    async def _scored(self, samples: list[tuple[Trajectory, Any]]) -> list[Scored]:
         wants_ids = self._environment.reads_token_ids
         requests = [
             EnvironmentRequest(
                 prompt=self._datum["prompt"],
-                response=one.trajectory.response,
-                stop_reason=one.trajectory.stop_reason,
+                response=one.response,
+                stop_reason=one.stop_reason,
                 extra_env_info=self._datum["extra_env_info"],
-                state=one.state,
-                response_ids=one.trajectory.response_ids if wants_ids else None,
+                state=state,
+                response_ids=one.response_ids if wants_ids else None,
                 trainer_state=self._plan.trainer_state,
             )
-            for one in samples
+            for one, state in samples
         ]
         deadline = self._deadline
         for _ in range(ATTEMPTS):
@@ -103,7 +108,7 @@ class GroupRollout:
         task, limit = self._datum["task_name"], self._plan.timeout_s
         return [f"environment {task}: no score within rollouts.timeout_s={limit:g} s"] * len(samples)
 
-    async def _one(self, sample: int, engine: EngineClient) -> Sampled:
+    async def _one(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """One sample, which is tried again, with equal seeds, when it fails."""
         reason = ""
         for attempt in range(ATTEMPTS):
@@ -123,16 +128,17 @@ class GroupRollout:
                 engine.load -= 1
                 raise
         engine.load -= 1
-        failed = self._turns.failed(sample)
+        failed = self._trajectory(sample, [self._prompt_ids], [], "stop")
         _fail(failed, reason)
-        return Sampled(failed)
+        return failed, None
 
-    async def _attempt(self, sample: int, engine: EngineClient) -> Sampled:
+    async def _attempt(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
         """One attempt at a sample: from its beginning again, with equal seeds, whenever the engine is replaced."""
+        turns = self._turns_of_environment if self._agents is None else self._turns_of_agent
         while True:
             try:
                 async with asyncio.timeout(self._plan.timeout_s):
-                    return await self._turns.take(sample, engine)
+                    return await turns(sample, engine)
             except TimeoutError:
                 if not await engine.is_lost():
                     raise
@@ -140,6 +146,93 @@ class GroupRollout:
                 pass
             await engine.replaced()
 
+    async def _turns_of_environment(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+        """One sample whose responses the environment answers."""
+        datum, plan = self._datum, self._plan
+        state = await self._environment.reset(datum["prompt"], datum["extra_env_info"])
+        pieces, length = [self._prompt_ids], len(self._prompt_ids)
+        outputs: list[GenerationOutput] = []
+        while True:
+            request = GenerationRequest(
+                prompt_ids=_joined(pieces),
+                seed=self._seed(sample, len(outputs)),
+                max_new_tokens=plan.max_total_sequence_length - length,
+            )
+            output = await engine.generate(request, plan.settings)
+            outputs.append(output)
+            turn = await self._environment.step(state, output.text, int(output.token_ids[-1]))
+            state = turn.state
+            pieces.append(output.token_ids)
+            length += len(output.token_ids) + len(turn.observation)
+            full = not turn.done and length >= plan.max_total_sequence_length
+            stop_reason: StopReason = "length" if full else output.stop_reason
+            if turn.done or stop_reason == "length" or len(outputs) == plan.max_turns:
+                return self._trajectory(sample, pieces, outputs, stop_reason), state
+            pieces.append(turn.observation)
+
+    async def _turns_of_agent(self, sample: int, engine: EngineClient) -> tuple[Trajectory, Any]:
+        """One sample whose turns the environment's agent makes, by its calls."""
+        datum, plan = self._datum, self._plan
+        assert self._agents is not None
+        talk = Conversation(
+            engine,
+            plan.settings,
+            self._agents.tokenizer,
+            lambda turn: self._seed(sample, turn),
+            plan.max_total_sequence_length,
+        )
+        with self._agents.opened(talk) as access:
+            try:
+                state = await self._environment.act(datum["prompt"], datum["extra_env_info"], access)
+            except RolloutFailure as failure:
+                raise talk.failure or failure from None
+        if talk.failure is not None:  # the agent swallowed the failure, so its result is discarded
+            raise talk.failure
+        if not talk.outputs:
+            raise RolloutFailure(f"environment {datum['task_name']}: its agent ended without asking the model")
+        return self._trajectory(sample, talk.pieces, talk.outputs, talk.outputs[-1].stop_reason), state
+
+    def _seed(self, sample: int, turn: int) -> int:
+        return sample_seed(self._plan.run_seed, self._plan.step, self._datum["idx"], sample, turn)
+
+    def _trajectory(
+        self,
+        sample: int,
+        pieces: list[NDArray[np.int32]],
+        outputs: list[GenerationOutput],
+        stop_reason: StopReason,
+    ) -> Trajectory:
+        """The trajectory of given and sampled pieces in turns, [tokens] each, int32; sampled ones are the outputs'."""
+        spans: list[Span] = []
+        routed: NDArray[Any] | None = None
+        start = 0
+        for given, output in zip(pieces[::2], outputs, strict=False):
+            start += len(given)
+            spans += [Span(start + span.start, start + span.end, span.version) for span in output.spans]
+            start += len(output.token_ids)
+            if routed is None or output.routed is None:
+                routed = output.routed
+            else:  # the engine looks at the whole conversation again; tokens keep the experts of their first pass
+                routed = np.concatenate([routed, output.routed[len(routed) :]])
+        return Trajectory(
+            prompt_idx=self._datum["idx"],
+            group=self._group,
+            sample=sample,
+            token_ids=_joined(pieces),
+            spans=spans,
+            logprobs=_joined([output.logprobs for output in outputs] or [np.empty(0, dtype=np.float32)]),
+            response="".join(output.text for output in outputs),
+            stop_reason=stop_reason,
+            loss_multiplier=self._datum["loss_multiplier"],
+            task_name=self._datum["task_name"],
+            routed=routed,
+        )
+
 
 def _fail(trajectory: Trajectory, reason: str) -> None:
     trajectory.failure, trajectory.reward, trajectory.correct, trajectory.reward_parts = reason, None, None, {}
+
+
+def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays [tokens] of one dtype laid end to end; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

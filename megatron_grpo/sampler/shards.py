@@ -20,15 +20,11 @@ from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import Outcome, SampledGroup, Trajectory
 
-TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS = "token_ids", "sampled", "generation_logprobs"
-SHARD_FIELDS = (TOKEN_IDS, SAMPLED, GENERATION_LOGPROBS)
-"""Entries of each token that rollouts bring."""
-ROUTED_EXPERTS = "routed_experts"
-
 
 def shard_fields(routed: RoutedForm | None) -> tuple[str, ...]:
     """Entries of each token that rollouts bring; `routed`: form of the experts that engines return, or None."""
-    return SHARD_FIELDS if routed is None else (*SHARD_FIELDS, ROUTED_EXPERTS)
+    fields = ("token_ids", "sampled", "generation_logprobs")
+    return fields if routed is None else (*fields, "routed_experts")
 
 
 def places_of(sequences: Sequence[NDArray[np.int64]], sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -90,9 +86,9 @@ def shard_arrays(trajectories: Sequence[Trajectory], routed: RoutedForm | None =
             logprobs[begin + span.start : begin + span.end] = one.logprobs[taken : taken + count]
             taken += count
         begin += len(one.token_ids)
-    arrays = {TOKEN_IDS: token_ids, SAMPLED: sampled, GENERATION_LOGPROBS: logprobs}
+    arrays = {"token_ids": token_ids, "sampled": sampled, "generation_logprobs": logprobs}
     if routed is not None:
-        arrays[ROUTED_EXPERTS] = routed.laid_end_to_end([(len(one.token_ids), one.routed) for one in trajectories])
+        arrays["routed_experts"] = routed.laid_end_to_end([(len(one.token_ids), one.routed) for one in trajectories])
     return arrays
 
 
@@ -176,7 +172,7 @@ BUNDLE_BYTES = 2**20
 """Token data that share an entry of the object store, which lives as long as any of its groups is referred to."""
 
 TOKEN_BYTES = 8
-"""Of a token id and its log-probability."""
+"""Bytes of a token id and its log-probability."""
 
 
 Bundles = tuple[list[Any], NDArray[np.int32]]
@@ -192,15 +188,7 @@ def bundled(groups: Sequence[SampledGroup]) -> Bundles:
 
 
 def fetched(bundles: Bundles, timeout_s: float | None = None) -> list[list[Trajectory]]:
-    """The trajectories of each group.
-
-    Args:
-        bundles: where the groups are.
-        timeout_s: deadline; None: the caller has one for this process.
-
-    Raises:
-        RayError: some are lost, or late.
-    """
+    """The trajectories of each group; RayError if some are lost, or late. `timeout_s`: None where a caller has one."""
     references, places = bundles
     needed = np.unique(places[:, 0]).tolist()
     found = dict(zip(needed, ray.get([references[number] for number in needed], timeout=timeout_s), strict=True))
@@ -225,53 +213,20 @@ def groups_of(collected: Collected) -> list[SampledGroup]:
     return [SampledGroup(outcomes, references[number], place) for outcomes, (number, place) in pairs]
 
 
-class Bundler:
-    """Puts groups into the object store as they arrive, small ones together, since every entry has a cost."""
-
-    def __init__(self, groups: int) -> None:
-        """
-        Args:
-            groups: how many will come.
-        """
-        self._references: list[Any] = []
-        self._places = np.zeros((groups, 2), dtype=np.int32)
-        self._outcomes: list[list[Outcome]] = [[] for _ in range(groups)]
-        self._waiting: list[tuple[int, Sequence[Trajectory]]] = []
-        self._bytes = 0
-
-    def add(self, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take a group, to put it when enough have come together.
-
-        Args:
-            number: place of the group among all groups of the step.
-            trajectories: samples of the group, in their order.
-        """
-        self._waiting.append((number, trajectories))
-        self._outcomes[number] = [one.outcome for one in trajectories]
-        for one in trajectories:
-            self._bytes += TOKEN_BYTES * len(one.token_ids) + (0 if one.routed is None else one.routed.nbytes)
-        if self._bytes >= BUNDLE_BYTES:
-            self._put()
-
-    def finish(self, remarks: list[str]) -> Collected:
-        """The groups, when all have come, and remarks for the log of the run."""
-        if self._waiting:
-            self._put()
-        return Collected((self._references, self._places), pickled(self._outcomes), remarks)
-
-    def _put(self) -> None:
-        for place, (number, _) in enumerate(self._waiting):
-            self._places[number] = len(self._references), place
-        self._references.append(ray.put(pickled([trajectories for _, trajectories in self._waiting])))
-        self._waiting, self._bytes = [], 0
-
-
 def collected(groups: Sequence[Sequence[Trajectory]], remarks: list[str]) -> Collected:
-    """Put groups that are at hand into the object store."""
-    bundler = Bundler(len(groups))
+    """Put groups into the object store, small ones together, since every entry has a cost."""
+    references: list[Any] = []
+    waiting: list[Sequence[Trajectory]] = []
+    places, size = np.zeros((len(groups), 2), dtype=np.int32), 0
     for number, trajectories in enumerate(groups):
-        bundler.add(number, trajectories)
-    return bundler.finish(remarks)
+        places[number] = len(references), len(waiting)
+        waiting.append(trajectories)
+        for one in trajectories:
+            size += TOKEN_BYTES * len(one.token_ids) + (0 if one.routed is None else one.routed.nbytes)
+        if size >= BUNDLE_BYTES or number == len(groups) - 1:
+            references.append(ray.put(pickled(waiting)))
+            waiting, size = [], 0
+    return Collected((references, places), pickled([[one.outcome for one in group] for group in groups]), remarks)
 
 
 def load(file: Path) -> tuple[StepFacts, Collected]:
@@ -317,14 +272,9 @@ def learnt_from(known: Mapping[str, Sequence[NDArray[np.float32]]], number: int,
 
 
 def dump(bundles: Bundles, chosen: list[list[int]], batch: StepBatch | None, file: Path, record: StepRecord) -> None:
-    """Write trajectories into a Parquet file, which appears when it is complete.
+    """Write trajectories into a Parquet file, which appears when it is complete (`StepTokens.dump`).
 
-    Args:
-        bundles: where the groups of the step are, in its order.
-        chosen: for each group, which of its samples to write.
-        batch: the step's batch of the same sequences, which count group by group; None: the step learns nothing.
-        file: where.
-        record: what the file says beside them.
+    `chosen` has the samples to write of each group in `bundles`; the batch's sequences count group by group.
     """
 
     def groups() -> Iterator[tuple[int, list[Written]]]:

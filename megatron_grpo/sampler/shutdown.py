@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import ray
 
-from megatron_grpo.cluster.guardian import kill_stopped
+from megatron_grpo.cluster.guardian import kill_stopped, lives
 from megatron_grpo.sampler.plugin import free, queue_segments
 
 if TYPE_CHECKING:
@@ -35,18 +34,16 @@ class EngineProcesses:
 
 
 def own_processes() -> EngineProcesses:
-    """Those of the calling actor, itself included."""
-    own = psutil.Process()
-    everybody = [own, *own.children(recursive=True)]
-    started = []
-    for process in everybody:
+    """The processes of the calling actor, itself included."""
+    own, started = psutil.Process(), []
+    for process in [own, *own.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             started.append((process.pid, process.create_time()))
     return EngineProcesses(ray.get_runtime_context().get_node_id(), tuple(started))
 
 
 def end_own(llm: AsyncLLM) -> None:
-    """End those that the calling actor has started for its engine, and free the memory that they shared."""
+    """End the processes that the calling actor has started for its engine, and free the memory that they shared."""
     own = psutil.Process()
     children = own.children(recursive=True)
     segments = set().union(*(queue_segments(process) for process in [own, *children]))
@@ -59,7 +56,7 @@ def end_processes(engine: EngineProcesses) -> list[int]:
     """Kill what is left of an engine, on this machine, and free the memory that its processes shared.
 
     Returns:
-        The numbers of the processes that are still there after `END_S`.
+        Numbers of the processes that still exist after `END_S`.
     """
     family: set[psutil.Process] = set()
     for pid, started in engine.started:
@@ -72,16 +69,7 @@ def end_processes(engine: EngineProcesses) -> list[int]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     deadline = time.monotonic() + END_S
-    while (left := _living(family)) and time.monotonic() < deadline:
+    while (left := [process.pid for process in family if lives(process)]) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     free(segments)
     return left
-
-
-def _living(processes: Iterable[psutil.Process]) -> list[int]:
-    found = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found

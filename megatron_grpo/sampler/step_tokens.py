@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ class StepTokens:
                 np.array([(number[group], sample) for group, sample in shards[shard]], dtype=np.int32).reshape(-1, 2)
                 for shard in mine
             ]
-            bundles = bundled([groups[group] for group in needed])
             call = worker.on_thread.options(num_returns=len(fields) * len(mine))
+            bundles = bundled([groups[group] for group in needed])
             references = iter(call.remote("build shards", build_shards, bundles, local, self._workers.routed))
             for shard in mine:
                 for name in fields:
@@ -99,10 +99,8 @@ class StepTokens:
         Raises:
             RunError: the function raised, or the worker failed.
         """
-        worker = self._workers.next()
-        call = self._workers.actors[worker].on_thread.remote("compute", compute, fn, batch, list(fields), args)
-        (answer,) = self._workers.gather([call], self._timeout_s, "computation over a step's tokens", worker)
-        added, summary = answer
+        call = self._begin("compute", compute, fn, batch, list(fields), args)
+        ((added, summary),) = self._workers.gather(call, self._timeout_s, "computation over a step's tokens")
         batch.fields |= added
         return summary
 
@@ -127,9 +125,8 @@ class StepTokens:
         Raises:
             RunError: the file cannot be read, or not in time.
         """
-        worker = self._workers.next()
-        call = self._workers.actors[worker].on_thread.remote("read rollouts", load, file)
-        ((facts, collected),) = self._workers.gather([call], self._timeout_s, "reading of rollouts", worker)
+        call = self._begin("read rollouts", load, file)
+        ((facts, collected),) = self._workers.gather(call, self._timeout_s, "reading of rollouts")
         return facts, groups_of(collected)
 
     def dump(
@@ -157,11 +154,14 @@ class StepTokens:
             What `wait_dump` waits for.
         """
         chosen = evenly_chosen([len(group.outcomes) for group in groups], sample)
-        worker, file = self._workers.next(), rollouts_file(run_dir, step)
-        call = self._workers.actors[worker].on_thread
-        return worker, call.remote("write rollouts", dump, bundled(groups), chosen, batch, file, record)
+        file = rollouts_file(run_dir, step)
+        return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
         """Return when what `dump` began is written; RunError when it cannot be."""
-        worker, written = dump
-        self._workers.gather([written], self._timeout_s, "writing of rollouts", worker)
+        self._workers.gather(dump, self._timeout_s, "writing of rollouts")
+
+    def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+        """Begin `RolloutWorker.on_thread` in the worker whose turn it is; its call by its number."""
+        worker = self._workers.next()
+        return {worker: self._workers.actors[worker].on_thread.remote(what, function, *arguments)}

@@ -18,7 +18,8 @@ from megatron_grpo.config.errors import RunError, SamplingError
 from megatron_grpo.data.routed import RoutedForm
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.sampler.endpoint import EndpointSettings
-from megatron_grpo.sampler.worker import RolloutWorker, WorkerSettings
+from megatron_grpo.sampler.environment_client import STARTUP_S
+from megatron_grpo.sampler.worker import RolloutWorker
 
 ENGINES_PER_WORKER = 8
 WORKER_NAME = "rollout worker {}".format
@@ -36,32 +37,28 @@ class WorkerGroup:
         environments: Mapping[str, EnvironmentPool],
         *,
         generation_timeout_s: float,
-        startup_timeout_s: float = 900.0,
         routed: RoutedForm | None = None,
         endpoint: EndpointSettings | None = None,
     ) -> None:
         """
         Args:
-            number: of workers; None: one for every ENGINES_PER_WORKER engines.
+            number: number of workers; None: one for every ENGINES_PER_WORKER engines.
             engines: Ray actors with `generate` and `abort`, in the order of their numbers; none: nothing is sampled.
             environments: by task name; `start` is called on each.
             generation_timeout_s: deadline for the sampling of one generation batch, and for each piece of work on its
                 tokens.
-            startup_timeout_s: deadline of `wait_ready`, counted from `start`, and for the start of each process that
-                replaces another.
             routed: form of the experts that engines return; None: engines return none.
             endpoint: where agents find the engines; None: nowhere.
         """
         self._endpoint = endpoint
         self._number, self.engines, self._environments = number, engines, environments
-        self.generation_timeout_s, self._startup_timeout_s = generation_timeout_s, startup_timeout_s
-        self.routed = routed
+        self.generation_timeout_s, self.routed = generation_timeout_s, routed
         self.actors: list[Any] = []
         self.engines_of: list[range] = []
         """By worker, the numbers of the engines that it asks."""
         self._shares: list[float] = []
         self._turn = count()
-        self._starting: list[Any] = []
+        self._starting: dict[int, Any] = {}
         self._started_at = 0.0
 
     def start(self) -> None:
@@ -77,24 +74,19 @@ class WorkerGroup:
         self._shares = [sum(1 / users[engine] for engine in one) / max(engines, 1) for one in self.engines_of]
         actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RolloutWorker)
         for index, numbers in enumerate(self.engines_of):
-            settings = WorkerSettings(
-                index=index,
+            worker = actor.remote(
+                index,
                 engines={number: self.engines[number] for number in numbers},
                 environments={name: shares[index] for name, shares in handles.items()},
                 generation_timeout_s=self.generation_timeout_s,
-                startup_timeout_s=self._startup_timeout_s,
                 endpoint=None if self._endpoint is None else self._endpoint.of_worker(index),
             )
-            self.actors.append(actor.remote(settings))
-        self._starting = [worker.ready.remote() for worker in self.actors]
+            self.actors.append(worker)
+        self._starting = {number: worker.ready.remote() for number, worker in enumerate(self.actors)}
 
     def wait_ready(self) -> None:
-        """Return when every worker and its environments are up.
-
-        Raises:
-            RunError: one is not; says which and why.
-        """
-        left = self._startup_timeout_s - (time.monotonic() - self._started_at)
+        """Return when every worker and its environments are up; RunError if one is not within STARTUP_S of `start`."""
+        left = STARTUP_S - (time.monotonic() - self._started_at)
         self.gather(self._starting, max(left, 0.0), "start of rollouts")
 
     def shared_out(self, items: Sequence[Item]) -> list[list[Item]]:
@@ -113,15 +105,16 @@ class WorkerGroup:
         self.actors = []
 
     @staticmethod
-    def gather(calls: Sequence[Any], deadline_s: float, what: str, first: int = 0) -> list[Any]:
-        """The workers' answers, of which the first one is that of worker `first`.
+    def gather(calls: Mapping[int, Any], deadline_s: float, what: str) -> list[Any]:
+        """Answers to calls by number of the worker, in their order.
 
         Raises:
             SamplingError: a worker failed or is late.
-            RunError: what a worker told in a message of its own, as it is.
+            RunError: an error that a worker raised itself, with its own message.
         """
+        names = [WORKER_NAME(worker) for worker in calls]
         try:
-            return gather(calls, deadline_s=deadline_s, what=what, name=lambda index: WORKER_NAME(first + index))
+            return gather(list(calls.values()), deadline_s=deadline_s, what=what, name=names.__getitem__)
         except RunError as error:
             cause = error.__cause__
             if isinstance(cause, RayTaskError) and isinstance(cause.cause, RunError):
@@ -130,7 +123,7 @@ class WorkerGroup:
 
 
 Restore = Callable[[Mapping[int, str]], None]
-"""Puts others in the place of engines that are lost, by number with the reason; SamplingError: it does not."""
+"""Replaces lost engines, given by number with the reason; SamplingError: it does not."""
 
 
 def not_replaced(lost: Mapping[int, str]) -> None:
@@ -166,20 +159,19 @@ class LostEngines:
                 self._restarts[number] += 1
                 self._tell(number, "replace_engine", actor)
 
-    def wait(self, calls: Sequence[Any], deadline_s: float, what: str, name: Callable[[int], str]) -> None:
+    def wait(self, calls: Mapping[int, Any], deadline_s: float, what: str) -> None:
         """Return when calls of the workers are over, and replace the engines that they lose meanwhile.
 
         Args:
-            calls: a call of each worker.
+            calls: a call of each worker, by the worker's number.
             deadline_s: seconds that they have, counted anew when engines were replaced.
             what: the phase, for messages ("generation").
-            name: how to call the worker of this number.
 
         Raises:
             SamplingError: the deadline passed; names the workers that are late.
         """
         end = time.monotonic() + deadline_s
-        pending = {call: name(number) for number, call in enumerate(calls)}
+        pending = {call: WORKER_NAME(number) for number, call in calls.items()}
         with phase(what):
             while pending:
                 over, replaced = self.some(list(pending), end - time.monotonic())
@@ -191,40 +183,32 @@ class LostEngines:
                     del pending[call]
 
     def some(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], bool]:
-        """Return when a call of a worker is over, or engines that the workers had lost were replaced, or not.
+        """Wait for a call of any worker, and try to replace the engines that a worker reports as lost meanwhile.
 
         Args:
-            calls: of any workers.
+            calls: calls of any workers.
             timeout_s: seconds until it returns in any case.
 
         Returns:
-            The call that is over, if one is, and whether something was done about engines.
+            The call that is over, if one is, and whether a worker has reported engines.
         """
         self.hand_on()
         ready, _ = ray.wait([*calls, *self._reports], num_returns=1, timeout=max(timeout_s, 0.0))
         if not ready or ready[0] not in self._reports:
             return ready, False
-        self._replace(self._take(ready[0]))
-        return [], True
-
-    def _take(self, report: Any) -> dict[int, str]:
-        """The engines that a worker reports as lost, but for those that were replaced since; listen to it further."""
-        worker = self._reports.pop(report)
-        with suppress(RayError):  # a worker that died is told of by its other calls
-            losses = ray.get(report)
+        worker, lost = self._reports.pop(ready[0]), {}
+        with suppress(RayError):  # the other calls of a worker that died raise its error
+            losses = ray.get(ready[0])
             self._reports[worker.lost_engines.remote()] = worker
-            return {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
-        return {}
-
-    def _replace(self, lost: Mapping[int, str]) -> None:
-        if not lost:
-            return
-        try:
-            self._restore(lost)
-        except SamplingError as error:
-            for number in lost:
-                self._tell(number, "give_up_engine", str(error))
-        self.hand_on()
+            lost = {n: loss.reason for n, loss in losses.items() if loss.restarts == self._restarts[n]}
+        if lost:
+            try:
+                self._restore(lost)
+            except SamplingError as error:
+                for number in lost:
+                    self._tell(number, "give_up_engine", str(error))
+            self.hand_on()
+        return [], True
 
     def _tell(self, number: int, method: str, *args: Any) -> None:
         for worker, numbers in self._users:

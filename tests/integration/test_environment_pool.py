@@ -45,7 +45,7 @@ def job(*responses: str, answer: str = "025") -> list[EnvironmentRequest]:
 
 def scored(handle: EnvironmentHandle, jobs: Sequence[list[EnvironmentRequest]]) -> list[list[Scored]]:
     async def scene() -> list[list[Scored]]:
-        client = EnvironmentClient(handle, startup_timeout_s=60.0)
+        client = EnvironmentClient(handle)
         await client.start()
         return await asyncio.gather(*(client.score(one) for one in jobs))
 

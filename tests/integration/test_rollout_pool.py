@@ -99,18 +99,14 @@ def test_fewer_prompts_than_workers() -> None:
 
 def arrivals(rollouts: RolloutPool, prompts: Sequence[DatumSpec]) -> list[Complete]:
     """Prompts numbered from 10, in the order in which they are complete."""
-    stream = rollouts.begin_each(
-        {10 + number: one for number, one in enumerate(prompts)},
-        samples_per_prompt=SAMPLES,
-        settings=SETTINGS,
-        run_seed=SEED,
-        step=STEP,
-    )
+    plan = rollouts.plan(SAMPLES, SETTINGS, SEED, STEP)
+    begun = rollouts.begin({10 + number: one for number, one in enumerate(prompts)}, plan)
     came: list[Complete] = []
     since = time.monotonic()
-    while stream.calls:
-        rollouts.wait_for_groups([stream], since)
-        came += rollouts.arrived([stream])
+    while begun.calls:
+        rollouts.wait_for_groups([begun], since)
+        came += rollouts.arrived([begun])
+    assert begun.is_done()
     return came
 
 

@@ -91,9 +91,7 @@ def collected(generation: VllmGeneration, model: Path, max_turns: int) -> list[T
     rollouts.start()
     try:
         rollouts.wait_ready()
-        groups = rollouts.collect(
-            prompts, samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=SEED, step=STEP, timer=StepTimer()
-        )
+        groups = rollouts.collect(prompts, rollouts.plan(SAMPLES, SETTINGS, SEED, STEP), StepTimer())
         return [one for group in rollouts.tokens.fetch(groups) for one in group]
     finally:
         rollouts.shutdown()
@@ -204,5 +202,5 @@ def _collect(pool: RolloutPool, prompts: list[str]) -> list[list[Trajectory]]:
         for idx, prompt in enumerate(prompts)
     ]
     settings = SamplingSettings(max_new_tokens=8, temperature=TEMPERATURE, stop_token_ids=(EOS,))
-    groups = pool.collect(data, samples_per_prompt=3, settings=settings, run_seed=1, step=0, timer=StepTimer())
+    groups = pool.collect(data, pool.plan(3, settings, run_seed=1, step=0), StepTimer())
     return pool.tokens.fetch(groups)

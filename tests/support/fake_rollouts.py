@@ -21,6 +21,7 @@ from megatron_grpo.data.rollout_files import StepFacts, StepRecord, read_recorde
 from megatron_grpo.data.step_batch import StepBatch
 from megatron_grpo.data.trajectory import SampledGroup, Trajectory
 from megatron_grpo.observability.timing import StepTimer
+from megatron_grpo.sampler.plan import RolloutPlan
 from megatron_grpo.sampler.pool import Complete
 
 Answers = Callable[[Sequence[DatumSpec], int], Sequence[Sequence[Trajectory]]]
@@ -88,65 +89,45 @@ class FakeRollouts:
         self.awaited: list[Any] = []
         """What the driver has waited for to be written."""
 
-    def collect(
-        self,
-        prompts: Sequence[DatumSpec],
-        *,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        run_seed: int,
-        step: int,
-        timer: StepTimer,
-    ) -> list[SampledGroup]:
-        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
-        return self.finish(self.begin(prompts, samples_per_prompt=samples_per_prompt, **drawn), timer)
+    def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:
+        return RolloutPlan(
+            samples_per_prompt=samples_per_prompt,
+            settings=settings,
+            run_seed=run_seed,
+            step=step,
+            max_total_sequence_length=0,
+            timeout_s=0.0,
+        )
 
-    def begin(
-        self,
-        prompts: Sequence[DatumSpec],
-        *,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        run_seed: int,
-        step: int,
-    ) -> SimpleNamespace:
-        rows = [prompt["idx"] for prompt in prompts]
-        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
-        self.asked.append({"rows": rows, "samples_per_prompt": samples_per_prompt, **drawn})
-        return SimpleNamespace(answers=self.answers(prompts, samples_per_prompt), is_done=lambda: True)
+    def collect(self, prompts: Sequence[DatumSpec], plan: RolloutPlan, timer: StepTimer) -> list[SampledGroup]:
+        return self.finish(self.begin(dict(enumerate(prompts)), plan), timer)
+
+    def begin(self, prompts: Mapping[int, DatumSpec], plan: RolloutPlan) -> SimpleNamespace:
+        asked = {name: getattr(plan, name) for name in ("samples_per_prompt", "settings", "run_seed", "step")}
+        self.asked.append({"rows": [prompt["idx"] for prompt in prompts.values()], **asked})
+        groups = self.put(self.answers(list(prompts.values()), plan.samples_per_prompt))
+        calls = dict(zip(prompts, groups, strict=False))
+        return SimpleNamespace(groups=groups, calls=calls, complete=[], is_done=lambda: True)
 
     def finish(self, under_way: SimpleNamespace, timer: StepTimer) -> list[SampledGroup]:
         with timer.phase("generation"):
-            return self.put(under_way.answers)
+            return list(under_way.groups)
 
-    def begin_each(
-        self,
-        prompts: Mapping[int, DatumSpec],
-        *,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        run_seed: int,
-        step: int,
-    ) -> SimpleNamespace:
-        drawn = {"settings": settings, "run_seed": run_seed, "step": step}
-        under_way = self.begin(list(prompts.values()), samples_per_prompt=samples_per_prompt, **drawn)
-        return SimpleNamespace(calls=dict(zip(prompts, self.put(under_way.answers), strict=True)), complete=[])
-
-    def arrived(self, streams: Sequence[SimpleNamespace]) -> list[Complete]:
-        found = [number for stream in streams for number in stream.complete]
-        for stream in streams:
-            self.complete |= {number: stream.calls.pop(number) for number in stream.complete}
-            stream.complete = []
-        return [Complete(number, worker=0) for number in found]
+    def arrived(self, batches: Sequence[SimpleNamespace]) -> list[Complete]:
+        found = [number for one in batches for number in one.complete]
+        for one in batches:
+            self.complete |= {number: one.calls.pop(number) for number in one.complete}
+            one.complete = []
+        return [Complete(batch=0, number=number, worker=0) for number in found]
 
     def take(self, complete: Sequence[Complete]) -> list[SampledGroup]:
         return [self.complete.pop(one.number) for one in complete]
 
-    def wait_for_groups(self, streams: Sequence[SimpleNamespace], since: float) -> None:
+    def wait_for_groups(self, batches: Sequence[SimpleNamespace], since: float) -> None:
         """One more prompt is complete, whichever `next_complete` chooses of those that are left."""
-        left = [(number, stream) for stream in streams for number in stream.calls]
-        number, stream = left[self.next_complete(len(left))]
-        stream.complete.append(number)
+        left = [(number, one) for one in batches for number in one.calls]
+        number, chosen = left[self.next_complete(len(left))]
+        chosen.complete.append(number)
 
     def take_engine_counts(self) -> list[EngineCounts]:
         return [EngineCounts(running=1)]

@@ -83,9 +83,7 @@ def pool(
 
 
 def collect(rollouts: RolloutPool, prompts: Sequence[DatumSpec], timer: StepTimer | None = None) -> list[SampledGroup]:
-    return rollouts.collect(
-        prompts, samples_per_prompt=SAMPLES, settings=SETTINGS, run_seed=SEED, step=STEP, timer=timer or StepTimer()
-    )
+    return rollouts.collect(prompts, rollouts.plan(SAMPLES, SETTINGS, SEED, STEP), timer or StepTimer())
 
 
 def expected_trajectory(datum: DatumSpec, group: int, sample: int) -> Trajectory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -125,26 +124,28 @@ class ReshardTransport(WeightTransport):
 
     def _engine_shards(self) -> list[RankShard]:
         """What each rank of an engine receives."""
-        return engine_shards(self._generation.parallel, self._policy.settings.shape)
+        return engine_shards(self._generation.config.parallel, self._policy.settings.shape)
 
     def _connect(self, engines: tuple[int, ...]) -> None:
         """Connect the policy and these engines, and no others."""
-        ranks = {endpoint.index: endpoint.ranks for endpoint in self._generation.endpoints()}
+        ranks = self._generation.config.parallel.ranks_per_engine
+        receivers = ranks * len(engines)
         self._store = open_store(node_address(), self._timeout_s)
-        *first, receivers = accumulate((ranks[engine] for engine in engines), initial=0)
         rendezvous = Rendezvous(
             host=self._store.host,
             port=self._store.port,
             receivers=receivers,
             timeout_s=self._timeout_s,
-            same_gpus=self._generation.colocated,
+            same_gpus=self._generation.config.colocated,
         )
         shards = self._write_plan(self._store, receivers)
         sends = self._policy.submit(connect_shards, rendezvous, shards)
-        arguments = [(self.mode, asdict(rendezvous), offset) for offset in first]
-        receives = self._generation.submit_each("connect_weights", arguments, engines)
+        receives = {}
+        for place, engine in enumerate(engines):
+            arguments = (self.mode, asdict(rendezvous), place * ranks)
+            (receives[engine],) = self._generation.submit("connect_weights", *arguments, engines=[engine])
         deadline = time.monotonic() + self._timeout_s
-        self._complete(sends, dict(zip(engines, receives, strict=True)), deadline, "connecting the refit")
+        self._complete(sends, receives, deadline, "connecting the refit")
         self._linked = engines
 
     def _write_plan(self, store: Store, receivers: int) -> list[RankShard]:
@@ -153,7 +154,7 @@ class ReshardTransport(WeightTransport):
         shards = training_shards(settings.config.parallel, settings.shape)
         engine = self._engine_shards()
         dtypes = wire_dtypes(settings.shape, settings.config.precision, config.fp8_blocks)
-        limit, same_devices = self._bucket_bytes // 2, self._generation.colocated
+        limit, same_devices = self._bucket_bytes // 2, self._generation.config.colocated
         engines = receivers // len(engine)
         pieces = plan_pieces(settings.shape, shards, engine, engines, dtypes, limit, same_devices=same_devices)
         scheduled = schedule(pieces, self._bucket_bytes)

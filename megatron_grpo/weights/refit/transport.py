@@ -25,7 +25,8 @@ from megatron_grpo.cluster.futures import explain, gather, is_lost, listed, lost
 from megatron_grpo.cluster.overdue import report_hanging
 from megatron_grpo.config.errors import ModelLostError, RunError, SamplingError
 from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
-from megatron_grpo.sampler.engine_group import ENGINE_NAME, VllmGeneration
+from megatron_grpo.sampler.engine_group import VllmGeneration
+from megatron_grpo.sampler.engines import ENGINE_NAME
 from megatron_grpo.trainer.group import MegatronPolicy
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class WeightTransport(ABC):
         """Remove what the transport keeps outside of processes; idempotent."""
 
     def _engines(self) -> tuple[int, ...]:
-        return tuple(endpoint.index for endpoint in self._generation.endpoints())
+        return tuple(range(self._generation.config.parallel.data))
 
     def _deliver(self, version: int, engines: tuple[int, ...]) -> TransferReport:
         """Bring a version into engines; an attempt that costs an engine does not use up a retry."""

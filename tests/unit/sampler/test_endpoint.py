@@ -68,7 +68,7 @@ def ask(model: str, what: Ask, *, token: str | None = "right", key: str | None =
                 client = AsyncOpenAI(base_url=access.base_url, api_key=key or access.token, max_retries=0)
                 return await what(client, access, endpoint)
         finally:
-            await endpoint.stop()
+            await endpoint.runner.cleanup()
 
     return asyncio.run(rollout())
 
@@ -164,6 +164,6 @@ def test_an_address_that_is_taken_is_told(model: str) -> None:
         told = rf"generation.endpoint.host=127.0.0.1 and port={first.port}"
         with pytest.raises(SamplingError, match=told):
             await second.start()
-        await first.stop()
+        await first.runner.cleanup()
 
     asyncio.run(twice())

@@ -86,7 +86,7 @@ def scores(handle: Handle, *groups: tuple[str, ...]) -> list[list[Any]]:
     """Reward of each response, or what was said of it."""
 
     async def scene() -> list[list[Any]]:
-        client = EnvironmentClient(handle, startup_timeout_s=1.0)
+        client = EnvironmentClient(handle)
         await client.start()
         results = await asyncio.gather(*(client.score(job(*group)) for group in groups))
         assert len(client.remarks) == len(handle.spawned), "of every process that is lost"
@@ -134,7 +134,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
     handle = Handle(FakeProcess())
 
     async def scene() -> None:
-        client = EnvironmentClient(handle, startup_timeout_s=1.0)
+        client = EnvironmentClient(handle)
         await client.start()
         given_up = asyncio.create_task(client.score(job("x")))
         kept = asyncio.create_task(client.score(job("y")))
@@ -148,7 +148,7 @@ def test_who_stops_waiting_is_not_asked_for() -> None:
 
 def test_resets_and_steps_are_calls_too() -> None:
     async def scene(call: Callable[[EnvironmentClient], Any]) -> Any:
-        client = EnvironmentClient(Handle(FakeProcess()), startup_timeout_s=1.0)
+        client = EnvironmentClient(Handle(FakeProcess()))
         await client.start()
         return await call(client)
 
@@ -161,7 +161,7 @@ def test_resets_and_steps_are_calls_too() -> None:
 
 def test_an_environment_of_a_single_turn_is_not_asked_for_turns() -> None:
     async def scene() -> tuple[Any, Turn]:
-        client = EnvironmentClient(Handle(), startup_timeout_s=1.0)  # without a process that could answer
+        client = EnvironmentClient(Handle())  # without a process that could answer
         return await client.reset("p", {}), await client.step(None, "text", 7)
 
     state, turn = asyncio.run(scene())

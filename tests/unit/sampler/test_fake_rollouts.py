@@ -11,10 +11,12 @@ from megatron_grpo.sampler.step_tokens import StepTokens
 from tests.support.fake_rollouts import FakeRollouts
 
 
-@pytest.mark.parametrize("name", ["collect", "build_shards", "compute", "fetch", "put", "dump", "wait_dump"])
+@pytest.mark.parametrize(
+    "name", ["plan", "collect", "begin", "build_shards", "compute", "fetch", "put", "dump", "wait_dump"]
+)
 def test_a_call_that_the_fake_takes_the_real_one_takes(name: str) -> None:
     def taken(pool: type) -> list[tuple[str, object, object]]:
         parameters = inspect.signature(getattr(pool, name)).parameters.values()
         return [(one.name, one.kind, one.default) for one in parameters]
 
-    assert taken(FakeRollouts) == taken(RolloutPool if name == "collect" else StepTokens)
+    assert taken(FakeRollouts) == taken(RolloutPool if hasattr(RolloutPool, name) else StepTokens)

@@ -14,8 +14,8 @@ from torch import nn
 
 from megatron_grpo.cpu.vllm_worker import RoutingRecorder
 from megatron_grpo.data.routed import RoutedForm
-from megatron_grpo.sampler import arguments as routed_experts
-from megatron_grpo.sampler.arguments import chosen_experts
+from megatron_grpo.sampler import requests as routed_experts
+from megatron_grpo.sampler.requests import chosen_experts
 
 LAYERS = (0, 2)
 

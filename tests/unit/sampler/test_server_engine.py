@@ -17,9 +17,10 @@ from aiohttp import web
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.config.generation_schema import ServerConfig
 from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.data.responses import GenerationOutput, GenerationRequest, SamplingSettings
-from megatron_grpo.sampler.arguments import ServerAddress, VllmSettings
+from megatron_grpo.sampler.arguments import VllmSettings
 from megatron_grpo.sampler.server import ServerEngine
 from megatron_grpo.weights.families import shape_of_folder
 from tests.support.tiny_models import TinyModel
@@ -100,10 +101,10 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
             settings = VllmSettings(
                 index=0,
                 model_path=str(model),
-                config=GenerationConfig(),
+                config=GenerationConfig(server=ServerConfig(urls=[url], timeout_s=timeout_s)),
                 precision="float32",
                 max_total_sequence_length=32,
-                server=ServerAddress(url, "secret", timeout_s),
+                token="secret",
             )
             engine = ServerEngine(settings)
             try:
@@ -111,8 +112,7 @@ def use(tiny_models: dict[str, TinyModel], tmp_path: Path) -> Callable[..., Any]
                     await engine.start()
                 return await what(engine, server, runner)
             finally:
-                if engine._client is not None:
-                    await engine._client.close()
+                await engine._client._session.close()
                 await runner.cleanup()
 
         return asyncio.run(test())

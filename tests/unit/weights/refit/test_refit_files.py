@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_grpo.config.schema import RefitConfig
-from megatron_grpo.sampler.arguments import EngineEndpoint
+from megatron_grpo.config.schema import GenerationConfig, GenerationParallelConfig, RefitConfig
 from megatron_grpo.weights.refit.files import FilesReceiver, FilesTransport, FileWriter, Manifest
 from megatron_grpo.weights.refit.transport import AttemptError, RefitError
 from tests.support.refit_models import made_up_worker
@@ -70,6 +69,7 @@ class Generation:
     """Engines of one worker each, as vLLM's workers call a receiver; what they answer is what went wrong, or None."""
 
     def __init__(self, engines: int) -> None:
+        self.config = GenerationConfig(parallel=GenerationParallelConfig(data=engines))
         self.models = [Model() for _ in range(engines)]
         self.receivers: dict[int, Any] = {}
         self.connected: list[int] = []
@@ -77,22 +77,16 @@ class Generation:
         self.between: Callable[[], None] = lambda: None
         """Called before a version is received."""
 
-    def endpoints(self) -> list[EngineEndpoint]:
-        return [EngineEndpoint(number, 1) for number in range(len(self.models))]
-
-    def submit_each(self, method: str, arguments: list[Any], engines: Sequence[int]) -> list[Any]:
-        assert method == "connect_weights"
-        for number, (_, shared, _) in zip(engines, arguments, strict=True):
-            self.connected.append(number)
-            self.receivers[number] = _receiver(self.models[number], shared)
-        return [None] * len(engines)
-
     def submit(self, method: str, *args: Any, engines: Sequence[int]) -> list[Any]:
         if method == "receive_weights":
             self.between()
             return [self._receive(number, *args) for number in engines]
         for number in engines:
-            self.served[number] = args[0]
+            if method == "connect_weights":
+                self.connected.append(number)
+                self.receivers[number] = _receiver(self.models[number], args[1])
+            else:
+                self.served[number] = args[0]
         return [None] * len(engines)
 
     def replace(self, lost: Mapping[int, str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_grpo.config.errors import RunError, SamplingError
-from megatron_grpo.config.generation_schema import RefitConfig, RefitMode
-from megatron_grpo.sampler.arguments import EngineEndpoint
+from megatron_grpo.config.generation_schema import GenerationParallelConfig, RefitConfig, RefitMode
+from megatron_grpo.config.schema import GenerationConfig
 from megatron_grpo.weights.refit.transport import (
     AttemptError,
     PolicyLostError,
@@ -29,11 +29,9 @@ class FakeGeneration:
     """Engines that are replaced as often as `left` says."""
 
     def __init__(self, left: int = 9) -> None:
+        self.config = GenerationConfig(parallel=GenerationParallelConfig(tensor=2, data=3))
         self.left = left
         self.replaced: list[list[int]] = []
-
-    def endpoints(self) -> list[EngineEndpoint]:
-        return [EngineEndpoint(index, 2) for index in range(3)]
 
     def replace(self, lost: Mapping[int, str]) -> None:
         if not self.left:
