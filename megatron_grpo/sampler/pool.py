@@ -104,11 +104,7 @@ class RolloutPool:
             self._lost.watch(actor, numbers)
 
     def wait_ready(self) -> None:
-        """Return when every worker and its environments are up.
-
-        Raises:
-            RunError: one is not; says which and why.
-        """
+        """Return when every worker and its environments are up; RunError, which names the worker, if one is not."""
         self._workers.wait_ready()
 
     def plan(self, samples_per_prompt: int, settings: SamplingSettings, run_seed: int, step: int) -> RolloutPlan:

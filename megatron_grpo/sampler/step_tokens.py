@@ -84,17 +84,9 @@ class StepTokens:
         fields: Sequence[str],
         *args: Any,
     ) -> Any:
-        """Run a function over the tokens of a whole step, in a worker, and add the entries that it returns to a batch.
+        """Run `compute` (shards.py) in a worker, and add the entries that it returns to the batch; returns its summary.
 
-        Args:
-            fn: called with `lengths`, a dict of the flat arrays of `fields` in the order of the step, and `args`;
-                returns a dict of such arrays, and a summary. Must be importable.
-            batch: the step's batch, whose shards hold the entries.
-            fields: names of the entries that the function reads.
-            args: further arguments of `fn`.
-
-        Returns:
-            The function's summary.
+        `fn` has to be importable there.
 
         Raises:
             RunError: the function raised, or the worker failed.
@@ -120,7 +112,7 @@ class StepTokens:
         return groups_of(replace(collected(groups, []), outcomes=[[one.outcome for one in group] for group in groups]))
 
     def load(self, file: Path) -> tuple[StepFacts, list[SampledGroup]]:
-        """The rollouts of a step that an earlier run wrote: what is known of their sampling, and a group a prompt.
+        """The rollouts of a step that an earlier run wrote: the facts of their sampling, and a group a prompt.
 
         Raises:
             RunError: the file cannot be read, or not in time.
@@ -147,7 +139,7 @@ class StepTokens:
             batch: the step's tensors, of which advantages and log-probabilities are written where they are known; None:
                 the step learns nothing from its rollouts.
             run_dir: the run's folder, in which the folder of rollouts lies.
-            record: what the file says beside them.
+            record: facts of the step for the file.
             sample: write only this many rollouts, evenly spread over the step; None: all.
 
         Returns:
@@ -158,7 +150,7 @@ class StepTokens:
         return self._begin("write rollouts", dump, bundled(groups), chosen, batch, file, record)
 
     def wait_dump(self, dump: Any) -> None:
-        """Return when what `dump` began is written; RunError when it cannot be."""
+        """Return when the file of a `dump` is written; RunError when it cannot be."""
         self._workers.gather(dump, self._timeout_s, "writing of rollouts")
 
     def _begin(self, what: str, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
