@@ -47,16 +47,11 @@ class VllmGeneration:
         routed: RoutedForm | None = None,
         in_flight: AsyncGRPOConfig | None = None,
     ) -> None:
-        """
+        """The arguments are fields of the engines' `VllmSettings`, but for two.
+
         Args:
-            model_path: folder in Hugging Face format.
-            config: number of engines, their layout and their settings.
-            precision: type of weights and activations, unless the config names another.
-            max_total_sequence_length: longest prompt plus response in tokens.
             actor_options: Ray options (resources, placement) of the engine with this index.
             startup_timeout_s: deadline of `wait_ready`, counted from `start`.
-            routed: form of the experts that responses come with; None: they come without.
-            in_flight: what happens to the cache when weights change under responses; None: they never do.
         """
         self.routed, self.config = routed, config
         self._settings = [

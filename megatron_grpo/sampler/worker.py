@@ -35,14 +35,7 @@ class RolloutWorker:
         generation_timeout_s: float,
         endpoint: EndpointSettings | None,
     ) -> None:
-        """
-        Args:
-            index: number of this worker.
-            engines: engine actors that this worker asks, by number of the engine.
-            environments: processes that this worker has for itself, by task name.
-            generation_timeout_s: deadline for the sampling of one generation batch.
-            endpoint: address at which agents ask the model; None: there are no agents.
-        """
+        """This worker's share of the engines, by number, and of the environments, by task name (`WorkerGroup`)."""
         begin_process_log(f"rollout worker {index}")
         self._generation_timeout_s = generation_timeout_s
         self._engines = Engines([EngineClient(actor, n, f"worker{index}") for n, actor in engines.items()])
