@@ -34,15 +34,15 @@ from megatron_grpo.sampler.shards import compute
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of some groups of samples; those of a group do not depend on the others."""
+    """Scores of some groups of samples; the scores of a group do not depend on the other groups."""
 
     rewards: Tensor
-    """[groups, samples], float32: as advantages are to see them, scaled and then shaped; NaN where there is none."""
+    """[groups, samples], float32: rewards after scaling and then shaping; NaN for a sample without a reward."""
     parts: Tensor | None
-    """[functions, groups, samples], float32: each reward function's own rewards, NaN where it gave none. None unless
-    the advantage estimator compares them."""
+    """[functions, groups, samples], float32: rewards of each reward function, NaN where it gave none. None for
+    estimators other than GDPO."""
     weights: Tensor | None
-    """[functions], float32: of the reward functions in the sum; None with parts."""
+    """[functions], float32: weight of each reward function in the sum; None if `parts` is None."""
     differs: Tensor
     """[groups], bool: whether the samples of the group got different rewards (with GDPO, different advantages)."""
     kept: Tensor
@@ -62,15 +62,14 @@ class Scores:
 
 
 def score(config: Config, outcomes: Sequence[Outcome]) -> Scores:
-    """Rewards as they are learnt from, and which groups can teach anything.
+    """Scale and shape rewards, and find the groups that have a learning signal.
 
-    A group is kept when its rewards differ before and after shaping. Penalties for length alone do not make a signal:
-    responses that are all right or all wrong differ in length nearly always, and DAPO drops them (Yu et al. 2025, eq.
-    11). They may take one away. With GDPO, a group counts when its functions tell its samples apart: also where the
-    sums of the rewards are equal, and not where their normalised rewards cancel out.
+    A group is kept when its rewards differ both before and after shaping. Length penalties alone are no signal:
+    responses that are all right or all wrong nearly always differ in length, and DAPO drops them (Yu et al. 2025, eq.
+    11). With GDPO a group is kept when the weighted sums of its normalised rewards differ, even if its rewards do not.
 
     Args:
-        config: how rewards are scaled and shaped, and which estimator looks at them.
+        config: scaling and shaping of rewards, and the advantage estimator.
         outcomes: outcomes of whole groups; the samples of a prompt are neighbours.
     """
     samples = config.loop.num_generations_per_prompt
@@ -110,9 +109,9 @@ def on_tokens(
     """Call fn(lengths, arrays, *arguments) in a rollout worker, and add the entries that it returns to the batch.
 
     Args:
-        rollouts: one of whose workers makes the call.
+        rollouts: the pool, one of whose workers makes the call.
         batch: the step's batch, whose shards hold the entries.
-        entries: names of the entries that fn reads: its `arrays` are these, flat and in the order of the step.
+        entries: names of the entries that fn reads; its `arrays` hold them by name, flat, in the order of the step.
         fn: returns new entries by name, each [sum(lengths)], and a summary, which this function returns.
         arguments: passed on to fn.
         in_driver: make the call in this process instead, which may have a GPU that the workers have not.
@@ -130,10 +129,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: RolloutPool) -> NDArray[np.bool_]:
-    """Add advantages to the batch: one number a response where that says it all, else one for every token.
+    """Add advantages to the batch: one for each response if its tokens share it, else one for every token.
 
-    PPO's batch has values, and gets returns too. With calculate_advantages_on_gpu the driver estimates them, on its
-    GPU; else a rollout worker.
+    For PPO the batch has values, and returns are added too. With calculate_advantages_on_gpu the driver estimates
+    both on its GPU, otherwise a rollout worker does.
 
     Returns:
         [sequences], bool: whether the advantages of all sampled tokens are finite.
@@ -156,7 +155,7 @@ def add_advantages(config: Config, scores: Scores, batch: StepBatch, rollouts: R
 
 
 def needed_entries(config: Config) -> tuple[str, ...]:
-    """The stored entries that advantages of tokens are computed from."""
+    """Names of the stored entries from which advantages of tokens are computed; PPO also needs values."""
     return ("sampled", *(("prev_logprobs", "reference_logprobs") if config.loss_fn.use_kl_in_reward else ()))
 
 
@@ -192,7 +191,7 @@ def token_advantages(
 
 
 def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
-    """[sampled tokens], float32: what use_kl_in_reward subtracts for each, under the policy that the step begins with.
+    """KL penalty of each sampled token under the policy that the step begins with: [sampled tokens], float32.
 
     None when use_kl_in_reward is off.
     """
@@ -210,22 +209,22 @@ def kl_penalty_of_sampled(config: Config, arrays: Arrays) -> Tensor | None:
 
 
 def clipped(advantages: Tensor, loop: LoopConfig) -> Tensor:
-    """Advantages [...], floating point, within advantage_clip_low and advantage_clip_high as far as these are set."""
+    """Clip advantages ([...], floating point) to advantage_clip_low and advantage_clip_high where these are set."""
     if loop.advantage_clip_low is None and loop.advantage_clip_high is None:
         return advantages
     return advantages.clamp(loop.advantage_clip_low, loop.advantage_clip_high)
 
 
 def spread(by_token: Tensor, sampled: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """[sampled tokens], floating point, to an entry of all tokens, [tokens], float32: 0 where nothing was sampled."""
+    """Expand values of sampled tokens ([sampled tokens], floating point) to [tokens], float32, with 0 elsewhere."""
     entry = np.zeros(len(sampled), dtype=np.float32)
     entry[sampled] = by_token.float().cpu().numpy()
     return entry
 
 
 def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[sequences], bool, from [tokens], float32: whether all numbers of a sequence are finite; they lie end to end."""
-    # Only the numbers that are wrong are looked up: nearly always there are none.
+    """Whether all values of a sequence are finite: [sequences], bool, from [tokens], float32, sequences end to end."""
+    # Only non-finite values are looked up: nearly always there are none.
     wrong = np.flatnonzero(~np.isfinite(entry))
     finite = np.ones(len(lengths), dtype=np.bool_)
     finite[np.searchsorted(np.cumsum(lengths), wrong, side="right")] = False
@@ -233,7 +232,7 @@ def finite_sequences(entry: NDArray[np.float32], lengths: NDArray[np.int64]) -> 
 
 
 def _relative_to_group(config: Config, rewards: Tensor) -> Tensor:
-    """[groups, samples], float32, to advantages: reward minus baseline, over a standard deviation if configured."""
+    """Advantages from rewards, [groups, samples], float32: reward minus baseline, normalised if configured."""
     grpo = config.grpo
     return group_advantages(
         rewards,

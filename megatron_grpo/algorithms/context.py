@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Placement:
-    """Moves models and engines in and out of devices that they share; where they share none, its calls do nothing.
+    """Moves models and engines into and out of devices that they share; without shared devices its calls do nothing.
 
-    The devices' memory holds models or engines, and during a refit the weights of both. At construction engines sleep
-    and models are on the devices.
+    Device memory holds either models or engines, and the weights of both during a refit. At construction the engines
+    sleep and the models are on the devices.
 
     Args:
         engines: engines that share the devices of the models; None: engines have devices of their own.
@@ -51,7 +51,7 @@ class Placement:
         self._engines, self._policy, self._others = engines, policy, others
         self._sampling = False
         self._unsettled = False
-        """In a refit, or after a failure: engines may be partly awake, or not answer."""
+        """True during a refit and after a failure, when engines may be partly awake or not answer."""
 
     def wake_engines(self, timer: StepTimer) -> None:
         """Make engines ready to sample until `offload_engines`, with their previous weights from host memory."""
@@ -63,7 +63,7 @@ class Placement:
         """Put engines to sleep and load the models onto the devices, to compute or to be saved.
 
         Raises:
-            SamplingError: an engine failed; called again, this brings the models back all the same, to be saved.
+            SamplingError: an engine failed. A second call loads the models in spite of it, so that they can be saved.
             RunError: a rank of a model failed.
         """
         if self._engines is None or self._policy is None or not (self._sampling or self._unsettled):
@@ -83,9 +83,9 @@ class Placement:
 
     @contextmanager
     def refit(self, timer: StepTimer) -> Iterator[None]:
-        """Scope of a refit, which starts with models ready and ends with engines ready to sample.
+        """Scope of a refit: on entry the models are on the devices, on exit the engines are ready to sample.
 
-        Optimizer and other models leave the devices before the refit, and the policy's weights after it.
+        The optimizer and the other models are offloaded before the body, the policy's weights after it.
         """
         if self._engines is None or self._policy is None:
             yield
@@ -130,23 +130,23 @@ class GRPOSaveState(TypedDict):
     generation_batches: int
     """Batches of prompts sampled so far; more than steps with dynamic sampling."""
     total_valid_tokens: int
-    """Tokens that losses were taken over."""
+    """Tokens in the loss, summed over all steps."""
     early_stop: EarlyStopState
-    """State from which training may end early."""
+    """State of early stopping."""
     val_step: NotRequired[int]
     """Steps before the last validation."""
     val_reward: NotRequired[float | None]
     """Mean reward of the last validation; None: no response got one."""
     val_accuracy: NotRequired[float | None]
-    """Accuracy of the last validation; None: the environment cannot say."""
+    """Accuracy of the last validation; None: no environment reported one."""
 
 
 class PPOSaveState(GRPOSaveState):
-    """Progress of a PPO run: its loop is that of GRPO."""
+    """Progress of a PPO run, with the same fields as for GRPO."""
 
 
 def default_grpo_save_state() -> GRPOSaveState:
-    """A run that has not begun."""
+    """Progress of a run before its first step."""
     return GRPOSaveState(
         consumed_samples=0,
         current_step=0,
@@ -165,17 +165,17 @@ class SamplingRun:
     config: Config
     run_dir: Path
     placement: Placement
-    """Whether engines and models share devices."""
+    """Moves models and engines into and out of devices that they share."""
     rollouts: RolloutPool
     settings: SamplingSettings
     dumps: RolloutDumps
     loader: Batches
-    """Loader of the training prompts, or the recording of an earlier run, whose samples replace sampling."""
+    """Loader of the training prompts, or the recording of an earlier run, whose rollouts replace sampling."""
     val_prompts: list[DatumSpec]
     logger: RunLogger
     checkpointer: Checkpointer
     state: GRPOSaveState
-    """Progress of the run, in which sampling counts the prompts and generation batches that it uses."""
+    """Progress of the run; sampling updates its counts of prompts and generation batches."""
     waiting: list[SampledGroup]
     """Groups that dynamic sampling keeps for the step that is being filled; changed in place."""
     buffer: SampleBuffer | None = None
@@ -184,16 +184,16 @@ class SamplingRun:
     """Callbacks of a script."""
 
     def guard(self, groups: Sequence[SampledGroup], step: int, data: str = "training") -> StepGuard:
-        """The guard against numbers of a step that are not finite; `data`: the data that the prompts are rows of."""
+        """Build the check for non-finite values of a step; `data` names the data set of the prompts, for messages."""
         return StepGuard(self.run_dir, self.rollouts.tokens.fetch, groups, step, data)
 
     def position(self) -> dict[str, Any]:
-        """State of the loader after the last prompts that a step has taken, without those of the sample buffer."""
+        """State of the loader after the last prompts that a step has taken, without those in the sample buffer."""
         return self.loader.state_dict() if self.buffer is None else self.buffer.position
 
     @property
     def used_up(self) -> str:
-        """Why the run ends when nothing is left for a further step."""
+        """Message for a run that ends because its prompts, or the steps of its recording, are used up."""
         if isinstance(self.loader, RecordedSteps):
             return self.loader.used_up
         return f"the data is used up: {self.config.loop.max_num_epochs} epoch(s)"

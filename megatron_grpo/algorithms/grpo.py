@@ -42,7 +42,7 @@ __all__ = [
 
 
 def run(config: Config, startup: Startup | None = None) -> None:
-    """One GRPO run from start (or resume) to end; ends every process it started, however it ends."""
+    """Run GRPO from start (or resume) to end; all processes it started end with it, also after a failure."""
     with setup(config, startup) as grpo_run:
         grpo_train(grpo_run)
         grpo_run.logger.finish()
@@ -54,14 +54,14 @@ def grpo_train(run: GRPORun) -> None:
 
 
 def async_grpo_train(run: GRPORun) -> None:
-    """`grpo_train` with the samples of coming steps under way while a step trains.
+    """Train as `grpo_train` does, while samples of later steps are generated.
 
     Args:
-        run: set up with grpo.async_grpo.enabled, so that `run.buffer` samples ahead, and engines take new weights
-            while they generate.
+        run: a run that was set up with grpo.async_grpo.enabled: it has a sample buffer, and its engines take new
+            weights while they generate.
 
     Raises:
-        ValueError: the run was set up to sample and train in turn.
+        ValueError: the run was set up without asynchronous sampling.
     """
     if run.buffer is None:
         raise ValueError("this run samples and trains in turn; set it up with grpo.async_grpo.enabled=true")
@@ -69,11 +69,11 @@ def async_grpo_train(run: GRPORun) -> None:
 
 
 def grpo_step(run: GRPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """One step: sample, score, learn, publish. None: no prompts are left.
+    """Do one step: sample, score, learn, publish. Returns None when no prompts are left.
 
     Raises:
-        SamplingError: what is trained is as it was before the step.
-        RunError: something is not finite, or a process failed.
+        SamplingError: sampling or scoring failed; the weights are as before the step.
+        RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()

@@ -38,7 +38,7 @@ class StepReport:
     remarks: Sequence[str] = ()
     """Messages for the progress output."""
     failure: RunError | None = None
-    """An error after the models were updated: the step counts, and the run ends."""
+    """Error raised after the models were updated: the step still counts, then the run ends."""
 
 
 StepFunction = Callable[[SomeRun, Iterator[list[DatumSpec]]], StepReport | None]
@@ -49,10 +49,10 @@ def train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
     """Train until a limit is reached, early stopping ends it or the prompts are used up.
 
     Raises:
-        SamplingError: after a checkpoint of the steps that were finished.
-        RefitError: after a checkpoint of the steps up to the one whose weights could not be published.
-        ModelLostError: without one: a rank of a model is gone, and with it what it had learnt since the last.
-        RunError: a step failed, in the words of the algorithm's step.
+        SamplingError: sampling or scoring failed; the finished steps were saved first.
+        RefitError: the weights of a step could not be published; that step was saved first.
+        ModelLostError: a rank of a model is gone, and all training since the last checkpoint is lost.
+        RunError: a step failed; the message is that of the step.
     """
     try:
         _train_steps(run, step)
@@ -94,7 +94,7 @@ def _train_steps(run: SomeRun, step: StepFunction[SomeRun]) -> None:
 
 @contextmanager
 def _only_noted(run: SamplingRun, what: str) -> Iterator[None]:
-    """Only note a RunError of the body, since the run ends with an earlier failure."""
+    """Report a RunError of the body as a note instead of raising it, since the run ends with an earlier failure."""
     try:
         yield
     except RunError as error:
@@ -103,7 +103,7 @@ def _only_noted(run: SamplingRun, what: str) -> Iterator[None]:
 
 @contextmanager
 def _profiled(run: SamplingRun, step: int) -> Iterator[None]:
-    """Record the kernels of every model's ranks in the body, if logger.profile_steps has this step; that costs time."""
+    """Profile the kernels of all ranks during the body if logger.profile_steps has this step; this slows the step."""
     if step not in run.config.logger.profile_steps:
         yield
         return
@@ -120,7 +120,7 @@ def _profiled(run: SamplingRun, step: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The driver's part of a checkpoint; later steps do not change it."""
+    """A copy of the driver's part of a checkpoint, which later steps do not change."""
 
     state: GRPOSaveState
     loader: dict[str, Any]
@@ -135,13 +135,13 @@ class Snapshot:
 
 
 def _save(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot, *, wait: bool = False) -> None:
-    """Write everything a resumed run needs as checkpoints/step_N; with checkpointing.async_save, begin to.
+    """Write the checkpoint checkpoints/step_N; with checkpointing.async_save only begin to write it.
 
     Args:
-        run: its models are written as they are.
+        run: the run, whose models are written as they are now.
         metrics: metrics of the last step, which rank the checkpoint.
         snapshot: the driver's part of the checkpoint, after the last update of its models.
-        wait: complete it in any case.
+        wait: return only when the checkpoint is complete.
 
     Raises:
         RunError: a process of a model failed, or the folder cannot be written.
@@ -160,9 +160,9 @@ def _save(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot, *,
 
 
 def _save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Add a validation to the checkpoint of the last step, which was written before it.
+    """Add the results of a validation to the checkpoint of the last step, which was written before the validation.
 
-    Replaces only what a validation changes: groups that dynamic sampling has sampled since are not in that checkpoint.
+    Replaces only the entries that a validation changes: the rest of the state may have advanced since the checkpoint.
 
     Raises:
         RunError: the checkpoint is damaged or cannot be written.
@@ -179,7 +179,7 @@ def _save_validation(run: SamplingRun, metrics: Mapping[str, float]) -> None:
 
 
 def _tell_progress(run: SamplingRun) -> None:
-    """Tell the rollout workers how far the run is, for reward functions."""
+    """Give rollout workers the progress of the run, which reward functions can read."""
     limits, state = run.config.loop, run.state
     run.rollouts.trainer_state = TrainerState(
         global_step=state["total_steps"],
@@ -190,7 +190,7 @@ def _tell_progress(run: SamplingRun) -> None:
 
 
 def _catch_up_on_validation(run: SamplingRun) -> None:
-    """Validate before the next step where that is due: at the start, or since a validation that failed."""
+    """Validate before the next step if that is due: at the start, or because the last validation failed."""
     step = run.state["total_steps"]
     due = run.config.loop.val_at_start if step == 0 else _periodic_validation_due(run)
     if not due or run.state.get("val_step") == step:
@@ -221,7 +221,7 @@ def _advance(run: SamplingRun, report: StepReport) -> None:
 
 
 def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
-    """Log a step, after validating and before saving if they are due; its metrics, those of the validation included.
+    """Validate if due, log the step, save if due; returns the step's metrics, including those of the validation.
 
     Raises:
         RunError: the step's weights were not published, the validation failed, or checkpoints cannot be ranked; the
@@ -229,7 +229,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
     """
     step, loop, metrics = run.state["total_steps"], run.config.loop, dict(report.metrics)
     failure = report.failure
-    if failure is not None:  # saving waits for ranks that the failure may have left busy
+    if failure is not None:  # noted before saving, which waits for ranks that may be busy
         saved = "is lost" if isinstance(failure, ModelLostError) else "is saved before the run ends"
         run.logger.note(f"the weights of step {step} were not published; the step {saved}")
     elif _periodic_validation_due(run) or (loop.val_at_end and step == loop.max_num_steps):
@@ -258,8 +258,7 @@ def _finish_step(run: SamplingRun, report: StepReport) -> dict[str, float]:
 
 
 def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
-    """Print remarks: a step without tokens in the loss, failed rollouts, replaced processes, and once unscored
-    responses."""
+    """Note replaced processes, a step without tokens in the loss, failed rollouts and, once, unscored responses."""
     for text in (*run.rollouts.remarks, *report.remarks):
         run.logger.note(f"step {step}: {text}")
     run.rollouts.remarks.clear()
@@ -279,7 +278,7 @@ def _remark(run: SamplingRun, step: int, report: StepReport) -> None:
 
 
 def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError | None:
-    """The error if steps do not have the metric that ranks checkpoints."""
+    """The error for a checkpointing.metric_name that steps do not have; None: checkpoints can be ranked."""
     checkpointing = config.checkpointing
     name, ranked = checkpointing.metric_name, config.saves and checkpointing.keep_top_k is not None
     if not metrics["optimizer_steps"] or name.startswith(VALIDATION_PREFIX):
@@ -291,7 +290,7 @@ def _ranking_problem(config: Config, metrics: Mapping[str, float]) -> RunError |
 
 
 def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapshot: Snapshot) -> None:
-    """Save before a failure ends the run; an error of saving is only noted, since the first failure is reported."""
+    """Save before a failure ends the run; a failure to save is only noted, because the run ends with the first one."""
     step = run.state["total_steps"]
     if step == 0 or not run.config.saves:
         return
@@ -302,7 +301,7 @@ def _save_finished_steps(run: SamplingRun, metrics: Mapping[str, float], snapsho
 
 
 def _where_to_continue(run: SamplingRun) -> str:
-    """Where a run continues whose models are lost."""
+    """Message that names the checkpoint from which a run with a lost model continues."""
     steps = run.checkpointer.steps()
     if not steps:
         return "there is no checkpoint: the run begins anew when it is started again"
@@ -310,7 +309,7 @@ def _where_to_continue(run: SamplingRun) -> str:
 
 
 def _finish_training(run: SamplingRun, metrics: Mapping[str, float]) -> None:
-    """Validate and save after the last step, unless that step did; `metrics` are those of that step."""
+    """Validate and save after the last step, unless that was done; `metrics`: the metrics of the last step."""
     run.checkpointer.finish()
     step, saved = run.state["total_steps"], run.checkpointer.steps()
     validated: dict[str, float] = {}

@@ -29,7 +29,7 @@ __all__ = ["PPORun", "PPOSaveState", "dynamic_sampling", "ppo_step", "ppo_train"
 
 
 def run(config: Config, startup: Startup | None = None) -> None:
-    """One PPO run from start (or resume) to end; ends every process it started, however it ends."""
+    """Run PPO from start (or resume) to end; all processes it started end with it, also after a failure."""
     with setup(config, startup) as ppo_run:
         assert isinstance(ppo_run, PPORun)
         ppo_train(ppo_run)
@@ -42,14 +42,14 @@ def ppo_train(run: PPORun) -> None:
 
 
 def ppo_step(run: PPORun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """One step: sample, score, estimate advantages, train both models, publish. None: no prompts are left.
+    """Do one step: sample, score, estimate advantages, train both models, publish. Returns None without prompts.
 
-    In the first ppo.policy_training_start_step steps the policy stays as it is; its weights are published all the same,
-    so that versions count steps.
+    In the first ppo.policy_training_start_step steps only the value model is trained. The policy's unchanged weights
+    are published all the same, so that the weight version stays the number of steps.
 
     Raises:
-        SamplingError: what is trained is as it was before the step.
-        RunError: something is not finite, or a process failed.
+        SamplingError: sampling or scoring failed; the weights are as before the step.
+        RunError: a value is not finite, or a process failed.
     """
     config, policy, rollouts = run.config, run.policy, run.rollouts
     number, timer = run.state["total_steps"] + 1, StepTimer()

@@ -1,4 +1,4 @@
-"""Files of a step: its rollouts, written or read instead of sampling, and responses with values that are not finite."""
+"""Files of a step: rollouts that are written, or read instead of sampling, and responses with non-finite values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_grpo.weights.source import vocabulary_digest
 
 
 class RecordedSteps:
-    """The steps of an earlier run, as a loader with that run's position in the data, so that checkpoints equal its own.
+    """Recorded steps of an earlier run, in place of a loader; it has that run's position in the data, for checkpoints.
 
     Args:
         path: folder of the run, or its folder of rollouts.
@@ -46,32 +46,32 @@ class RecordedSteps:
         self.epoch = 0
         """Epochs that the run had completed."""
         self.left_out = 0
-        """No rows are left out: none are read."""
+        """Always 0: a recording reads no rows that could be left out."""
         self.files: Mapping[int, Path] = recorded_steps(path)
         """The file of each step."""
         self._position: dict[str, Any] = {"epoch": 0}
 
     def __iter__(self) -> Iterator[list[DatumSpec]]:
-        """No prompts: the rollouts are there."""
+        """Yield nothing: a recording has rollouts instead of prompts."""
         return iter(())
 
     def waiting_batches(self) -> Iterator[list[DatumSpec]]:
-        """None."""
+        """Yield nothing: no prompts wait in a recording."""
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the run's loader after the last step that was read; JSON-serialisable."""
+        """State of the recorded run's loader after the last step that was read; JSON-serialisable."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of the run's loader after a step."""
+        """Continue after the step at which the recorded run's loader had this state."""
         self._position, self.epoch = state, int(state["epoch"])
 
     def require_reach(self, step: int) -> None:
-        """Check that the recording has this step, the next one, or ended before it.
+        """Check that the recording does not begin after `step`, the run's next one.
 
         Raises:
-            ConfigError: it begins later.
+            ConfigError: the recording begins later.
         """
         if min(self.files) > step:
             text = f"begins with step {min(self.files)}, and this run with step {step}; start from the checkpoint that "
@@ -79,18 +79,18 @@ class RecordedSteps:
 
     @property
     def used_up(self) -> str:
-        """Why the run ends when no step is left."""
+        """Message for a run that ends because the recording has no further step."""
         return f"the recording is used up: {self.path} ends with step {max(self.files)}"
 
 
 class RolloutDumps:
-    """Writes rollouts, from when a step has its advantages; the step is reported only when its rollouts are on disk.
+    """Writes rollouts while their step learns; the step is reported only when its rollouts are on disk.
 
     Args:
-        rollouts: whose workers write.
+        rollouts: the pool whose workers write the files.
         config: which rollouts are written.
         run_dir: the run's folder.
-        facts: what the files say of the run.
+        facts: facts about the run that every file holds.
     """
 
     def __init__(self, rollouts: RolloutPool, config: LoggerConfig, run_dir: Path, facts: RunFacts) -> None:
@@ -99,13 +99,13 @@ class RolloutDumps:
         self._held: tuple[int, list[SampledGroup], StepBatch, StepFacts] | None = None
 
     def hold(self, step: int, groups: list[SampledGroup], batch: StepBatch, facts: StepFacts) -> None:
-        """Keep the rollouts of a step for `leave`, should it fail before its writing has begun."""
+        """Keep the rollouts of a step, which `leave` writes if the step fails before `begin`."""
         self._held = (step, groups, batch, facts)
 
     def begin(self, step: int, groups: list[SampledGroup], batch: StepBatch | None, facts: StepFacts) -> None:
         """Begin to write the rollouts of a step that logger.rollouts selects.
 
-        With a batch of None the step learns nothing from them. `facts`: what the file says of their sampling.
+        `batch` is None if the run does not train. `facts`: facts about the sampling of the step, for the file.
         """
         self._held = None
         if self._config.rollouts != "off":
@@ -114,25 +114,25 @@ class RolloutDumps:
             self._writing[step] = self._rollouts.tokens.dump(step, groups, batch, self._run_dir, record, sample=limit)
 
     def finish(self, step: int) -> None:
-        """Return when the rollouts of a step are on disk; RunError: they could not be written."""
+        """Wait until the rollouts of a step are on disk; RunError: they could not be written."""
         if step in self._writing:
             self._rollouts.tokens.wait_dump(self._writing.pop(step))
 
     def leave(self) -> None:
-        """Return when the rollouts of a failed step are on disk; RunError: they could not be written."""
+        """Write the rollouts of a failed step, and wait until all are on disk; RunError: they could not be written."""
         if self._held is not None:
             self.begin(*self._held)
         for step in list(self._writing):
             self.finish(step)
 
     def some(self, step: int) -> list[dict[str, Any]]:
-        """Rows of a step that is on disk: as many rollouts as logger.num_completions_to_print says."""
+        """Read logger.num_completions_to_print rows from the file of a step's rollouts."""
         rows = rows_of_file(step, rollouts_file(self._run_dir, step))
         return one_a_group(rows, self._config.num_completions_to_print)
 
 
 def run_facts(config: Config, folder: Path) -> RunFacts:
-    """What the files of rollouts say of a run; `folder`: that of its model."""
+    """Facts about a run for its files of rollouts; `folder`: the folder of the policy's model."""
     loop = config.loop
     return RunFacts(
         prompts_per_step=loop.num_prompts_per_step,
@@ -145,12 +145,12 @@ def run_facts(config: Config, folder: Path) -> RunFacts:
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _NAMED = 8
-"""Prompts that the message names; the file names all."""
+"""Most prompts that a message names; the file has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGuard:
-    """Looks for numbers of one step that are not finite, and ends the run on them with a file of the responses."""
+    """Checks the values of one step; a non-finite value ends the run, and its responses are written to a file."""
 
     run_dir: Path
     fetch: Callable[[Sequence[SampledGroup]], list[list[Trajectory]]]
@@ -160,7 +160,7 @@ class StepGuard:
     step: int
     """Number of the step, or of the last one before a validation."""
     data: str = "training"
-    """The data whose rows the prompts are, for messages."""
+    """Name of the prompts' data set, for messages."""
 
     def require_finite_samples(self) -> None:
         """Check the rewards and the sampling log-probabilities.
@@ -185,7 +185,7 @@ class StepGuard:
 
         Args:
             entry: name of the entry, for the message.
-            finite: [sequences], bool: whether the entry is finite wherever it is looked at.
+            finite: [sequences], bool: whether the entry is finite wherever it is used.
             batch: the step's batch, one sequence for each response.
 
         Raises:
@@ -207,7 +207,7 @@ class StepGuard:
         In the file the values are the strings NaN, Infinity and -Infinity: JSON has no such numbers.
 
         Args:
-            what: name of what is not finite, for the message.
+            what: name of the non-finite value, for the message.
             bad: numbers of the responses in the step.
             more: further entries of the file by name, an item for each response.
             error: class of the error to raise.
@@ -237,12 +237,12 @@ class StepGuard:
 
 
 def _all_fit(values: Any) -> bool:
-    """Whether all values that are there are finite, also as the float32 that is computed with."""
+    """Whether all values that are not None are finite in float32, the type of the computation."""
     return all(value is None or abs(value) <= LARGEST_FLOAT32 for value in values)  # false for NaN
 
 
 def _rows(batch: StepBatch, entry: str, sequences: NDArray[np.int64]) -> list[list[float]]:
-    """The numbers of an entry in sequences [chosen], int64; brings their shards' entries to this process."""
+    """Values of an entry in the given sequences ([chosen], int64); fetches the entry of the shards that hold them."""
     if entry == "advantages" and batch.advantages is not None:
         return [[float(batch.advantages[number])] for number in sequences]
     rows: dict[int, list[float]] = {}

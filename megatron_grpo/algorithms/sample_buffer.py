@@ -24,7 +24,7 @@ class SampleBuffer(ABC):
     """Samples of coming steps, complete or under way.
 
     Args:
-        rollouts: samples the prompts.
+        rollouts: the pool that samples the prompts.
         loader: loader of the prompts that `take` is given, for its position and the size of its batches.
         loop: samples per prompt, seed, last step, prompts under way, and the greatest age of a trajectory in steps.
         settings: how tokens are drawn.
@@ -44,7 +44,7 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[list[DatumSpec]], version: int, timer: StepTimer) -> list[SampledGroup] | None:
-        """Begin what may be begun, and wait for as many groups as a generation batch has; None: no prompts are left.
+        """Begin prompts as far as allowed, then wait for one generation batch of groups; None: no prompts are left.
 
         Args:
             batches: prompts of generation batches, in the order of the data; the same iterator each time.
@@ -57,7 +57,7 @@ class SampleBuffer(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Prompts in the buffer when the step got its own: those that are sampled already, and those under way."""
+        """Counts of prompts in the buffer after the step took its own: sampled already, and under way."""
 
     def _plan(self) -> RolloutPlan:
         """The plan of the newest generation batch."""
@@ -124,9 +124,9 @@ class _Begun:
 
     row: int
     version: int
-    """Version of the engines' weights when it was begun."""
+    """Version of the engines' weights when the prompt was begun."""
     complete: Complete | None = None
-    """Where its group is; None: not yet complete."""
+    """Record of the complete group; None: samples are still under way."""
     left_over: bool = False
     """Whether a step has taken a later prompt before it."""
 
@@ -147,12 +147,12 @@ class FirstComplete:
     def __init__(self, prompts_per_take: int, max_age_steps: int) -> None:
         self._per_take, self._max_age = prompts_per_take, max_age_steps
         self._begun: dict[int, _Begun] = {}
-        """By number, in the order of the data."""
+        """Prompts that no step has taken, by number, in the order of the data."""
         self._next = 0
         self.resumed = 0
-        """Prompts of the last take that were under way while an earlier one took later prompts."""
+        """Prompts of the last take that an earlier take had passed over because they were still under way."""
         self.left_over = 0
-        """Prompts that were begun before the last one taken, and were still under way then."""
+        """Prompts that the last take passed over: begun before the newest one it took, and still under way."""
 
     def __len__(self) -> int:
         return len(self._begun)
@@ -240,7 +240,7 @@ class Oversampling(SampleBuffer):
         return renumbered(groups)
 
     def metrics(self) -> dict[str, float]:
-        """As for any buffer, and how many prompts the step took out of order."""
+        """Counts of prompts in the buffer, of prompts that the step passed over, and of those that it took late."""
         return {
             "buffer_depth": float(self._buffer.complete),
             "buffer_in_flight": float(len(self._buffer) - self._buffer.complete),
@@ -249,7 +249,7 @@ class Oversampling(SampleBuffer):
         }
 
     def _begin(self, batches: Iterator[list[DatumSpec]], version: int) -> None:
-        """Begin as many prompts as are missing, with the seeds of the generation batches that they are in."""
+        """Begin prompts until enough are under way; their seeds come from their generation batches."""
         needed = self._per_take * (self._loop.max_num_steps - version)
         missing = min(self._under_way, needed) - len(self._buffer)
         while missing > 0:

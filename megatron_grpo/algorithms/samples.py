@@ -26,24 +26,24 @@ _GEN_BATCHES = f"{_DYNAMIC_SAMPLING}gen_batches"
 
 @dataclass(slots=True)
 class StepSamples:
-    """What was sampled for a step."""
+    """Rollouts that were sampled for a step, and figures of their sampling."""
 
     groups: list[SampledGroup] = field(default_factory=list)
     """Groups to train on, numbered by their place in the step."""
     scores: Scores | None = None
     """Scores of the groups to train on, where dynamic sampling needed them; None: not computed yet."""
     sampled: list[Outcome] = field(default_factory=list)
-    """Everything that was sampled, also what dynamic sampling dropped."""
+    """Outcomes of all rollouts that were sampled, including those that dynamic sampling dropped."""
     metrics: dict[str, float] = field(default_factory=dict)
     engines: dict[str, float] = field(default_factory=dict)
-    """How busy the engines were, which depends on the clock."""
+    """Load and speed of the engines, which differ between identical runs."""
     dropped: list[Outcome] = field(default_factory=list)
     """The part of `sampled` that dynamic sampling dropped."""
     carried: int = 0
-    """The first groups to train on: they were sampled before the run was resumed, and are not in `sampled`."""
+    """Number of groups, the first of `groups`, that were sampled before the run was resumed; `sampled` lacks them."""
 
     def facts(self, position: dict[str, Any]) -> StepFacts:
-        """What a recording says of the step beside the rollouts; `position`: the loader's state after it."""
+        """Facts about the step for its file of rollouts; `position`: the loader's state after the step."""
         names = [name for name in self.metrics if name.startswith(_DYNAMIC_SAMPLING)]
         return StepFacts(
             position=position,
@@ -62,10 +62,10 @@ class StepSamples:
 def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
     """Sample the groups of the next step, or read them from a recording; None: the data, or the recording, is used up.
 
-    Groups that dynamic sampling has by then stay in run.waiting, for a run that is continued with more epochs.
+    Groups of a step that dynamic sampling could not fill stay in run.waiting, for a continuation with more epochs.
 
     Raises:
-        SamplingError: an engine failed, too many rollouts did, a reward is not finite, or dynamic sampling did not
+        SamplingError: an engine failed, too many rollouts failed, a reward is not finite, or dynamic sampling did not
             fill the step within its limit.
         RunError: a sampling log-probability is not finite.
     """
@@ -78,7 +78,7 @@ def sample(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTime
 
 
 def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> StepSamples | None:
-    """As `sample`, without the figures of the engines."""
+    """Sample the groups of the next step, without the figures of the engines."""
     samples, loop = StepSamples(carried=len(run.waiting)), run.config.loop
     without_signal = surplus = gen_batches = 0
     known: dict[int, Scores] = {}
@@ -121,9 +121,9 @@ def _sampled(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTi
 
 
 def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> StepSamples | None:
-    """The samples of the next step as an earlier run sampled them, with its metrics of sampling; None: it made no more.
+    """Read the samples of the next step, and the metrics of their sampling, from a recording; None: it has no more.
 
-    Progress and the loader's position become those of that run after the step.
+    Progress and the loader's position advance as they did in the recorded run.
     """
     state, loop = run.state, run.config.loop
     step = state["total_steps"] + 1
@@ -143,7 +143,7 @@ def _recorded(run: SamplingRun, recorded: RecordedSteps, timer: StepTimer) -> St
 
 
 def _next_groups(run: SamplingRun, batches: Iterator[list[DatumSpec]], timer: StepTimer) -> list[SampledGroup] | None:
-    """The next generation batch, sampled now or ahead; None: no prompts are left."""
+    """The next generation batch, sampled now or taken from the sample buffer; None: no prompts are left."""
     state = run.state
     if run.buffer is not None:
         groups = run.buffer.take(batches, state["total_steps"], timer)
@@ -175,7 +175,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True, slots=True)
 class DynamicBatch(Generic[Group]):
-    """What dynamic sampling made of one generation batch."""
+    """Result of dynamic sampling after one generation batch."""
 
     groups: list[Group]
     """Groups to train on, num_prompts_per_step of them; empty while the batch is not complete."""
@@ -194,14 +194,14 @@ def dynamic_sampling(
 ) -> DynamicBatch[Group]:
     """Add the groups with a signal to those that already wait, and say whether they fill a step.
 
-    Groups keep the order in which they were sampled. What is over after slicing is not kept for the next step: it was
+    Groups keep the order in which they were sampled. Surplus groups are not kept for the next step, because they were
     sampled from weights that are about to change.
 
     Args:
         groups: groups of one generation batch.
         signal: [groups], bool, see `has_signal`.
         num_prompts_per_step: groups that a step trains on.
-        batch_cache: what earlier generation batches of this step left waiting.
+        batch_cache: groups of earlier generation batches that wait for this step.
     """
     assert signal.shape == (len(groups),)
     assert signal.dtype == torch.bool

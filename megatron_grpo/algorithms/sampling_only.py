@@ -17,16 +17,16 @@ from megatron_grpo.observability.timing import StepTimer, processed
 
 
 def run(config: Config, startup: Startup | None = None) -> None:
-    """One run from start to end; ends every process it started, however it ends."""
+    """Run sampling and scoring from start to end; all processes it started end with it, also after a failure."""
     with setup_sampling(config, startup) as sampling_run:
         train_steps(sampling_run, sampling_step)
         sampling_run.logger.finish()
 
 
 def sampling_step(run: SamplingRun, batches: Iterator[list[DatumSpec]]) -> StepReport | None:
-    """One step: sample, score, write. None: no prompts are left.
+    """Do one step: sample, score, write. Returns None when no prompts are left.
 
-    `valid_tokens` are those that a loss would be taken over.
+    The metric valid_tokens counts the tokens that would be in the loss.
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.

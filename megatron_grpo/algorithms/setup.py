@@ -53,22 +53,22 @@ from megatron_grpo.weights.source import is_prepared, model_folder
 
 @contextmanager
 def setup(config: Config, startup: Startup | None = None) -> Iterator[GRPORun]:
-    """Bring up a run, continuing the one in config.run_dir if there is one; on leaving, every process is ended.
+    """Start a run, or continue the one in config.run_dir; leaving the context ends every process.
 
     Args:
         config: the run's configuration, checked.
-        startup: the start-up of `lifetime.started`, which then ends Ray as well; None: this function starts Ray.
+        startup: the start-up from `lifetime.started`, which also ends Ray; None: this function starts and ends Ray.
 
     Raises:
-        ConfigError: the run cannot start from where it is told to.
-        RunError: something did not come up; the message says what.
+        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
+        RunError: a process did not start; the message says which.
     """
     with _brought_up(_bring_up, config, startup) as run:
         yield run
 
 
 def setup_sampling(config: Config, startup: Startup | None = None) -> AbstractContextManager[SamplingRun]:
-    """As `setup`, of a run that samples with the weights of the model folder and trains nothing."""
+    """Start a run without training, whose engines have the weights of the model folder; leaving the context ends it."""
     return _brought_up(_bring_up_sampling, config, startup)
 
 
@@ -76,13 +76,13 @@ def setup_sampling(config: Config, startup: Startup | None = None) -> AbstractCo
 def _brought_up(
     bring_up: Callable[[Config, Startup, ExitStack], SomeRun], config: Config, startup: Startup | None
 ) -> Iterator[SomeRun]:
-    """A run that is recorded in its folder as started, once nothing of its start can fail on a mistake any more."""
+    """Start a run; record it in its folder as started only after every step that can fail on a mistake."""
     with ExitStack() as stack:
         startup = startup or stack.enter_context(started(config))
         run = bring_up(config, startup, stack)
         startup.write_summary = run.logger.write_summary
         record_start(startup.run_dir, config)
-        # Everything made so far stays until the end, and scanning it takes the collector a third of a second each time.
+        # Objects made so far live until the end; each scan of them would take the garbage collector 0.3 s.
         gc.freeze()
         stack.callback(gc.unfreeze)
         run.logger.started(startup_s=since_command(), parts=startup.parts.seconds, changes=startup.changes)
@@ -139,11 +139,11 @@ class _Progress:
     state: GRPOSaveState = field(default_factory=default_grpo_save_state)
     resumed: bool = False
     waiting: list[list[Trajectory]] = field(default_factory=list)
-    """Groups that dynamic sampling keeps."""
+    """Groups that dynamic sampling keeps for the next step."""
 
 
 def _model(config: Config, parts: StartupParts) -> Path:
-    """The model's folder, which is prepared first if the recipe says so."""
+    """Folder of the policy's model, which is made first if the recipe prepares it."""
     if is_prepared(config):
         with parts.part("prepare"):
             assert config.prepare.name is not None
@@ -222,7 +222,7 @@ def _sampling_run(
 
 
 def _resume(path: Path | None, config: Config, models: Models, loader: Batches) -> _Progress:
-    """The run's progress and dynamic sampling's cache; models and loader continue where the checkpoint left them."""
+    """Load the checkpoint at `path` into models and loader, and return its progress; None: the run begins anew."""
     progress = _Progress()
     if path is not None:
         state = read_state(path)
@@ -231,7 +231,7 @@ def _resume(path: Path | None, config: Config, models: Models, loader: Batches) 
         if models.value is not None:
             models.value.load_checkpoint(str(path / VALUE_FOLDER))
         groups = [[Trajectory.from_row(row) for row in group] for group in state["batch_cache"]]
-        # Those of another size cannot be trained on beside the groups of this run.
+        # Groups of another size cannot share a batch with the groups of this run.
         waiting = [group for group in groups if len(group) == config.loop.num_generations_per_prompt]
         progress = _Progress(state["save_state"], True, waiting if config.loop.use_dynamic_sampling else [])
     if isinstance(loader, RecordedSteps):

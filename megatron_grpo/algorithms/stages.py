@@ -70,7 +70,7 @@ def training_batch(
 
 
 def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
-    """The rollouts of a step by their lengths and by whether they are in the loss, without their tokens."""
+    """The batch of a step with lengths and loss membership of its rollouts, but without shards of their tokens."""
     overlong = config.loop.overlong_filtering
     return StepBatch(
         lengths=np.array([outcome.tokens for outcome in outcomes], dtype=np.int64),
@@ -85,12 +85,12 @@ def without_tokens(config: Config, outcomes: Sequence[Outcome]) -> StepBatch:
 
 
 def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDArray[np.int64]]:
-    """For each shard the numbers of its sequences: [sequences of the shard], int64, ascending.
+    """Assign sequences to shards: for each shard the numbers of its sequences, [sequences], int64, ascending.
 
-    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a value
-    model in another layout there are as many shards as both numbers of replicas divide, so that each replica has whole
-    shards. With minibatches of its own, the sequences between two ends of minibatches of either model are divided
-    equally, so no replica is without a sequence in any minibatch.
+    Every minibatch is divided equally over the shards, as its microbatches would be over as many replicas. With a
+    value model, the number of shards is the least common multiple of both models' replicas, so that each replica has
+    whole shards. If the minibatches of the models differ, the sequences between consecutive minibatch ends of either
+    model are divided equally, so that every replica has a sequence in every minibatch.
     """
     policy, value = config.policy, config.value_model
     trained = [policy] if value is None else [policy, value]
@@ -109,15 +109,15 @@ def assign(config: Config, batch: StepBatch, cost: Cost = OF_TOKENS) -> list[NDA
 def add_logprobs(
     config: Config, batch: StepBatch, policy: MegatronPolicy, rollouts: RolloutPool, guard: StepGuard, timer: StepTimer
 ) -> dict[str, float]:
-    """Add what the step needs of prev_logprobs and reference_logprobs; leave inconsistent responses out of the loss.
+    """Add prev_logprobs and reference_logprobs if the step needs them; leave inconsistent responses out of the loss.
 
     Returns:
         Metrics about responses that were left out; empty without seq_logprob_error_threshold.
 
     Raises:
-        RunError: a log-probability that is looked at is not finite.
+        RunError: a log-probability that the step uses is not finite.
     """
-    # A penalty in the reward looks at every response, the loss only at those in it.
+    # A KL penalty in the reward uses every response, the loss only the responses in it.
     everywhere = config.loss_fn.use_kl_in_reward
     if config.needs_prev_logprobs:
         with timer.phase("logprobs"):
@@ -140,9 +140,9 @@ def add_logprobs(
 def _judge_sequences(
     lengths: NDArray[np.int64], arrays: dict[str, NDArray[Any]], in_loss: NDArray[np.bool_], threshold: float
 ) -> tuple[dict[str, NDArray[np.float32]], tuple[NDArray[np.bool_], dict[str, float]]]:
-    """For `on_tokens`: no entry to store, and the sequences beyond the threshold, [sequences], bool, with metrics.
+    """Find responses beyond the threshold: no entries for `on_tokens` to store; [sequences], bool, and metrics.
 
-    The threshold is the largest mean of exp(|prev - generation|) of a response that stays in the loss.
+    `threshold`: the largest mean of exp(|prev - generation|) of a response that stays in the loss.
     """
     mask = torch.from_numpy(arrays["sampled"] & np.repeat(in_loss, lengths)).float()
     prev, generation = (torch.from_numpy(arrays[name]) for name in ("prev_logprobs", "generation_logprobs"))
@@ -153,7 +153,7 @@ def _judge_sequences(
 def learn(
     config: Config, batch: StepBatch, policy: MegatronPolicy, loss_fn: ClippedPGLossFn, guard: StepGuard
 ) -> TrainResult | None:
-    """All optimizer steps of the policy on a batch, and the move of the reference policy if it is due.
+    """Do all optimizer steps of the policy on a batch, then update the reference policy if that is due.
 
     Returns:
         None: no token is in the loss, and the weights are as they were.
@@ -173,7 +173,7 @@ def learn(
 def learn_values(
     config: Config, batch: StepBatch, value: MegatronValue, loss_fn: MseValueLossFn, guard: StepGuard
 ) -> dict[str, float]:
-    """All optimizer steps of the value model on a batch; its metrics, none without a token in the loss.
+    """Do all optimizer steps of the value model on a batch; returns its metrics, none without a token in the loss.
 
     Raises:
         RunError: a gradient is not finite; no update was made from it.
@@ -201,7 +201,7 @@ def _train(
     guard: StepGuard,
     what: str,
 ) -> TrainResult | None:
-    """`train_in_minibatches`; a gradient that is not finite, which messages call `what`, ends the run."""
+    """Call `train_in_minibatches`; a non-finite gradient ends the run with a message that calls it `what`."""
     iterations = config.passes_per_step
     try:
         return train_in_minibatches(model, batch, loss_fn, samples=minibatch or len(batch), iterations=iterations)
@@ -212,13 +212,13 @@ def _train(
 def train_in_minibatches(
     model: RankGroup, batch: StepBatch, loss_fn: LossFunction, *, samples: int, iterations: int
 ) -> TrainResult | None:
-    """`iterations` passes over the batch, one optimizer step on every `samples` sequences, in their order.
+    """Train `iterations` passes over the batch, with one optimizer step for every `samples` sequences, in order.
 
-    Neighbours stay together, so the samples of a prompt share an optimizer step where `samples` allows it. Sequences
-    without a token in the loss get no optimizer step: it would move the weights by momentum and decay alone.
+    The samples of a prompt are neighbours, so they share an optimizer step where `samples` allows it. A minibatch
+    without a token in the loss gets no optimizer step, which would move the weights by momentum and decay alone.
 
     Returns:
-        What `combine_results` makes of the optimizer steps; None: there was none.
+        The combined results of the optimizer steps (`combine_results`); None: there was no optimizer step.
 
     Raises:
         NonFiniteGradientError: a gradient is not finite; names sequences by their numbers in `batch`.
@@ -237,7 +237,7 @@ def train_in_minibatches(
 def combine_results(results: Sequence[TrainResult], tokens: Sequence[float]) -> TrainResult:
     """One result for all optimizer steps of a step.
 
-    Metrics are means over the tokens that each optimizer step took its loss over, or extremes for names ending in _max
+    Metrics are means weighted by the tokens in the loss of each optimizer step, or extremes for names ending in _max
     and _min; the loss and the gradient norm are means over optimizer steps; the learning rate is the last one.
     """
     if len(results) == 1:
@@ -259,7 +259,7 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
     """Make generation sample from the policy's current weights, as `version`.
 
     Raises:
-        RefitError: some worker did not get or verify them; generation refuses to sample until a refit succeeds.
+        RefitError: a worker did not receive or verify the weights; generation refuses to sample until a refit succeeds.
     """
     return transport.publish(version)
 
@@ -267,12 +267,12 @@ def refit_policy_generation(transport: WeightTransport, version: int) -> Transfe
 def publish(
     transport: WeightTransport | None, placement: Placement, version: int, timer: StepTimer
 ) -> TransferReport | RefitError | None:
-    """`refit_policy_generation` at the end of a step, whose failure is an outcome of the step; None: without engines.
+    """Publish the weights at the end of a step. A failure is returned, not raised; None: there are no engines.
 
-    The models have learnt from the step by then, so it counts: the loop reports and saves it before it ends the run.
+    The models have already learnt from the step, so the loop reports and saves it before a failure ends the run.
 
     Raises:
-        ModelLostError: a rank is gone that had to make room for the engines.
+        ModelLostError: a rank that had to make room for the engines is gone.
     """
     if transport is None:
         return None
@@ -288,7 +288,7 @@ def publish(
 
 
 def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> dict[str, float]:
-    """Metrics of everything that was sampled; groups_without_signal and filtered_reward are of what is trained on.
+    """Metrics of all sampled rollouts; groups_without_signal and filtered_reward cover only those that are trained on.
 
     groups_without_signal is the share of prompts whose samples all got the same reward (with GDPO, the same advantage);
     it is left out with one sample to a prompt.
@@ -311,7 +311,7 @@ def sampling_metrics(config: Config, samples: StepSamples, scores: Scores) -> di
 
 
 def learning_metrics(learned: TrainResult | None, batch: StepBatch) -> dict[str, float]:
-    """Metrics of the policy's optimizer steps; with None there were none."""
+    """Metrics of the policy's optimizer steps; `learned` is None if there were none."""
     valid_tokens = float(batch.loss_tokens)
     if learned is None:
         return {"optimizer_steps": 0.0, "valid_tokens": valid_tokens}
@@ -333,15 +333,15 @@ def report(
     transfer: TransferReport | RefitError | None,
     timing: Mapping[str, float],
 ) -> StepReport:
-    """The report of a step for the loop, with the figures of the refit and of throughput beside these metrics.
+    """Build the report of a step for the loop: the given metrics, and figures of the refit and of throughput.
 
     Args:
-        run: has the model and layout that throughput is computed from.
+        run: the run, whose model and layout determine throughput.
         samples: the samples of the step.
         metrics: metrics of sampling and learning.
-        learned: the policy's optimizer steps; None: there were none.
-        transfer: the refit that ended the step, or why it failed; None: there are no engines.
-        timing: seconds of the step by phase, and all of them as "total".
+        learned: result of the policy's optimizer steps; None: there were none.
+        transfer: report of the refit, or its error; None: there are no engines.
+        timing: seconds of the step by phase, and of the whole step as "total".
     """
     config, policy = run.config, run.policy
     passes = 0.0

@@ -1,4 +1,4 @@
-"""Starts the run of a checked configuration: the same for the command line and for scripts."""
+"""Starts the run of a checked configuration, for the command line and for scripts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megatron_grpo.config.schema import Config
 from megatron_grpo.controller.user_objects import UserObjects
 
 ALGORITHMS = {"grpo": "megatron_grpo.algorithms.grpo", "ppo": "megatron_grpo.algorithms.ppo"}
-"""The module of each, with a function `run`; imported only when it runs, since torch and Ray take seconds to import."""
+"""Module of each algorithm, with a function `run`; imported late, because torch and Ray take seconds to import."""
 
 
 def start(config: Config, user_objects: UserObjects | None = None) -> None:
-    """Run the algorithm that the configuration names, from start (or resume) to end. It is imported while Ray starts.
+    """Run the configured algorithm from start (or resume) to end; its module is imported while Ray starts.
 
-    A run that does not train samples and scores alone, which all algorithms do alike.
+    With debug.train=false the run only samples and scores, which is the same for every algorithm.
 
     Args:
-        config: checked.
+        config: the checked configuration.
         user_objects: objects of a script that a configuration cannot name; None: none.
 
     Raises:
-        ConfigError: the run cannot start from where it is told to.
-        RunError: it failed.
+        ConfigError: the run's folder, the checkpoint to start from or a reward function cannot be used.
+        RunError: the run failed.
     """
     if config.cluster.ray_address is None:
         prepare_ray_environment()
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # of torchdata, about itself
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata warns about its own code
     from megatron_grpo.controller.lifetime import started  # after the checks: Ray takes long to import
 
     module = ALGORITHMS[config.algorithm] if config.debug.train else "megatron_grpo.algorithms.sampling_only"

@@ -1,4 +1,4 @@
-"""How good a policy is on prompts that it does not train on."""
+"""Validation: metrics of a policy on held-out prompts, and early stopping from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_grpo.sampler.pool import RolloutPool
 
 
 def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
-    """Validate the weights that generation has: one response to each validation prompt.
+    """Measure the engines' current weights by one response to each validation prompt.
 
     Args:
         run: the run, with its engines and validation prompts.
         timer: takes the seconds of generation and scoring.
 
     Returns:
-        The metrics of `held_out_metrics`, here with names that start with val_; empty without validation data.
+        Metrics of `held_out_metrics` with the prefix val_; empty without validation data.
 
     Raises:
         SamplingError: an engine or an environment failed, or a reward is not finite.
@@ -38,7 +38,7 @@ def validate(run: SamplingRun, timer: StepTimer) -> dict[str, float]:
     settings = replace(run.settings, temperature=loop.val_temperature)
     batches = respond(run.rollouts, run.val_prompts, 1, settings, seed=loop.seed, size=loop.val_batch_size, timer=timer)
     groups = [group for batch in batches for group in batch]
-    run.rollouts.take_engine_counts()  # steps do not count what engines did in a validation
+    run.rollouts.take_engine_counts()  # discard the engine counters of validation
     run.guard(groups, run.state["total_steps"], "validation").require_finite_samples()
     shown = groups[: run.config.logger.num_val_samples_to_print]
     answers = [group[0] for group in run.rollouts.tokens.fetch(shown)]
@@ -68,7 +68,7 @@ def respond(
         prompts: the prompts; every one is answered.
         samples: responses to each prompt.
         settings: how tokens are drawn.
-        seed: seed of the draws. The same prompts get the same responses of the same weights each time.
+        seed: seed of the draws; the same weights give the same prompts the same responses each time.
         size: most prompts of a batch.
         timer: takes the seconds of generation and scoring.
 
@@ -88,9 +88,9 @@ def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[O
         outcomes: by prompt, the outcomes of its responses.
 
     Returns:
-        accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME of each reward
-        function; with several tasks task_accuracy/TASK and so on, of the prompts of one task; and set_accuracy/NAME and
-        so on, of those of a set that has a name.
+        accuracy, reward, response_length and truncation_rate, as far as they are known; reward/NAME for each reward
+        function; with several tasks, task_accuracy/TASK and so on for each task; set_accuracy/NAME and so on for each
+        set of prompts that has a name.
     """
     together = [one for group in outcomes for one in group]
     metrics = _measured(together)
@@ -104,7 +104,7 @@ def held_out_metrics(prompts: Sequence[DatumSpec], outcomes: Sequence[Sequence[O
 
 
 def _by(outcomes: Sequence[Sequence[Outcome]], names: Sequence[str | None]) -> dict[str, list[Outcome]]:
-    """The outcomes of the prompts with each name, names in order; those without a name are left out."""
+    """Outcomes by the name (task or set) of their prompt, in the order of names; prompts without one are left out."""
     found: dict[str, list[Outcome]] = {name: [] for name in sorted({name for name in names if name is not None})}
     for name, group in zip(names, outcomes, strict=True):
         if name is not None:
@@ -118,7 +118,7 @@ def _measured(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlyStopConfig) -> None:
-    """Take a validation into account; one without the metric (no response could be judged) counts for nothing."""
+    """Update early stopping with a validation; a validation without the metric (no response was judged) is ignored."""
     if not config.enabled or config.metric_name not in metrics:
         return
     value = metrics[config.metric_name]
@@ -131,7 +131,7 @@ def observe(state: EarlyStopState, metrics: Mapping[str, float], config: EarlySt
 
 
 def reason_to_stop(state: EarlyStopState, config: EarlyStopConfig) -> str | None:
-    """Why training should end now, for people; None: it should go on."""
+    """Message that says why training ends early; None: training goes on."""
     if not config.enabled or state["last"] is None:
         return None
     name, last = config.metric_name, state["last"]
